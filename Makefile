@@ -1,0 +1,64 @@
+# Needs Python 3.10 or newer with venv, make and git; everything else goes into .venv.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean test-tools
+
+help:
+	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
+	@echo 'make test     run the tests'
+	@echo 'make lint     ruff, ruff format --check, mypy --strict'
+	@echo 'make format   let ruff rewrite what it can'
+	@echo 'make bench    measure; results also in benchmarks/results/'
+	@echo 'make clean    remove .venv, caches and benchmark results'
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP) test-tools
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+# The stamp is written last, so an installation that was interrupted is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo 'make: no python3.11 or python3 on PATH' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
+	  'make: $(PYTHON) has no venv module (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 1; }
+	@echo 'Installing into .venv (torch is a large download the first time) ...'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+# Some fault tests inject errors into system calls, cut networks or mount small file systems. The
+# programs they use are installed where that is possible, and those tests are skipped elsewhere.
+test-tools:
+	@missing=; \
+	for need in strace:strace ip:iproute2 mkfs.ext4:e2fsprogs; do \
+	  PATH="$$PATH:/usr/sbin:/sbin" command -v "$${need%%:*}" >/dev/null || missing="$$missing $${need#*:}"; \
+	done; \
+	test -n "$$missing" || exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  { timeout 120 apt-get -qq update; \
+	    timeout 300 apt-get -qq install -y --no-install-recommends $$missing; } >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "not installed, their tests are skipped:$$missing"
+
+clean:
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist benchmarks/results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

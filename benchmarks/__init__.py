@@ -1,0 +1,1 @@
+"""What localckpt costs, measured beside the limit of the machine in the same run."""

@@ -1,0 +1,73 @@
+"""``python -m benchmarks [section ...]``: measure, print tables, keep the samples as JSON.
+
+Each section runs in a process of its own, so that none inherits the memory of another, and no large
+file is removed while something is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.limits import settle
+from benchmarks.report import Report, describe_machine
+from benchmarks.setup import Options
+
+_SECTIONS = {
+    "save": "benchmarks.save",
+    "load": "benchmarks.load",
+    "in-memory": "benchmarks.in_memory",
+    "replicate": "benchmarks.replicate",
+    "memory": "benchmarks.memory",
+    "async": "benchmarks.async_worker",
+    "gpu": "benchmarks.device",
+}
+_SECTION_TIMEOUT_S = 1800.0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("section", nargs="*", help=f"of {', '.join(_SECTIONS)}; all by default")
+    Options.add_to(parser, Path(tempfile.gettempdir()))
+    asked = parser.parse_args(arguments)
+    if unknown := set(asked.section) - set(_SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if len(asked.section) == 1:
+        _run_section(asked.section[0], asked, console)
+        return 0
+    console.print("machine: ", describe_machine(asked.dir))
+    options = [f"--dir={asked.dir}", f"--rounds={asked.rounds}", f"--width={asked.width}"]
+    failed = []
+    for section in asked.section or _SECTIONS:
+        command = [sys.executable, "-m", "benchmarks", section, *options]
+        done = subprocess.run(command, timeout=_SECTION_TIMEOUT_S, check=False)
+        if done.returncode:
+            failed.append(section)
+    if failed:
+        console.print(f"failed: {', '.join(failed)}", style="red")
+    return 1 if failed else 0
+
+
+def _run_section(section: str, asked: argparse.Namespace, console: Console) -> None:
+    base = Path("/dev/shm") if section == "in-memory" else asked.dir
+    directory = Path(tempfile.mkdtemp(prefix="localckpt-bench-", dir=base))
+    try:
+        measure = importlib.import_module(_SECTIONS[section]).measure
+        report: Report = measure(Options(directory, asked.rounds, asked.width))
+        report.show(console)
+        console.print(f"samples: {report.save(directory)}")
+    finally:
+        shutil.rmtree(directory)
+        settle()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""What training waits for at a save, and how long it takes until the bytes are durable."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import localckpt
+from benchmarks.limits import RecycledFile, settle
+from benchmarks.report import Comparison, Report, compare
+from benchmarks.setup import Options, Saver, Setting, closing_all, make_setting
+
+__all__ = ["flat_tensors", "measure"]
+
+
+def measure(options: Options) -> Report:
+    """Both async workers beside one copy and one raw write, then the usual ways beside the same."""
+    report = Report("save")
+    setting = make_setting(options)
+    file = RecycledFile(options.directory / "limit", setting.buffer)
+    _measure_ours(report, setting, file, options)
+    settle()
+    _measure_usual_ways(report, setting, file, options)
+    file.close()
+    return report
+
+
+def _measure_ours(report: Report, setting: Setting, file: RecycledFile, options: Options) -> None:
+    savers = {
+        worker: Saver(
+            localckpt.LocalCheckpointManager(options.directory / worker, async_worker=worker),
+            setting.state,
+        )
+        for worker in ("thread", "process")
+    }
+    copy, write = "memcpy, 1 thread", "memcpy + O_DIRECT write + fsync"
+    stalls, durables = (
+        {
+            worker: report.compared(f"{what}, {worker}", limit, setting.nbytes, 1.3)
+            for worker in savers
+        }
+        for what, limit in (("stall of save", copy), ("durable", write))
+    )
+    with closing_all(list(savers.values())):
+        for saver in savers.values():
+            saver.warm_up()
+        for _ in range(options.rounds):
+            for worker, saver in savers.items():
+                copy_s = setting.copy_in_s()
+                write_s = file.write_s()
+                stall_s = saver.start()
+                durable_s = saver.finish()
+                stalls[worker].add(copy_s, stall_s)
+                durables[worker].add(copy_s + write_s, durable_s)
+
+
+def _measure_usual_ways(
+    report: Report, setting: Setting, file: RecycledFile, options: Options
+) -> None:
+    def limit() -> float:
+        return setting.copy_in_s() + file.write_s()
+
+    def arm(name: str, save: Callable[[Path], None]) -> tuple[Comparison, Callable[[], float]]:
+        comparison = report.compared(
+            f"durable, {name}", "memcpy + O_DIRECT write + fsync", setting.nbytes
+        )
+        return comparison, lambda: _timed_save(options.directory / "usual", save)
+
+    flat = flat_tensors(setting.state)
+    compare(
+        min(5, options.rounds),
+        limit,
+        [
+            arm("torch.save + fsync", lambda path: torch.save(setting.state, path)),
+            arm("safetensors + fsync", lambda path: safetensors.torch.save_file(flat, path)),
+        ],
+    )
+
+
+def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state under names that safetensors can keep."""
+    named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for number, moment in state["optimizer"]["state"].items():
+        named |= {f"optimizer.{number}.{name}": tensor for name, tensor in moment.items()}
+    return named
+
+
+def _timed_save(path: Path, save: Callable[[Path], None]) -> float:
+    began = time.perf_counter()
+    save(path)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    seconds = time.perf_counter() - began
+    # These ways remove the old file at every save; that cost is kept out of all samples.
+    path.unlink()
+    settle()
+    return seconds

@@ -1,0 +1,167 @@
+"""What the demo tells: what the ranks wrote in their journals, and the table made of it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["Comparison", "Event", "Journals", "Training", "make_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a rank's journal; ``at`` is in seconds of the monotonic clock."""
+
+    rank: int
+    kind: str
+    node: str
+    at: float
+    values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Training:
+    """One run of the training: where its results lie, and what was seen of it."""
+
+    tier: str
+    results: Path
+    events: list[Event] = field(default_factory=list)
+    lost_node: str = ""
+    lost_at: float = 0.0
+
+    @property
+    def where(self) -> str:
+        return "on disk" if self.tier == "disk" else "in memory"
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def loads(self) -> list[Event]:
+        """One for each rank, in rank order."""
+        return sorted(self.of_kind("load"), key=lambda event: event.rank)
+
+    @property
+    def resumed_at(self) -> int:
+        """The iteration whose checkpoint was loaded."""
+        return int(self.loads[0].values["iteration"])
+
+    @property
+    def reached(self) -> int:
+        """The last iteration that any rank had finished when the node was lost."""
+        first_load = min(event.at for event in self.loads)
+        return max(
+            int(event.values["iteration"])
+            for event in self.of_kind("iteration")
+            if event.at < first_load
+        )
+
+    @property
+    def back_after_s(self) -> float:
+        """From SIGKILL until the first iteration after the restart was done."""
+        first_load = min(event.at for event in self.loads)
+        again = min(event.at for event in self.of_kind("iteration") if event.at > first_load)
+        return again - self.lost_at
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two trainings ended: the values looked at, and the names of those that differ."""
+
+    nbytes: int
+    values: int
+    different: list[str]
+
+
+class Journals:
+    """The journals of all ranks, read while they are written."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._paths = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+        self._positions = [0] * ranks
+
+    def read(self) -> list[Event]:
+        """What has been written since the last call."""
+        news = []
+        for rank, path in enumerate(self._paths):
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._positions[rank])
+                text = file.read()
+            complete = text[: text.rfind(b"\n") + 1]
+            self._positions[rank] += len(complete)
+            for line in complete.splitlines():
+                values = json.loads(line)
+                kind, node, at = (values.pop(key) for key in ("event", "node", "at"))
+                news.append(Event(rank, kind, node, at, values))
+        return news
+
+
+def make_table(trainings: list[Training], comparisons: list[Comparison]) -> Table:
+    """One column for each training that lost a node."""
+    table = Table(title="a node lost, a node replaced", title_style="bold")
+    table.add_column("")
+    for training in trainings:
+        table.add_column(f"checkpoints {training.where}", justify="right")
+
+    def row(name: str, cells: list[str]) -> None:
+        table.add_row(name, *cells)
+
+    row("a rank's shard", [f"{_nbytes(t) / 1e6:.1f} MB" for t in trainings])
+    row("saves", [str(len({s.values["iteration"] for s in t.of_kind("save")})) for t in trainings])
+    row("stall a save: median (most)", [_milliseconds(t, _stall) for t in trainings])
+    row("  of it copying to the peer", [_milliseconds(t, _replication) for t in trainings])
+    row("time behind training", [_milliseconds(t, _behind) for t in trainings])
+    table.add_section()
+    row("node lost, with its store", [f"{t.lost_node}, iteration {t.reached}" for t in trainings])
+    row("resumed after iteration", [str(t.resumed_at) for t in trainings])
+    row("lost iterations", [str(t.reached - t.resumed_at) for t in trainings])
+    row("SIGKILL to training again", [f"{t.back_after_s:.1f} s" for t in trainings])
+    row("find_latest", [_most_s(t, "find_latest_s") for t in trainings])
+    row("load", [_most_s(t, "seconds") for t in trainings])
+    for rank in range(len(trainings[0].loads)):
+        row(f"shard of rank {rank} came from", [_origin(t, rank) for t in trainings])
+    table.add_section()
+    row("values compared", [f"{c.values} ({c.nbytes / 1e6:.1f} MB)" for c in comparisons])
+    verdicts = ["no" if c.different else "yes" for c in comparisons]
+    row("recovered bit for bit", verdicts)
+    return table
+
+
+def _nbytes(training: Training) -> int:
+    return max(int(event.values["nbytes"]) for event in training.of_kind("save"))
+
+
+def _stall(save: dict[str, Any]) -> float:
+    return float(save["stall_s"])
+
+
+def _replication(save: dict[str, Any]) -> float:
+    return float(save["replicate_s"])
+
+
+def _behind(save: dict[str, Any]) -> float:
+    return float(save["durable_s"] - save["stall_s"])
+
+
+def _milliseconds(training: Training, seconds: Callable[[dict[str, Any]], float]) -> str:
+    times = [1e3 * seconds(event.values) for event in training.of_kind("save")]
+    return f"{statistics.median(times):.1f} ({max(times):.1f}) ms"
+
+
+def _most_s(training: Training, name: str) -> str:
+    return f"{max(event.values[name] for event in training.loads):.3f} s"
+
+
+def _origin(training: Training, rank: int) -> str:
+    load = training.loads[rank]
+    before = next(e.node for e in training.of_kind("iteration") if e.rank == rank)
+    moved = f"on {load.node}" if load.node == before else f"{before} to {load.node}"
+    return f"{load.values['source']} ({moved})"

@@ -1,0 +1,91 @@
+"""Node-local, replicated checkpoints for PyTorch training.
+
+Public names are loaded when first used, so a process that only writes a buffer to disk does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localckpt.async_save.callers import AsyncCaller as AsyncCaller
+    from localckpt.async_save.callers import PersistentAsyncCaller as PersistentAsyncCaller
+    from localckpt.async_save.callers import TemporalAsyncCaller as TemporalAsyncCaller
+    from localckpt.async_save.callers import ThreadAsyncCaller as ThreadAsyncCaller
+    from localckpt.async_save.queue import AsyncCallsQueue as AsyncCallsQueue
+    from localckpt.async_save.request import AsyncRequest as AsyncRequest
+    from localckpt.errors import CheckpointingException as CheckpointingException
+    from localckpt.errors import CorruptShardError as CorruptShardError
+    from localckpt.errors import MismatchError as MismatchError
+    from localckpt.errors import NoReplicasAvailableError as NoReplicasAvailableError
+    from localckpt.errors import PeerLostError as PeerLostError
+    from localckpt.errors import (
+        SameMachineReplicationException as SameMachineReplicationException,
+    )
+    from localckpt.errors import SaveFailedError as SaveFailedError
+    from localckpt.errors import StorageError as StorageError
+    from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
+    from localckpt.errors import WorkerDiedError as WorkerDiedError
+    from localckpt.ids import CkptID as CkptID
+    from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
+    from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
+    from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
+    from localckpt.replication.exchange import ExchangePlan as ExchangePlan
+    from localckpt.replication.groups import GroupWrapper as GroupWrapper
+    from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
+    from localckpt.replication.strategies import (
+        CliqueReplicationStrategy as CliqueReplicationStrategy,
+    )
+    from localckpt.replication.strategies import (
+        LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
+    )
+    from localckpt.replication.strategies import ReplicationStrategy as ReplicationStrategy
+    from localckpt.state_dict.base import TensorAwareStateDict as TensorAwareStateDict
+    from localckpt.state_dict.basic import BasicTensorAwareStateDict as BasicTensorAwareStateDict
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncCaller": "async_save.callers",
+    "AsyncCallsQueue": "async_save.queue",
+    "AsyncRequest": "async_save.request",
+    "BaseCheckpointManager": "managers.base",
+    "BasicTensorAwareStateDict": "state_dict.basic",
+    "CheckpointingException": "errors",
+    "CkptID": "ids",
+    "CliqueReplicationStrategy": "replication.strategies",
+    "CorruptShardError": "errors",
+    "ExchangePlan": "replication.exchange",
+    "GroupWrapper": "replication.groups",
+    "InMemoryCheckpointManager": "managers.memory",
+    "LazyCliqueReplicationStrategy": "replication.strategies",
+    "LocalCheckpointManager": "managers.local",
+    "MismatchError": "errors",
+    "NoReplicasAvailableError": "errors",
+    "PeerLostError": "errors",
+    "PersistentAsyncCaller": "async_save.callers",
+    "ReplicationStrategy": "replication.strategies",
+    "SameMachineReplicationException": "errors",
+    "SaveFailedError": "errors",
+    "StorageError": "errors",
+    "TemporalAsyncCaller": "async_save.callers",
+    "TensorAwareStateDict": "state_dict.base",
+    "ThreadAsyncCaller": "async_save.callers",
+    "UnsafeGlobalError": "errors",
+    "WorkerDiedError": "errors",
+    "parse_group_sequence": "replication.groups",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'localckpt' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"localckpt.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

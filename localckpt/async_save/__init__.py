@@ -1,0 +1,1 @@
+"""How a save runs behind training; knows nothing of checkpoints."""

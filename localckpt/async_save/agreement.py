@@ -1,0 +1,124 @@
+"""How all ranks decide, in the same poll, that a call is over, and tell each other how it ended.
+
+A rank that finalized a call alone would gather with others that train on, and each would hang in
+the other's collectives. So the first rank decides at every poll and all follow. Messages go over
+the job's store, never over a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from localckpt.async_save.request import CallReport
+from localckpt.coordination import Coordinator
+from localckpt.errors import PeerLostError
+
+__all__ = ["OWN_WORK", "Agreement"]
+
+# Waits end one after another within the timeout: a rank gives its own work up first, so that the
+# others hear the cause from it, then the first rank stops waiting for reports, then the others
+# stop waiting for the first rank.
+OWN_WORK, _FIRST_RANK, _OTHER_RANKS = 0.7, 0.8, 0.9
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.02
+
+
+class Agreement:
+    """The decisions on a queue's calls, one call after another.
+
+    Args:
+        ranks: Used for nothing else; its deadline is set for each wait.
+        timeout_s: The longest that all waits for one call take together, in seconds.
+    """
+
+    def __init__(self, ranks: Coordinator, timeout_s: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._settled = 0
+        self._polls = 0
+        self._reported = False
+        self._asked: list[str] = []
+        self._forgettable: deque[str] = deque()
+
+    def reached(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
+        """Whether all ranks finalize the oldest call now.
+
+        Args:
+            is_over: Whether it is over on this rank.
+            blocking: Wait until the first rank says so; without, this is one poll.
+            start: When the waits for this call began, by the monotonic clock.
+
+        Raises:
+            PeerLostError: Some rank did not come in time. After a poll without ``blocking`` it
+                can be asked again; else :meth:`gather` must follow with that error.
+        """
+        while not self._poll(is_over, blocking, start):
+            if not blocking:
+                return False
+        return True
+
+    def gather(self, report: CallReport, start: float) -> list[CallReport]:
+        """Settle the call: what every rank says of it, in rank order.
+
+        Also called by a rank that gave up waiting, so that one which comes late finds that out
+        instead of finalizing alone.
+
+        Raises:
+            PeerLostError: Some rank did not come in time.
+        """
+        number, asked = self._settled, self._asked
+        self._settled, self._asked, self._reported = number + 1, [], False
+        self._set_deadline(start + self._timeout_s)
+        records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
+        # Who takes part in the gathering has read all answers before it.
+        self._forgettable.extend([*asked, _over(number)])
+        return [CallReport.from_json(record) for record in records]
+
+    def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
+        gave_up_s = None
+
+        def decide() -> bool:
+            nonlocal gave_up_s
+            if not blocking:
+                return is_over() and self._ranks.reported_by_all(_over(self._settled))
+            if not self._wait_for_reports(start + _FIRST_RANK * self._timeout_s):
+                gave_up_s = time.monotonic() - start
+            return True
+
+        self._forget_one()
+        if not self._reported and is_over():
+            self._ranks.report(_over(self._settled))
+            self._reported = True
+        self._set_deadline(start + self._timeout_s * (_OTHER_RANKS if blocking else 1.0))
+        question = f"decide on async call {self._settled} (poll {self._polls})"
+        decision = self._ranks.follow_first_rank(question, decide)
+        self._polls += 1
+        self._asked.append(question)
+        if gave_up_s is not None:
+            raise PeerLostError(
+                f"after {gave_up_s:.1f} s not every rank had reported that its part of async "
+                f"call {self._settled} was over"
+            )
+        return decision
+
+    def _wait_for_reports(self, deadline: float) -> bool:
+        nap_s = _SHORTEST_NAP_S
+        while not self._ranks.reported_by_all(_over(self._settled)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return True
+
+    def _forget_one(self) -> None:
+        # One a poll keeps pace with what polls leave, and no single poll pays for all.
+        if self._ranks.rank == 0 and self._forgettable:
+            self._ranks.forget(self._forgettable.popleft())
+
+    def _set_deadline(self, deadline: float) -> None:
+        self._ranks.timeout_s = round(max(0.0, deadline - time.monotonic()), 2)
+
+
+def _over(number: int) -> str:
+    return f"async call {number} is over"

@@ -1,0 +1,387 @@
+"""Who carries out a call: a thread of the trainer, a lasting worker process, or a forked child.
+
+A caller knows the outcome on this rank only; what all ranks make of it is the queue's part. Each
+runs its calls one after another, in a thread that lives only while there is work: an idle caller
+holds no thread, and interpreter exit waits for the calls that are in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from localckpt.async_save.processes import ForkedProcess, WorkerProcess, pack_call
+from localckpt.async_save.request import AsyncRequest, function_name
+from localckpt.errors import CheckpointingException
+
+__all__ = [
+    "AsyncCaller",
+    "PendingCall",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+    "ThreadAsyncCaller",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class PendingCall:
+    """One call on this rank: whether it is over, and how it ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it came in time."""
+        return self._over.wait(max(0.0, timeout_s))
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with; ``None`` while it is not over, too."""
+        return self._error
+
+    def settle(self, error: BaseException | None) -> None:
+        """Say how it ended. The first word counts."""
+        with self._lock:
+            if not self._over.is_set():
+                self._error = error
+                self._over.set()
+
+    def run(self) -> None:
+        """Carry it out, in the caller's thread; raises what it fails with."""
+
+    def stop(self) -> bool:
+        """End it from another thread; whether nothing of it runs any more."""
+        return True
+
+    def release(self) -> None:
+        """Give back what it holds; nothing runs any more."""
+
+
+class AsyncCaller(ABC):
+    """Carries out calls one after another, on this rank, beside the thread that schedules them.
+
+    Args:
+        timeout_s: The longest that :meth:`close`, a blocking wait, and the interpreter's exit
+            wait for calls that are in flight. A call in a thread cannot be ended from outside, so
+            exit waits for that one until it returns.
+    """
+
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._waiting: deque[PendingCall] = deque()
+        self._running: PendingCall | None = None
+        self._runner: threading.Thread | None = None
+        self._left_behind: list[threading.Thread] = []
+        self._latest: PendingCall | None = None
+        self._closed = False
+
+    @abstractmethod
+    def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall: ...
+
+    def _close(self) -> None:  # noqa: B027 - most callers hold nothing between calls
+        """Give back what is held between calls."""
+
+    def schedule_async_call(self, request: AsyncRequest) -> PendingCall:
+        """Begin a call, or put it after those that are not over.
+
+        Raises:
+            CheckpointingException: This caller is closed, was made by another process, or cannot
+                carry out such a call.
+        """
+        if os.getpid() != self._owner:
+            raise CheckpointingException(
+                f"this caller belongs to process {self._owner}, of which this one is a fork; "
+                f"make one here"
+            )
+        if self._closed:
+            raise CheckpointingException("this caller is closed; make another")
+        if request.async_fn is None:
+            call = PendingCall(function_name(None))
+            call.settle(None)
+        else:
+            call = self._make_call(request, request.async_fn)
+            self._enqueue(call)
+        self._latest = call
+        return call
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
+        """Whether the call that was scheduled last is over on this rank.
+
+        Args:
+            blocking: Wait for it.
+            no_dist: Must be true: only :class:`AsyncCallsQueue` asks the other ranks.
+
+        Raises:
+            CheckpointingException: It failed, or did not end in time.
+        """
+        if not no_dist:
+            raise CheckpointingException(
+                "a caller knows of its own rank only; use an AsyncCallsQueue to agree with others"
+            )
+        call = self._latest
+        if call is None:
+            return True
+        if blocking and not call.wait(self._timeout_s):
+            raise CheckpointingException(f"{call.name} was not over after {self._timeout_s:g} s")
+        if call.error is not None:
+            raise CheckpointingException(f"{call.name} failed: {call.error}") from call.error
+        return call.done()
+
+    def give_up(self, call: PendingCall, error: BaseException) -> bool:
+        """Count a call as failed and end it, if it is not over; those after it go on.
+
+        Returns:
+            Whether nothing of it runs any more. False for a call that a thread is in the middle
+            of: threads cannot be ended, so it goes on to use its arguments, and another thread
+            takes the calls after it.
+        """
+        with self._lock:
+            if call.done():
+                return True
+            call.settle(error)
+            if call is not self._running:
+                self._waiting = deque(c for c in self._waiting if c is not call)
+                call.stop()
+                waiting = True
+            else:
+                waiting = False
+                if call.stop():
+                    return True
+                if self._runner is not None:
+                    self._left_behind.append(self._runner)
+                self._runner = self._running = None
+                if self._waiting:
+                    self._start_runner()
+        if waiting:
+            call.release()
+        return waiting
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for all calls and give back what is held; may be called twice.
+
+        Args:
+            abort: End the calls instead of waiting; one that a thread is in the middle of is
+                waited for even so, since it uses memory of the trainer.
+        """
+        if os.getpid() != self._owner:
+            return
+        self._closed = True
+        deadline = time.monotonic() + self._timeout_s
+        if abort:
+            self._give_up_all("was not over when its caller was closed")
+        if not self._join(deadline):
+            self._give_up_all(f"was not over {self._timeout_s:g} s after its caller was closed")
+            if not self._join(time.monotonic() + 1.0):
+                logger.error("a call in a thread does not end, and goes on after close()")
+        self._close()
+
+    def _enqueue(self, call: PendingCall) -> None:
+        with self._lock:
+            self._waiting.append(call)
+            if self._runner is not None:
+                return
+            try:
+                self._start_runner()
+            except BaseException:
+                self._waiting.remove(call)
+                self._runner = None
+                call.release()
+                raise
+
+    def _start_runner(self) -> None:
+        # Not a daemon: the interpreter must not take the memory away that a call writes from.
+        self._runner = threading.Thread(
+            target=self._run_waiting, name=f"localckpt {type(self).__name__}", daemon=False
+        )
+        self._runner.start()
+
+    def _run_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if threading.current_thread() is not self._runner:
+                    return
+                self._running = None
+                if not self._waiting:
+                    self._runner = None
+                    return
+                call = self._running = self._waiting.popleft()
+            try:
+                call.run()
+            except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
+                call.settle(error)
+            else:
+                call.settle(None)
+            call.release()
+            del call
+
+    def _give_up_all(self, why: str) -> None:
+        with self._lock:
+            calls = [*self._waiting, self._running]
+        for call in calls:
+            if call is not None:
+                self.give_up(call, CheckpointingException(f"{call.name} {why}"))
+
+    def _join(self, deadline: float) -> bool:
+        with self._lock:
+            threads = [*self._left_behind, self._runner]
+        for thread in threads:
+            if thread is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    return False
+        return True
+
+
+class ThreadAsyncCaller(AsyncCaller):
+    """Runs calls in a thread of the trainer; the fastest for work that needs neither CPU nor GIL.
+
+    The only one that can be handed memory of this process.
+    """
+
+    def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
+        return _ThreadCall(request, function)
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Sends calls to one worker process, which is started when first needed and then stays.
+
+    It takes functions of importable modules with arguments that can be pickled. A worker that
+    died is replaced at the next call.
+    """
+
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._worker: WorkerProcess | None = None
+
+    def warm_up(self) -> None:
+        """Start the worker in the background, so that the first call finds it ready."""
+        self._enqueue(_WarmUp(self._ready_worker))
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker's process ID, while there is one."""
+        worker = self._worker
+        return worker.pid if worker is not None and worker.usable() else None
+
+    def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
+        return _WorkerCall(request, function, self._ready_worker)
+
+    def _close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    def _ready_worker(self) -> WorkerProcess:
+        if self._worker is None or not self._worker.usable():
+            self._close()
+            self._worker = WorkerProcess(self._timeout_s)
+        return self._worker
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Forks a process for each call: for functions that cannot be pickled.
+
+    The fork is made when the call is scheduled, so the call sees memory as it was then, even when
+    it has to wait for another. It must not touch a GPU.
+    """
+
+    def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
+        return _ForkedCall(request, function, self._timeout_s)
+
+
+class _ThreadCall(PendingCall):
+    def __init__(self, request: AsyncRequest, function: Callable[..., Any]) -> None:
+        super().__init__(function_name(function))
+        self._work: Any = (function, request.async_fn_args, request.async_fn_kwargs)
+
+    def run(self) -> None:
+        function, args, kwargs = self._work
+        function(*args, **kwargs)
+
+    def stop(self) -> bool:
+        return False
+
+    def release(self) -> None:
+        self._work = None
+
+
+class _WorkerCall(PendingCall):
+    def __init__(
+        self,
+        request: AsyncRequest,
+        function: Callable[..., Any],
+        ready_worker: Callable[[], WorkerProcess],
+    ) -> None:
+        super().__init__(function_name(function))
+        self._packed = pack_call(function, request.async_fn_args, request.async_fn_kwargs)
+        self._ready_worker: Any = ready_worker
+        self._guard = threading.Lock()
+        self._stopped = False
+        self._worker: WorkerProcess | None = None
+
+    def run(self) -> None:
+        worker = self._ready_worker()
+        with self._guard:
+            if self._stopped:
+                return
+            self._worker = worker
+        worker.call(self.name, self._packed)
+
+    def stop(self) -> bool:
+        with self._guard:
+            self._stopped = True
+            return self._worker is None or self._worker.kill()
+
+    def release(self) -> None:
+        with self._guard:
+            self._packed, self._ready_worker, self._worker = b"", None, None
+
+
+class _WarmUp(PendingCall):
+    def __init__(self, ready_worker: Callable[[], WorkerProcess]) -> None:
+        super().__init__("warm-up")
+        self._ready_worker: Any = ready_worker
+
+    def run(self) -> None:
+        try:
+            self._ready_worker()
+        except OSError:
+            logger.warning("the worker process could not be started yet", exc_info=True)
+
+    def release(self) -> None:
+        self._ready_worker = None
+
+
+class _ForkedCall(PendingCall):
+    def __init__(
+        self, request: AsyncRequest, function: Callable[..., Any], exit_patience_s: float
+    ) -> None:
+        super().__init__(function_name(function))
+        self._process = ForkedProcess(
+            function, request.async_fn_args, request.async_fn_kwargs, exit_patience_s
+        )
+
+    def run(self) -> None:
+        self._process.call(self.name)
+
+    def stop(self) -> bool:
+        return self._process.kill()
+
+    def release(self) -> None:
+        self._process.release()

@@ -1,0 +1,323 @@
+"""Other processes that carry out calls: a worker that stays, and a child forked for one call.
+
+Both leave the trainer's process group and finish the call in hand when the trainer dies. How they
+end is always found out here: their error with its text, or the signal that killed them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from localckpt.async_save import worker
+from localckpt.errors import CheckpointingException, WorkerDiedError
+
+__all__ = ["ForkedProcess", "NotSendableError", "WorkerProcess", "pack_call"]
+
+logger = logging.getLogger(__name__)
+
+# How often a wait looks beyond its pipe: is the process there, is the interpreter leaving.
+_LOOK_ROUND_S = 0.5
+# A process that has answered, or was told to leave or killed, ends within this.
+_LEAVE_S = 5.0
+_LARGEST_OUTPUT = 1 << 20
+_TAIL = 4000
+# Modules of a script that is run: another process has its own, or none.
+_SCRIPTS = ("__main__", "__mp_main__")
+_HINTS = {"SIGKILL": "SIGKILL: out of memory?", "SIGBUS": "SIGBUS: shared memory full?"}
+
+
+class NotSendableError(CheckpointingException):
+    """A call that only this process can make: it cannot be pickled, or lives in the script."""
+
+
+class _CallPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ in _SCRIPTS:
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in the script that is run")
+        return NotImplemented
+
+
+def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bytes:
+    """A call as bytes for the worker; its arguments are as they are now.
+
+    Raises:
+        NotSendableError: It says what stands in the way.
+    """
+    call = io.BytesIO()
+    try:
+        _CallPickler(call, pickle.HIGHEST_PROTOCOL).dump((function, args, dict(kwargs)))
+    except Exception as reason:
+        raise NotSendableError(
+            f"the call cannot be sent to a worker process: {reason}. Define the function at the "
+            f"top of an importable module and pass plain data"
+        ) from reason
+    return pickle.dumps((_import_path(), call.getvalue()), pickle.HIGHEST_PROTOCOL)
+
+
+class WorkerProcess:
+    """One interpreter that takes calls until it is stopped, killed, or its trainer ends.
+
+    Args:
+        exit_patience_s: How long a call may still take once the trainer's main thread has ended.
+    """
+
+    def __init__(self, exit_patience_s: float) -> None:
+        self._exit_patience_s = exit_patience_s
+        self._killed = False
+        requests, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        # Its output goes to memory: a pipe would block it when nobody reads, and break it when
+        # the trainer dies.
+        self._output, self._output_read = os.memfd_create("localckpt-worker-output"), 0
+        try:
+            fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _program(), *map(str, (os.getpid(), requests, replies))],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=(requests, replies),
+                start_new_session=True,
+            )
+        except BaseException:
+            _close_all(self._requests, self._replies, self._output)
+            raise
+        finally:
+            _close_all(requests, replies)
+        self.pid = self._process.pid
+        self.stop = weakref.finalize(
+            self,
+            _stop_worker,
+            os.getpid(),
+            self._process,
+            self._requests,
+            (self._replies, self._output),
+        )
+
+    def usable(self) -> bool:
+        """Whether it can be given a call."""
+        return self.stop.alive and not self._killed and self._process.poll() is None
+
+    def call(self, name: str, packed: bytes) -> None:
+        """Have a call made, and return when it is over.
+
+        Raises:
+            BaseException: What the call raised there, caused by the traceback over there.
+            WorkerDiedError: The process ended without an answer.
+        """
+        try:
+            worker.write_frame(self._requests, packed)
+            reply = _await_reply(self._replies, self._is_running, self._exit_patience_s)
+        except BrokenPipeError:
+            reply = None
+        said = self._new_output()
+        if reply is None:
+            self.kill()
+            raise WorkerDiedError(_obituary(name, self.pid, self._process.poll(), said))
+        if said:
+            logger.warning("the worker process said during %s:\n%s", name, said)
+        if reply:
+            raise pickle.loads(reply).rebuild()
+
+    def kill(self) -> bool:
+        """End it now, from any thread; whoever waits in :meth:`call` hears of it.
+
+        Returns:
+            Whether it has ended. One that is deep in the kernel may take longer.
+        """
+        self._killed = True
+        self._process.kill()
+        try:
+            self._process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def _new_output(self) -> str:
+        size = os.fstat(self._output).st_size
+        start = max(self._output_read, size - _TAIL)
+        said = os.pread(self._output, size - start, start)
+        self._output_read = size
+        if size > _LARGEST_OUTPUT:
+            os.ftruncate(self._output, 0)
+            self._output_read = 0
+        return said.decode(errors="replace").strip()
+
+
+class ForkedProcess:
+    """A copy of this process, made now, that makes one call when it is told to.
+
+    It sees all memory as it is at the fork, so the call needs no pickling and is not changed by
+    what training does before its turn comes.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        exit_patience_s: float,
+    ) -> None:
+        self._exit_patience_s = exit_patience_s
+        go, self._go = os.pipe()
+        self._reply, reply = os.pipe()
+        theirs, ours = (go, reply), (self._go, self._reply)
+        work = (function, args, kwargs)
+        try:
+            self._process = multiprocessing.get_context("fork").Process(
+                target=_serve_once, args=(os.getpid(), theirs, ours, work)
+            )
+            with warnings.catch_warnings():
+                # The warning is about threads whose locks the child inherits; a fork is what is
+                # left for a call that cannot be sent, and the child touches only its own call.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process.start()
+        except BaseException:
+            _close_all(*ours)
+            raise
+        finally:
+            _close_all(*theirs)
+
+    def call(self, name: str) -> None:
+        """Let it begin, and return when it is over; raises as :meth:`WorkerProcess.call`."""
+        try:
+            os.write(self._go, b"!")
+        except BrokenPipeError:
+            reply = None
+        else:
+            reply = _await_reply(self._reply, self._is_running, self._exit_patience_s)
+        if reply is None:
+            self.kill()
+            raise WorkerDiedError(_obituary(name, self._process.pid, self._exit_code(), ""))
+        if reply:
+            raise pickle.loads(reply).rebuild()
+
+    def kill(self) -> bool:
+        """As :meth:`WorkerProcess.kill`."""
+        self._process.kill()
+        return self._exit_code() is not None
+
+    def release(self) -> None:
+        """Wait for its end, so that no zombie stays, and give back what it holds open."""
+        _close_all(self._go, self._reply)
+        self._process.join(_LEAVE_S)
+        if self._process.exitcode is None:
+            self.kill()
+
+    def _is_running(self) -> bool:
+        return self._process.exitcode is None
+
+    def _exit_code(self) -> int | None:
+        self._process.join(_LEAVE_S)
+        deadline = time.monotonic() + 1.0
+        # Any thread may reap it (multiprocessing.active_children does), and the code is known a
+        # moment after.
+        while self._process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self._process.exitcode
+
+
+def _import_path() -> list[str]:
+    return [p or os.getcwd() for p in sys.path if isinstance(p, str)]
+
+
+def _program() -> str:
+    # Not "-m": that would put the working directory before the standard library, and would look
+    # for this package elsewhere than the trainer found it.
+    return (
+        f"import sys; sys.path[:] = {_import_path()!r}; "
+        f"from localckpt.async_save.worker import main; main()"
+    )
+
+
+def _stop_worker(
+    owner: int, process: subprocess.Popen[bytes], requests: int, others: tuple[int, ...]
+) -> None:
+    os.close(requests)
+    # A forked child has the descriptors too, but the process is not its own.
+    if os.getpid() == owner:
+        try:
+            process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_LEAVE_S)
+    _close_all(*others)
+
+
+def _serve_once(
+    trainer: int, ours: tuple[int, int], theirs: tuple[int, int], work: tuple[Any, Any, Any]
+) -> None:
+    # What the trainer does on a signal is not this child's to do.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    worker.step_back()
+    os.setsid()
+    _close_all(*theirs)
+    if "torch" in sys.modules:
+        # The threads of the trainer's parallel regions do not exist here, and OpenMP would wait
+        # for them.
+        sys.modules["torch"].set_num_threads(1)
+    go, reply = ours
+    while not worker.is_readable(go, _LOOK_ROUND_S):
+        if os.getppid() != trainer:
+            return
+    if not os.read(go, 1):
+        return
+    failure = worker.carry_out(*work)
+    try:
+        worker.write_frame(reply, b"" if failure is None else pickle.dumps(failure))
+    except BrokenPipeError:
+        logger.debug("the trainer ended before its call did")
+
+
+def _await_reply(fd: int, is_running: Callable[[], bool], exit_patience_s: float) -> bytes | None:
+    """The answer, or ``None`` when the process ended without one or is not to be waited for."""
+    give_up: float | None = None
+    while not worker.is_readable(fd, _LOOK_ROUND_S):
+        if not is_running() and not worker.is_readable(fd, 0):
+            return None
+        if not threading.main_thread().is_alive():
+            give_up = give_up or time.monotonic() + exit_patience_s
+            if time.monotonic() > give_up:
+                return None
+    try:
+        return worker.read_frame(fd)
+    except EOFError:
+        return None
+
+
+def _obituary(name: str, pid: int | None, code: int | None, said: str) -> str:
+    if code is None:
+        how = "ended in a way that could not be found out"
+    elif code < 0:
+        number = -code
+        known = {s.value: s.name for s in signal.Signals}
+        signal_name = known.get(number, f"signal {number}")
+        how = f"was killed ({_HINTS.get(signal_name, signal_name)})"
+    else:
+        how = f"ended with exit code {code}"
+    last = f". Its last words:\n{said}" if said else ""
+    return f"the process {pid} that carried out {name} {how} before it was done{last}"
+
+
+def _close_all(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

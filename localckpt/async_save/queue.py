@@ -1,0 +1,324 @@
+"""The queue of calls behind training.
+
+Calls are finalized in the order in which they were scheduled, whoever carries them out, and on
+all ranks in the same poll or on none. No poll touches a device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from localckpt.async_save.agreement import OWN_WORK, Agreement
+from localckpt.async_save.callers import (
+    AsyncCaller,
+    PendingCall,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    ThreadAsyncCaller,
+)
+from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.request import (
+    AsyncRequest,
+    CallReport,
+    function_name,
+    judge,
+    must_run_in_trainer,
+    run_failure_fns,
+)
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, PeerLostError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["AsyncCallsQueue"]
+
+logger = logging.getLogger(__name__)
+
+_Caller = TypeVar("_Caller", bound=AsyncCaller)
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: AsyncRequest
+    call: PendingCall
+    caller: AsyncCaller | None
+
+    @property
+    def name(self) -> str:
+        return f"call {self.request.call_idx} ({self.call.name})"
+
+    def report(self, trouble: BaseException | None = None) -> CallReport:
+        """What this rank says of it: its own error, or else what kept it from the others."""
+        error = self.call.error or trouble
+        return CallReport.of(self.request.call_idx, self.call.name, error)
+
+
+class AsyncCallsQueue:
+    """Runs requests behind training and finalizes them, in order, on all ranks together.
+
+    All ranks schedule the same calls in the same order and poll equally often. Used by one thread.
+
+    Args:
+        persistent: Send calls that can be pickled to one worker process; else fork one a call.
+            Functions marked with :func:`runs_in_trainer` run in a thread of this process.
+        timeout_s: The longest that a blocking poll waits for a call, in seconds. A rank's own
+            part gets seven tenths of it.
+        process_group: The ranks that agree; ``None`` for all.
+    """
+
+    def __init__(
+        self,
+        persistent: bool = True,
+        *,
+        timeout_s: float = 300.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._persistent = persistent
+        self._timeout_s = timeout_s
+        self._process_group = process_group
+        self._owner = os.getpid()
+        self._callers: dict[type[AsyncCaller], AsyncCaller] = {}
+        self._entries: deque[_Entry] = deque()
+        self._scheduled = 0
+        self._closed = False
+        self._ranks: Coordinator | None = None
+        self._agreement: Agreement | None = None
+
+    def __enter__(self) -> AsyncCallsQueue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave()
+
+    def warm_up(self) -> None:
+        """Start the worker process in the background, so that the first call finds it ready."""
+        self._check_usable()
+        if self._persistent:
+            self._caller(PersistentAsyncCaller).warm_up()
+
+    def schedule_async_request(self, request: AsyncRequest) -> int:
+        """Begin a call behind training.
+
+        What goes wrong on this rank from here on, the beginning included, is raised on every rank
+        when the call's turn to be finalized comes.
+
+        Returns:
+            The number of the call.
+        """
+        self._check_usable()
+        if self._ranks is None:
+            # Not when the queue is made, which may be before the process group is.
+            self._ranks = Coordinator("async calls", self._process_group, self._timeout_s)
+            self._agreement = Agreement(self._ranks, self._timeout_s)
+        request = request.freeze()._replace(call_idx=self._scheduled)
+        caller = None
+        try:
+            request = request.preload()
+            caller, call = self._begin(request)
+        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+            call = PendingCall(function_name(request.async_fn))
+            call.settle(error)
+        self._entries.append(_Entry(request, call, caller))
+        self._scheduled += 1
+        return request.call_idx
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize the calls that are over on all ranks, oldest first.
+
+        Args:
+            blocking: Wait for all calls.
+            no_dist: Look at this rank only and ask no other.
+
+        Returns:
+            The numbers of the calls that were finalized.
+
+        Raises:
+            CheckpointingException: A call failed on some rank; the same on every rank. It is out
+                of the queue, and the calls after it can be finalized.
+            PeerLostError: Some rank did not come in time.
+        """
+        if not self._entries or self._ranks is None:
+            return []
+        self._check_fork()
+        finalized = []
+        while self._entries:
+            entry, ranks = self._entries[0], self._ranks.global_ranks
+            if no_dist:
+                reports, ranks = self._ask_own_rank(entry, blocking), [ranks[self._ranks.rank]]
+            else:
+                reports = self._ask_all_ranks(entry, blocking)
+            if reports is None:
+                break
+            self._finalize(entry, reports, ranks)
+            finalized.append(entry.request.call_idx)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many calls were scheduled and are not finalized."""
+        return len(self._entries)
+
+    def check_for_errors(self) -> None:
+        """Raise if a call has failed on this rank. Waits for nothing and asks no other rank.
+
+        The call stays, so that every rank raises its error when it is finalized.
+        """
+        for entry in self._entries:
+            if entry.call.error is not None:
+                raise CheckpointingException(
+                    f"{entry.name} has failed on this rank: {entry.call.error}. Every rank will "
+                    f"raise it when it is finalized"
+                ) from entry.call.error
+
+    def wait_until_finished(self) -> None:
+        """Return when every call is finalized on all ranks, or raise what one failed with."""
+        self.maybe_finalize_async_calls(blocking=True)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all calls, then end the worker and the threads. May be called twice.
+
+        Args:
+            abort: Give up what is in flight and ask no other rank; the failure functions run.
+
+        Raises:
+            CheckpointingException: As :meth:`maybe_finalize_async_calls`; everything is closed
+                and every call that could be finalized is.
+        """
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        raised: Exception | None = None
+        while self._entries and not abort:
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except PeerLostError as error:
+                raised, abort = raised or error, True
+            except Exception as error:  # noqa: BLE001 - raised below, when all is closed
+                if raised is not None:
+                    logger.error("a further call failed at close: %s", error)
+                raised = raised or error
+        for caller in self._callers.values():
+            caller.close(abort)
+        while self._entries:
+            entry = self._entries.popleft()
+            why = f"{entry.name} was given up when its queue was closed"
+            run_failure_fns(entry.request, raised or CheckpointingException(why))
+        if raised is not None:
+            raise raised
+
+    def _leave(self) -> None:
+        """Close after an error of this rank: its calls end well, but the others may not come."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        for caller in self._callers.values():
+            caller.close()
+        if self._entries:
+            logger.warning(
+                "%s: not finalized, because the queue was left with an error",
+                ", ".join(entry.name for entry in self._entries),
+            )
+            self._entries.clear()
+
+    def _check_usable(self) -> None:
+        self._check_fork()
+        if self._closed:
+            raise CheckpointingException("this queue is closed; make another")
+
+    def _check_fork(self) -> None:
+        if os.getpid() != self._owner:
+            raise CheckpointingException(
+                f"this queue belongs to process {self._owner}, of which this one is a fork; "
+                f"make one here"
+            )
+
+    def _caller(self, kind: type[_Caller]) -> _Caller:
+        caller = self._callers.get(kind)
+        if not isinstance(caller, kind):
+            caller = self._callers[kind] = kind(timeout_s=self._timeout_s)
+        return caller
+
+    def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
+        if request.async_fn is None or must_run_in_trainer(request.async_fn):
+            thread = self._caller(ThreadAsyncCaller)
+            return thread, thread.schedule_async_call(request)
+        if self._persistent:
+            worker = self._caller(PersistentAsyncCaller)
+            try:
+                return worker, worker.schedule_async_call(request)
+            except NotSendableError as reason:
+                logger.debug("a process is forked for call %d: %s", request.call_idx, reason)
+        forker = self._caller(TemporalAsyncCaller)
+        return forker, forker.schedule_async_call(request)
+
+    def _finalize(self, entry: _Entry, reports: list[CallReport], ranks: list[int]) -> None:
+        failed = judge(reports, ranks)
+        if failed is None:
+            # Out of the queue first, so that a finalize_fn that raises stops no later call.
+            self._entries.popleft()
+            for fn in entry.request.finalize_fns:
+                fn()
+            return
+        # A rank that is ahead keeps its call: the others drop the one that it does not have.
+        if entry.request.call_idx == min(report.call_idx for report in reports):
+            self._drop(entry, failed)
+        raise failed from entry.call.error
+
+    def _ask_own_rank(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
+        if blocking:
+            self._wait_for_own_work(entry, time.monotonic())
+        return [entry.report()] if entry.call.done() else None
+
+    def _ask_all_ranks(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
+        """What all ranks say of their oldest call, or ``None`` while it is not over on all."""
+        assert self._agreement is not None
+        start, trouble = time.monotonic(), None
+        if blocking:
+            self._wait_for_own_work(entry, start)
+        try:
+            if not self._agreement.reached(entry.call.done, blocking, start):
+                return None
+        except PeerLostError as error:
+            if not blocking:
+                raise
+            trouble = error
+        # The first rank may have given up on this one.
+        self._wait_for_own_work(entry, start)
+        try:
+            return self._agreement.gather(entry.report(trouble), start)
+        except PeerLostError as error:
+            self._drop(entry, error)
+            raise error from trouble
+
+    def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
+        patience_s = OWN_WORK * self._timeout_s
+        if entry.call.wait(start + patience_s - time.monotonic()) or entry.caller is None:
+            return
+        error = CheckpointingException(
+            f"{entry.name} was not over after a wait of {patience_s:g} s (of timeout_s="
+            f"{self._timeout_s:g}, the rest is kept for the agreement of the ranks)"
+        )
+        if not entry.caller.give_up(entry.call, error):
+            logger.error(
+                "%s cannot be ended, since it runs in a thread of this process", entry.name
+            )
+
+    def _drop(self, entry: _Entry, error: BaseException) -> None:
+        self._entries.popleft()
+        run_failure_fns(entry.request, error)

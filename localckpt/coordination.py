@@ -1,0 +1,195 @@
+"""Small messages between the ranks of a job, each with a deadline.
+
+They travel over the key-value store that the process group was made with, never over a device, so
+agreeing costs no GPU synchronisation and needs no gloo group: 32 ranks agree in about 1.5 ms, where
+``all_gather_object`` takes 170 ms. Messages are JSON; nothing that a peer sends is executed. This
+is not a transport for shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from localckpt.errors import PeerLostError
+
+__all__ = ["Coordinator"]
+
+# One wait on the store blocks every other user of the same client, so waits come in slices.
+_SLICE_S = 1.0
+
+
+class Coordinator:
+    """Gathers and decisions among the ranks of one process group.
+
+    All ranks of the group create their coordinators with the same name in the same order, and then
+    call the same methods in the same order. Without torch.distributed it is a world of one.
+
+    Args:
+        name: Keeps this coordinator's messages apart from those of others.
+        process_group: The ranks that take part; ``None`` for all.
+        timeout_s: Deadline of each call, in seconds.
+    """
+
+    def __init__(
+        self, name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._gathers = 0
+        self._store: dist.Store | None = None
+        if not (dist.is_available() and dist.is_initialized()):
+            self.rank, self.world_size, self.global_ranks = 0, 1, [0]
+            return
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if self.world_size == 1:
+            return
+        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
+        prefix = f"localckpt/{members}/{name}"
+        store = _default_store()
+        with _store_errors(f"open the coordinator {name!r}"):
+            instance = store.add(f"{prefix}/instances/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"{prefix}/{instance}", store)
+
+    def all_gather(self, phase: str, record: Any) -> list[Any]:
+        """Give every rank's record to every rank.
+
+        Args:
+            phase: What is being done, for the error message of whoever waits in vain.
+            record: Anything that JSON can carry.
+
+        Returns:
+            The records in rank order.
+
+        Raises:
+            PeerLostError: Some rank did not come in time. It names them, and the phase that each
+                of them was last seen in.
+        """
+        if self._store is None:
+            return [json.loads(json.dumps(record))]
+        store, number = self._store, self._gathers
+        self._gathers += 1
+        with _store_errors(phase):
+            store.set(f"last/{self.rank}", phase)
+            store.set(f"gather/{number}/{self.rank}", json.dumps(record))
+            keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
+            self._wait(keys, phase)
+            values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+            records = [json.loads(value) for value in values]
+            if number >= 2:
+                # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
+                store.delete_key(f"gather/{number - 2}/{self.rank}")
+        return records
+
+    def barrier(self, phase: str) -> None:
+        """Return once every rank has called it; raises as :meth:`all_gather`."""
+        self.all_gather(phase, None)
+
+    def report(self, counter: str) -> None:
+        """Add this rank to a named counter; see :meth:`reported_by_all`."""
+        if self._store is not None:
+            with _store_errors(f"report {counter}"):
+                self._store.add(f"count/{counter}", 1)
+
+    def reported_by_all(self, counter: str) -> bool:
+        """Whether every rank has reported. Never waits; for a world of one always true."""
+        if self._store is None:
+            return True
+        with _store_errors(f"poll {counter}"):
+            return self._store.add(f"count/{counter}", 0) >= self.world_size
+
+    def follow_first_rank(self, question: str, decide: Callable[[], bool]) -> bool:
+        """Rank 0 decides, and all ranks act alike; the others wait for it to reach this question.
+
+        Args:
+            question: Names the decision; may be used once.
+            decide: Called on rank 0 only.
+
+        Raises:
+            PeerLostError: Rank 0 did not come in time.
+        """
+        if self._store is None:
+            return decide()
+        key = f"decision/{question}"
+        with _store_errors(question):
+            if self.rank == 0:
+                decision = decide()
+                self._store.set(key, "1" if decision else "0")
+                return decision
+            self._wait([key], question, waited_for=[0])
+            return cast(bytes, self._store.get(key)) == b"1"
+
+    def forget(self, key: str) -> None:
+        """Drop a counter or decision that every rank is done with (called on one rank)."""
+        if self._store is not None:
+            with _store_errors(f"forget {key}"):
+                self._store.delete_key(f"count/{key}")
+                self._store.delete_key(f"decision/{key}")
+
+    def _wait(self, keys: list[str], phase: str, waited_for: list[int] | None = None) -> None:
+        assert self._store is not None
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left))))
+                return
+            except dist.DistNetworkError:
+                raise
+            except dist.DistStoreError:
+                if time.monotonic() < deadline:
+                    continue
+            late = [
+                rank
+                for rank, key in zip(waited_for or range(self.world_size), keys, strict=True)
+                if not self._store.check([key])
+            ]
+            if not late:
+                return
+            raise PeerLostError(self._describe_late(late, phase))
+
+    def _describe_late(self, late: list[int], phase: str) -> str:
+        seen = []
+        for rank in late:
+            key = f"last/{rank}"
+            assert self._store is not None
+            known = self._store.check([key])
+            where = cast(bytes, self._store.get(key)).decode() if known else "not seen yet"
+            seen.append(f"rank {self.global_ranks[rank]} (last seen: {where})")
+        return (
+            f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s to {phase}, and "
+            f"{', '.join(seen)} did not come. What was saved before stands. If the ranks are alive "
+            f"but slow, give the manager a longer timeout; else restart the job."
+        )
+
+
+class _store_errors:
+    """Turns a broken connection to the job's store into an error that says what it means."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, dist.DistError):
+            raise PeerLostError(
+                f"could not {self._phase}: the job's key-value store does not answer ({error}). "
+                f"The process that hosts it, most often on the first node, has probably died; "
+                f"restart the job. What was saved before stands."
+            ) from error
+
+
+def _default_store() -> dist.Store:
+    # The store of the default group has no public accessor; this is the one place that asks.
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

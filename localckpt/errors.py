@@ -1,0 +1,61 @@
+"""Every exception that localckpt raises on purpose.
+
+There is one root, so a training loop can catch it alone; a subclass exists where a caller would
+act differently. A message says what happened, to which (iteration, rank, path, peer), what was
+kept, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointingException",
+    "CorruptShardError",
+    "MismatchError",
+    "NoReplicasAvailableError",
+    "PeerLostError",
+    "SameMachineReplicationException",
+    "SaveFailedError",
+    "StorageError",
+    "UnsafeGlobalError",
+    "WorkerDiedError",
+]
+
+
+class CheckpointingException(Exception):
+    """Root of every error raised by localckpt."""
+
+
+class StorageError(CheckpointingException):
+    """The node's disk or shared memory refused: full, read-only, no permission, I/O error."""
+
+
+class CorruptShardError(CheckpointingException):
+    """A shard's bytes are not the bytes that were saved, or are not a shard at all."""
+
+
+class UnsafeGlobalError(CheckpointingException):
+    """A shard names a class or function that is not allowed to be loaded from a file."""
+
+
+class MismatchError(CheckpointingException):
+    """Two sides that must agree do not: ranks, session, world size, version, or structure."""
+
+
+class PeerLostError(CheckpointingException):
+    """A rank did not answer before the deadline, or its connection broke."""
+
+
+class NoReplicasAvailableError(CheckpointingException):
+    """A shard is wanted that no living node holds."""
+
+
+class SameMachineReplicationException(CheckpointingException):
+    """Replicas would be kept in the failure domain of the rank they are meant to outlive."""
+
+
+class SaveFailedError(CheckpointingException):
+    """A save did not complete on some rank; every rank raises this, and older saves stand."""
+
+
+class WorkerDiedError(CheckpointingException):
+    """The process that was writing behind training ended without reporting success."""

@@ -1,0 +1,78 @@
+"""What a shard is called and how shards are ordered.
+
+Plain values, without torch: they cross process borders, stand in file headers and in the small
+records that ranks exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["CkptID", "Generation", "ShardIdentity", "ShardRecord"]
+
+
+class CkptID(NamedTuple):
+    """Names one rank's shard. Equals the plain tuple ``(iteration, rank, session_id)``."""
+
+    iteration: int
+    rank: int
+    session_id: str
+
+
+class Generation(NamedTuple):
+    """Which attempt of the job wrote a shard.
+
+    ``epoch`` is one more than the highest that any store held when the job (re)started,
+    ``sequence`` counts the saves of that job.
+    """
+
+    epoch: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIdentity:
+    """Everything that tells one shard from another; kept in the image's header."""
+
+    session_id: str
+    generation: Generation
+    iteration: int
+    rank: int
+    world_size: int
+
+    @property
+    def ckpt_id(self) -> CkptID:
+        return CkptID(self.iteration, self.rank, self.session_id)
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Order among checkpoints: a later attempt beats a higher iteration of an older one."""
+        return (self.generation.epoch, self.iteration, self.generation.sequence)
+
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.iteration} of rank {self.rank} (session {self.session_id!r}, "
+            f"generation {self.generation.epoch}.{self.generation.sequence})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A shard that some node holds: the line a rank sends when it is asked what it has."""
+
+    identity: ShardIdentity
+    nbytes: int
+
+    def to_json(self) -> list[Any]:
+        """Compact JSON form; the session is left out because all ranks of a job share it."""
+        i = self.identity
+        return [*i.generation, i.iteration, i.rank, i.world_size, self.nbytes]
+
+    @classmethod
+    def from_json(cls, fields: list[Any], session_id: str) -> ShardRecord:
+        epoch, sequence, iteration, rank, world_size, nbytes = fields
+        identity = ShardIdentity(
+            session_id, Generation(epoch, sequence), iteration, rank, world_size
+        )
+        return cls(identity, nbytes)

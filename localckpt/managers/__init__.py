@@ -1,0 +1,1 @@
+"""The protocol that all ranks follow: save, finalize, find_latest, load."""

@@ -1,0 +1,458 @@
+"""The protocol that all ranks follow: save, finalize, find_latest, load.
+
+A save is captured, replicated, kept behind training and finalized: all ranks agree that it is
+complete and let older checkpoints go, or take it back and raise. A restart asks every rank what its
+node holds, and all come to the same answer by the same pure functions (``coverage.py``). Where
+shards are kept is the shelf's business (``shelf.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from localckpt.async_save.request import AsyncRequest, runs_in_trainer
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, NoReplicasAvailableError, SaveFailedError
+from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.managers.coverage import (
+    Checkpoint,
+    JoinRecord,
+    SaveOutcome,
+    complete_checkpoints,
+    describe_incomplete,
+    judge_join,
+    judge_newest,
+    save_problems,
+)
+from localckpt.managers.hooks import HookShelf
+from localckpt.managers.recovery import Recovery
+from localckpt.managers.reports import LoadReport, SaveReport
+from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
+from localckpt.replication.strategies import NoReplication, ReplicationStrategy
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.basic import PlainState
+from localckpt.state_dict.header import FORMAT_VERSION
+from localckpt.state_dict.safe_globals import SafeGlobals
+
+__all__ = ["BaseCheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+
+class BaseCheckpointManager(ABC):
+    """Saves and loads this rank's state together with all other ranks of the job.
+
+    Every rank makes its manager and calls its methods in the same order as the others. A subclass
+    that implements the five hooks keeps shards wherever it likes; the protocol, replication and
+    both ways of saving come with this class.
+
+    Args:
+        session_id: A name for the training run; two runs may share a directory.
+        repl_strategy: Which other ranks keep copies of this rank's shards; ``None`` for none.
+        timeout: Deadline of every wait, in seconds.
+        process_group: The ranks of the job; ``None`` for all.
+        async_worker: Whether an asynchronous save is carried out by a ``"thread"`` of the trainer
+            or by another ``"process"``.
+        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+
+    Attributes:
+        latest_iteration: What the last ``find_latest`` found; ``-1`` makes the next one look again.
+        last_save: The last save on this rank.
+        last_load: The last load on this rank.
+    """
+
+    def __init__(
+        self,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        timeout: float = 300.0,
+        process_group: dist.ProcessGroup | None = None,
+        async_worker: Literal["thread", "process"] = "thread",
+        safe_globals: Iterable[Any] = (),
+    ) -> None:
+        if async_worker not in ("thread", "process"):
+            raise CheckpointingException(
+                f"async_worker is {async_worker!r}; it can be 'thread' or 'process'"
+            )
+        if timeout <= 0:
+            raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
+        self.session_id = session_id
+        self.timeout = timeout
+        self.async_worker = async_worker
+        self.latest_iteration = -1
+        self.last_save: SaveReport | None = None
+        self.last_load: LoadReport | None = None
+        self.repl_strategy = repl_strategy
+        self._coordinator = Coordinator(f"manager/{session_id}", process_group, timeout)
+        self._strategy = repl_strategy or NoReplication(timeout, process_group)
+        self._allowed = SafeGlobals(safe_globals)
+        self._shelf: Shelf = HookShelf(
+            self, session_id, self.rank, self.world_size, self._allowed
+        )
+        self._domains: list[str] | None = None
+        self._epoch = 0
+        self._saves = 0
+        self._newest_iteration = -1
+        self._holdings: dict[int, list[ShardRecord]] | None = None
+        self._complete: list[Checkpoint] = []
+
+    # The five hooks.
+
+    @abstractmethod
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        """IDs of all shards that are kept here, replicas of other ranks' included."""
+
+    @abstractmethod
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        """Read a shard; raises CheckpointingException when it cannot."""
+
+    @abstractmethod
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        """Keep a shard. Its tensors are in host memory, and it belongs to the hook."""
+
+    @abstractmethod
+    def _cleanup(self, iteration: int) -> None:
+        """Let older checkpoints go: ``iteration`` is complete on all ranks."""
+
+    @abstractmethod
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        """Remove what is here of ``iteration``, whose save failed."""
+
+    # The protocol.
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those of the job."""
+        return self._coordinator.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the job has."""
+        return self._coordinator.world_size
+
+    def save(self, state_dict: Any, iteration: int, is_async: bool = False) -> AsyncRequest | None:
+        """Save this rank's state; all ranks call it.
+
+        What is saved is the value that the state has at the call; afterwards it may be changed.
+
+        Args:
+            state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph.
+            iteration: Its number, above that of every checkpoint this manager saved or loaded.
+            is_async: Return as soon as the state is captured and replicated.
+
+        Returns:
+            ``None`` once the checkpoint is complete on all ranks; with ``is_async`` the request to
+            hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong from here on.
+
+        Raises:
+            CheckpointingException: The iteration is not one that can be saved; nothing was done.
+            SaveFailedError: The save failed on some rank. It is raised on every rank, older
+                checkpoints are as they were, and training may go on and save again.
+            PeerLostError: A rank did not answer in time.
+        """
+        save = _Save(called=time.monotonic(), previous_iteration=self._newest_iteration)
+        self._check_iteration(iteration)
+        self._join()
+        self._saves += 1
+        self._newest_iteration = iteration
+        self._forget_latest()
+        save.identity = self._identity(iteration, Generation(self._epoch, self._saves))
+        try:
+            self._stage_and_replicate(save, _wrapped(state_dict))
+        except CheckpointingException as error:
+            # Told when all ranks finalize, so that none is left waiting for this one.
+            logger.error("rank %d cannot save iteration %d: %s", self.rank, iteration, error)
+            save.error, save.shards = str(error), []
+        request = self._request(save)
+        if is_async:
+            return request
+        request.execute_sync(self._coordinator)
+        return None
+
+    def find_latest(self) -> int:
+        """Iteration of the newest complete checkpoint, or ``-1``; all ranks call it.
+
+        The answer is kept until the next save, or until ``latest_iteration`` is set to ``-1``.
+
+        Raises:
+            MismatchError: The ranks do not belong together, or the newest checkpoint was saved by
+                another number of ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        if self.latest_iteration != -1:
+            return self.latest_iteration
+        self._join()
+        self._holdings = self._gather_holdings()
+        self._complete = complete_checkpoints(self._holdings)
+        judge_newest(self._complete, self.world_size)
+        if self._complete:
+            self.latest_iteration = self._complete[0].iteration
+        elif any(self._holdings.values()):
+            logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
+        return self.latest_iteration
+
+    def load(
+        self, *, into: Any = None, map_location: str | torch.device | None = None
+    ) -> tuple[Any, CkptID]:
+        """Read this rank's shard of the newest complete checkpoint; all ranks call it.
+
+        Every block is verified as it is read. A copy that turns out bad is set aside on its node,
+        and another copy is taken; if a shard has none left, all ranks take an older checkpoint.
+
+        Args:
+            into: A state of the same structure as the saved one, whose tensors are filled in place.
+            map_location: The device of new tensors; ``None`` for the one each was saved from.
+
+        Returns:
+            The state as it was given to ``save`` (with ``into``, holding the given tensors), and
+            its ID, which says which iteration it is.
+
+        Raises:
+            CheckpointingException: ``find_latest`` was not called before.
+            NoReplicasAvailableError: No checkpoint is complete; it says which shards are gone.
+            MismatchError: ``into`` has another structure.
+            PeerLostError: A rank did not answer in time.
+        """
+        called = time.monotonic()
+        if self._holdings is None or self._domains is None:
+            raise CheckpointingException(
+                "load() was called before find_latest(): call find_latest() on all ranks first, "
+                "and load() if it is not -1"
+            )
+        options = LoadOptions(None if into is None else _wrapped(into), map_location)
+        recovery = Recovery(
+            self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
+        )
+        for checkpoint in self._complete:
+            with record_function("localckpt.load"):
+                loaded = recovery.load(checkpoint, self.session_id, options)
+            if loaded is None:
+                logger.error(
+                    "iteration %d cannot be had any more; trying an older one",
+                    checkpoint.iteration,
+                )
+                continue
+            seconds = time.monotonic() - called
+            self.latest_iteration = self._newest_iteration = checkpoint.iteration
+            self.last_load = LoadReport(
+                checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
+            )
+            logger.info(
+                "loaded iteration %d from %s: %d bytes in %.3f s, %.2f GB/s",
+                checkpoint.iteration,
+                loaded.came_from,
+                loaded.nbytes,
+                seconds,
+                loaded.nbytes / seconds / 1e9,
+            )
+            return _unwrapped(loaded.state), CkptID(
+                checkpoint.iteration, self.rank, self.session_id
+            )
+        raise NoReplicasAvailableError(
+            f"there is no complete checkpoint to load: {describe_incomplete(self._holdings)}. "
+            f"Start from the beginning, or from a checkpoint on shared storage"
+        )
+
+    def close(self) -> None:
+        """Free buffers, files kept for reuse, and threads. Finish the saves under way before."""
+        self._shelf.close()
+        if self.repl_strategy is None:
+            self._strategy.close()
+
+    def __enter__(self) -> BaseCheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The steps of a save.
+
+    def _check_iteration(self, iteration: int) -> None:
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise CheckpointingException(
+                f"the iteration to save is {iteration!r}; it must be an int and not negative"
+            )
+        if iteration <= self._newest_iteration:
+            raise CheckpointingException(
+                f"iteration {iteration} cannot be saved: this manager has saved or loaded "
+                f"iteration {self._newest_iteration}, and the next must be above it. To go back to "
+                f"an older state, make a new manager"
+            )
+
+    def _join(self) -> None:
+        """Meet the other ranks once: check that all belong together, agree on the epoch."""
+        if self._domains is not None:
+            return
+        epochs = [record.identity.generation.epoch for record in self._shelf.inventory()]
+        mine = JoinRecord(
+            self.session_id,
+            self.world_size,
+            FORMAT_VERSION,
+            self._shelf.failure_domain,
+            max(epochs, default=0),
+        )
+        gathered = self._coordinator.all_gather("join the job", mine.to_json())
+        records = [JoinRecord(*fields) for fields in gathered]
+        judge_join(records)
+        domains = [record.failure_domain for record in records]
+        self._strategy.check_failure_domains(domains)
+        self._domains = domains
+        self._epoch = 1 + max(record.newest_epoch for record in records)
+
+    def _stage_and_replicate(self, save: _Save, state: TensorAwareStateDict) -> None:
+        """Capture the state, and exchange images with the ranks that keep replicas."""
+        identity, travels = save.identity, self.repl_strategy is not None
+        try:
+            with record_function("localckpt.stage"):
+                own = self._shelf.stage(state, identity, travels=travels)
+        except CheckpointingException as error:
+            if travels:
+                self._replicate(None, identity, str(error))
+            raise
+        save.shards.append(own)
+        save.staged = time.monotonic()
+        if travels:
+            with record_function("localckpt.replicate"):
+                save.shards += self._replicate(own, identity)
+        save.replicated = time.monotonic()
+
+    def _replicate(
+        self, own: StagedShard | None, identity: ShardIdentity, error: str | None = None
+    ) -> list[StagedShard]:
+        """Send the own image to the clique, and take in theirs; raises on all when one failed."""
+
+        def room(ckpt_id: CkptID, nbytes: int) -> memoryview:
+            return self._shelf.make_room(self._of_peer(identity, ckpt_id), nbytes)
+
+        received = self._strategy.replicate_image(
+            own.source if own else None,
+            identity.ckpt_id,
+            room,
+            tensors_on_gpu=own.on_gpu if own else False,
+            error=error,
+        )
+        return [self._shelf.received(self._of_peer(identity, peer)) for peer in received]
+
+    def _request(self, save: _Save) -> AsyncRequest:
+        """What keeps the shards behind training, and what follows once it is over."""
+        save.stall_s = time.monotonic() - save.called
+        self._report(save)
+        function, args = self._keep, (save,)
+        if self.async_worker == "process":
+            function, args = self._shelf.worker_call(save.shards)
+        return AsyncRequest(
+            function,
+            args,
+            [lambda: self._finalize(save)],
+            failure_fns=[lambda _: self._take_back(save)],
+        )
+
+    @runs_in_trainer
+    def _keep(self, save: _Save) -> None:
+        for shard in save.shards:
+            self._save(shard.payload, shard.identity.ckpt_id)
+        save.durable = time.monotonic()
+
+    def _finalize(self, save: _Save) -> None:
+        """All ranks agree that a save is complete, or take it back and raise the same error."""
+        if save.durable is None:
+            save.durable = time.monotonic()
+        iteration, generation = save.identity.iteration, save.identity.generation
+        missing = [s.identity for s in save.shards if not self._shelf.holds(s.identity)]
+        mine = SaveOutcome(iteration, generation, save.error, tuple(i.ckpt_id for i in missing))
+        gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
+        outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
+        problems = save_problems(outcomes)
+        if problems:
+            self._saves = max(outcome.generation.sequence for outcome in outcomes)
+            self._take_back(save)
+            raise SaveFailedError(
+                f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "
+                f"checkpoints are as they were; training can go on and save again"
+            )
+        self._complete.append(Checkpoint(generation, iteration, self.world_size))
+        self._complete.sort(key=lambda checkpoint: checkpoint.version, reverse=True)
+        self._cleanup(iteration)
+        self._report(save)
+
+    def _take_back(self, save: _Save) -> None:
+        if self._newest_iteration == save.identity.iteration:
+            self._newest_iteration = save.previous_iteration
+        self._cleanup_failed_save(save.identity.iteration)
+
+    def _report(self, save: _Save) -> None:
+        nbytes = save.shards[0].nbytes if save.shards else 0
+        stage_s = save.staged - save.called if save.shards else 0.0
+        replicate_s = save.replicated - save.staged if save.shards else 0.0
+        durable_s = None if save.durable is None else save.durable - save.called
+        self.last_save = SaveReport(
+            save.identity.iteration, nbytes, stage_s, replicate_s, save.stall_s, durable_s
+        )
+        if durable_s is not None:
+            logger.info(
+                "saved iteration %d: %d bytes, staged in %.3f s (%.2f GB/s), %d replicas in "
+                "%.3f s, training waited %.3f s, durable after %.3f s",
+                save.identity.iteration,
+                nbytes,
+                stage_s,
+                nbytes / max(stage_s, 1e-9) / 1e9,
+                len(save.shards) - 1,
+                replicate_s,
+                save.stall_s,
+                durable_s,
+            )
+
+    # What the ranks know of each other.
+
+    def _forget_latest(self) -> None:
+        self.latest_iteration = -1
+        self._holdings = None
+
+    def _gather_holdings(self) -> dict[int, list[ShardRecord]]:
+        mine = [record.to_json() for record in self._shelf.inventory()]
+        gathered = self._coordinator.all_gather("find the latest checkpoint", mine)
+        return {
+            rank: [ShardRecord.from_json(fields, self.session_id) for fields in records]
+            for rank, records in enumerate(gathered)
+        }
+
+    def _identity(self, iteration: int, generation: Generation) -> ShardIdentity:
+        return ShardIdentity(
+            self.session_id, generation, iteration, self.rank, self.world_size
+        )
+
+    def _of_peer(self, identity: ShardIdentity, ckpt_id: CkptID) -> ShardIdentity:
+        return dataclasses.replace(identity, rank=ckpt_id.rank)
+
+
+@dataclasses.dataclass
+class _Save:
+    """One save under way; times by ``time.monotonic()``."""
+
+    called: float
+    previous_iteration: int
+    identity: ShardIdentity = ShardIdentity("", Generation(0, 0), -1, 0, 1)
+    shards: list[StagedShard] = dataclasses.field(default_factory=list)
+    error: str | None = None
+    staged: float = 0.0
+    replicated: float = 0.0
+    stall_s: float = 0.0
+    durable: float | None = None
+
+
+def _wrapped(state: Any) -> TensorAwareStateDict:
+    return state if isinstance(state, TensorAwareStateDict) else PlainState(state)
+
+
+def _unwrapped(state: Any) -> Any:
+    return state.state_dict if isinstance(state, PlainState) else state

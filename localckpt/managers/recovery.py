@@ -1,0 +1,188 @@
+"""Reads one checkpoint on all ranks: own node first, else a peer, until every shard is good.
+
+Works in rounds. In each, all ranks make the same plan, move what has to move, verify, and tell each
+other how it went; bad copies are left out of the next round's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt import errors
+from localckpt.coordination import Coordinator
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    StorageError,
+)
+from localckpt.ids import CkptID, ShardIdentity, ShardRecord
+from localckpt.managers.coverage import Checkpoint
+from localckpt.managers.shelf import LoadOptions, Shelf
+from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["Loaded", "Recovery"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A shard that was read and verified."""
+
+    state: Any
+    nbytes: int
+    came_from: str
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a round went on one rank: which copies it found bad, or why it can load none at all."""
+
+    bad: tuple[tuple[int, int, str], ...] = ()
+    """(holder, owner, what was wrong) of each bad copy; ranks of the job."""
+    refused: tuple[str, str] | None = None
+    """Name of the exception's type, and its text."""
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> _Outcome:
+        bad, refused = fields
+        return cls(tuple((h, o, w) for h, o, w in bad), tuple(refused) if refused else None)
+
+    def to_json(self) -> list[Any]:
+        return [self.bad, self.refused]
+
+
+class Recovery:
+    """The loading of a job's shards.
+
+    Args:
+        coordinator: The ranks that load together.
+        strategy: Moves images between ranks.
+        shelf: This rank's shards.
+        domains: Each rank's failure domain; ranks with the same one hold the same copies.
+        holdings: What each rank holds. Copies that turn out bad are taken out of it.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        strategy: ReplicationStrategy,
+        shelf: Shelf,
+        domains: Sequence[str],
+        holdings: dict[int, list[ShardRecord]],
+    ) -> None:
+        self._coordinator = coordinator
+        self._strategy = strategy
+        self._shelf = shelf
+        self._domains = domains
+        self._holdings = holdings
+
+    def load(
+        self, checkpoint: Checkpoint, session_id: str, options: LoadOptions
+    ) -> Loaded | None:
+        """Read this rank's shard; ``None`` on all ranks when some shard has no good copy left.
+
+        Raises:
+            CheckpointingException: A rank cannot load it for a reason that no other copy would
+                cure; raised on all ranks.
+        """
+        while True:
+            try:
+                plan = self._plan(checkpoint, session_id)
+            except NoReplicasAvailableError:
+                return None
+            sources, outcome = self._open_what_others_need(plan, checkpoint, session_id)
+            try:
+                if plan.transfers and not self._all_well("open what peers need", outcome):
+                    continue
+                loaded, outcome = self._load_own(plan, checkpoint, session_id, sources, options)
+            finally:
+                for source in sources.values():
+                    source.close()
+            if self._all_well(f"load iteration {checkpoint.iteration}", outcome):
+                return loaded
+
+    def _plan(self, checkpoint: Checkpoint, session_id: str) -> ExchangePlan[CkptID]:
+        available = {
+            holder: [
+                record.identity.ckpt_id
+                for record in records
+                if record.identity == checkpoint.shard(record.identity.rank, session_id)
+            ]
+            for holder, records in self._holdings.items()
+        }
+        wanted = {
+            rank: [checkpoint.shard(rank, session_id).ckpt_id]
+            for rank in range(self._coordinator.world_size)
+        }
+        return self._strategy.retrieve_plan(available, wanted)
+
+    def _open_what_others_need(
+        self, plan: ExchangePlan[CkptID], checkpoint: Checkpoint, session_id: str
+    ) -> tuple[dict[CkptID, ShardSource], _Outcome]:
+        sources: dict[CkptID, ShardSource] = {}
+        bad = []
+        for entry in plan.sends(self._coordinator.rank):
+            owner = entry.id_.rank
+            try:
+                sources[entry.id_] = self._shelf.open(checkpoint.shard(owner, session_id))
+            except (StorageError, CorruptShardError) as error:
+                bad.append((self._coordinator.rank, owner, str(error)))
+        return sources, _Outcome(tuple(bad))
+
+    def _load_own(
+        self,
+        plan: ExchangePlan[CkptID],
+        checkpoint: Checkpoint,
+        session_id: str,
+        sources: dict[CkptID, ShardSource],
+        options: LoadOptions,
+    ) -> tuple[Loaded | None, _Outcome]:
+        identity = checkpoint.shard(self._coordinator.rank, session_id)
+        rooms: list[memoryview] = []
+
+        def room(_: CkptID, nbytes: int) -> memoryview:
+            rooms.append(self._shelf.room_to_load(identity, nbytes))
+            return rooms[-1]
+
+        self._strategy.retrieve_image(plan, sources.__getitem__, room)
+        senders = [entry.sender for entry in plan.receives(self._coordinator.rank)]
+        holder = self._coordinator.rank
+        came_from = "own node"
+        if senders:
+            holder = senders[0]
+            came_from = f"peer rank {holder}"
+        try:
+            arrived = rooms[0] if rooms else None
+            state, nbytes = self._shelf.restore(identity, arrived, options)
+        except (StorageError, CorruptShardError) as error:
+            if not senders:
+                self._shelf.set_aside(identity, str(error))
+            return None, _Outcome(((holder, identity.rank, str(error)),))
+        except CheckpointingException as error:
+            return None, _Outcome(refused=(type(error).__name__, str(error)))
+        return Loaded(state, nbytes, came_from), _Outcome()
+
+    def _all_well(self, phase: str, mine: _Outcome) -> bool:
+        """Tell each other how it went, and leave out the copies that were bad."""
+        gathered = self._coordinator.all_gather(phase, mine.to_json())
+        outcomes = [_Outcome.from_json(fields) for fields in gathered]
+        refusals = [(rank, o.refused) for rank, o in enumerate(outcomes) if o.refused]
+        if refusals:
+            kinds = {kind for _, (kind, _) in refusals}
+            kind = kinds.pop() if len(kinds) == 1 else ""
+            raised = getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
+            raise raised("; ".join(f"rank {rank}: {text}" for rank, (_, text) in refusals))
+        bad = [copy for outcome in outcomes for copy in outcome.bad]
+        for holder, owner, _ in bad:
+            self._leave_out(holder, owner)
+        return not bad
+
+    def _leave_out(self, holder: int, owner: int) -> None:
+        domain = self._domains[holder]
+        for rank, records in self._holdings.items():
+            if self._domains[rank] == domain:
+                self._holdings[rank] = [r for r in records if r.identity.rank != owner]

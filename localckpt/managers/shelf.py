@@ -1,0 +1,115 @@
+"""What the protocol needs of the place where a rank keeps its shards.
+
+``stored.py`` keeps them in a store of this node; ``hooks.py`` hands them to a user's own subclass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["LoadOptions", "Shelf", "StagedShard"]
+
+
+@dataclass(frozen=True)
+class StagedShard:
+    """A shard whose value is captured, and which is not yet kept.
+
+    Attributes:
+        identity: What it is.
+        nbytes: Size of its image.
+        payload: What ``_save`` is given for it.
+        source: Its image, for the ranks that keep a replica; ``None`` if there are none.
+        on_gpu: Whether any of its tensors is in device memory.
+    """
+
+    identity: ShardIdentity
+    nbytes: int
+    payload: Any
+    source: ShardSource | None = None
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the caller of ``load`` wants its state."""
+
+    into: TensorAwareStateDict | None = None
+    map_location: str | torch.device | None = None
+
+
+class Shelf(ABC):
+    """One rank's access to the shards of its node."""
+
+    failure_domain: str
+    """What is lost together with this rank's shards."""
+
+    @abstractmethod
+    def inventory(self) -> list[ShardRecord]:
+        """All shards that can be read here, whichever rank they belong to."""
+
+    @abstractmethod
+    def stage(
+        self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
+    ) -> StagedShard:
+        """Capture the value that ``state`` has now.
+
+        Args:
+            state: The state, which stays as it is.
+            identity: What the shard is.
+            travels: Whether the image will be sent to other ranks.
+        """
+
+    @abstractmethod
+    def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
+        """Memory for a peer's image that is about to arrive, to be kept here."""
+
+    @abstractmethod
+    def received(self, identity: ShardIdentity) -> StagedShard:
+        """The image that has arrived in the room made for it.
+
+        Raises:
+            MismatchError: What arrived is another shard.
+        """
+
+    @abstractmethod
+    def worker_call(self, shards: Sequence[StagedShard]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function and arguments that keep the shards from another process."""
+
+    @abstractmethod
+    def holds(self, identity: ShardIdentity) -> bool:
+        """Whether a shard that was staged here is kept and can be found again."""
+
+    @abstractmethod
+    def open(self, identity: ShardIdentity) -> ShardSource:
+        """The image of a shard that is kept here."""
+
+    @abstractmethod
+    def room_to_load(self, identity: ShardIdentity, nbytes: int) -> memoryview:
+        """Memory for this rank's own image, which a peer is about to send."""
+
+    @abstractmethod
+    def restore(
+        self, identity: ShardIdentity, arrived: memoryview | None, options: LoadOptions
+    ) -> tuple[Any, int]:
+        """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
+
+        Returns:
+            The state, and the size of its image in bytes.
+        """
+
+    @abstractmethod
+    def set_aside(self, identity: ShardIdentity, why: str) -> None:
+        """Keep a bad copy from being found again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the shelf holds open."""

@@ -1,0 +1,172 @@
+"""Keeps shards as images in a store of this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.image import Capture, ImagePlanner, seal
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.storage.buffers import Buffer
+from localckpt.storage.store import Store
+from localckpt.storage.write import write_shards
+
+__all__ = ["StoreShelf"]
+
+
+@dataclass
+class _Begun:
+    """A shard whose save is not settled, and the memory it is staged in."""
+
+    identity: ShardIdentity
+    buffer: Buffer
+    nbytes: int
+
+
+class StoreShelf(Shelf):
+    """One rank's shards in a store; owns the store.
+
+    Args:
+        store: Where the images are kept.
+        allowed: What a skeleton may name.
+        timeout_s: How long a save may wait for a free buffer.
+    """
+
+    def __init__(self, store: Store, allowed: SafeGlobals, timeout_s: float) -> None:
+        self.store = store
+        self.failure_domain = store.token
+        self.planner = ImagePlanner(allowed)
+        self._allowed = allowed
+        self._timeout_s = timeout_s
+        self._copier = Copier()
+        self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
+        self._begun: list[_Begun] = []
+
+    def inventory(self) -> list[ShardRecord]:
+        return self.store.scan()
+
+    def stage(
+        self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
+    ) -> StagedShard:
+        capture = self.planner.capture(state)
+        nbytes = capture.nbytes(identity)
+        buffer = self._begin(identity, nbytes)
+        if capture.on_gpu:
+            buffer.pin()
+        image = buffer.view[:nbytes]
+        covered = capture.write(image, identity, self._copier)
+        source = None
+        if travels:
+            sealing = self._sealer.submit(seal, image, covered, identity)
+            source = _StagedSource(image, capture, identity, covered, sealing)
+        job = self.store.write_job(
+            buffer, identity, nbytes, covered, "done" if travels else "compute"
+        )
+        return StagedShard(identity, nbytes, job, source, capture.on_gpu)
+
+    def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
+        return self._begin(identity, nbytes).view[:nbytes]
+
+    def received(self, identity: ShardIdentity) -> StagedShard:
+        begun = next(b for b in self._begun if b.identity == identity)
+        header = read_header(MemorySource(begun.buffer.view[: begun.nbytes]))
+        if header.identity != identity:
+            raise MismatchError(
+                f"expected a replica of {identity}, and {header.identity} arrived: the ranks have "
+                f"not called save() equally often"
+            )
+        job = self.store.write_job(
+            begun.buffer, identity, begun.nbytes, header.digests_start, "check"
+        )
+        return StagedShard(identity, begun.nbytes, job)
+
+    def worker_call(
+        self, shards: Sequence[StagedShard]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return write_shards, ([shard.payload for shard in shards],)
+
+    def holds(self, identity: ShardIdentity) -> bool:
+        return self.store.holds(identity)
+
+    def settle(self, iteration: int) -> None:
+        """The save of an iteration is complete: its buffers are free."""
+        for begun in self._take_begun(iteration):
+            begun.buffer.give_back()
+
+    def take_back(self, iteration: int) -> None:
+        """Remove everything that the failed save of an iteration left here."""
+        failed = self._take_begun(iteration)
+        for begun in failed:
+            self.store.abandon(begun.buffer, begun.identity)
+        self.store.discard(begun.identity for begun in failed)
+
+    def open(self, identity: ShardIdentity) -> ShardSource:
+        return self.store.open(identity)
+
+    def room_to_load(self, identity: ShardIdentity, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def restore(
+        self, identity: ShardIdentity, arrived: memoryview | None, options: LoadOptions
+    ) -> tuple[Any, int]:
+        source = self.store.open(identity) if arrived is None else MemorySource(arrived)
+        try:
+            into = None
+            if options.into is not None:
+                capture = self.planner.capture(options.into)
+                into = (capture.table, capture.tensors)
+            reader = ImageReader(source, self._allowed, identity)
+            return reader.restore(into, options.map_location), source.nbytes
+        finally:
+            source.close()
+
+    def set_aside(self, identity: ShardIdentity, why: str) -> None:
+        self.store.set_aside(identity, why)
+
+    def close(self) -> None:
+        self._sealer.shutdown()
+        self._copier.close()
+        self.store.close()
+
+    def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
+        buffer = self.store.stage(identity, nbytes, self._timeout_s)
+        self._begun.append(_Begun(identity, buffer, nbytes))
+        return buffer
+
+    def _take_begun(self, iteration: int) -> list[_Begun]:
+        taken = [b for b in self._begun if b.identity.iteration == iteration]
+        self._begun = [b for b in self._begun if b.identity.iteration != iteration]
+        return taken
+
+
+class _StagedSource(MemorySource):
+    """A staged image whose digests are still being computed while its first bytes travel."""
+
+    def __init__(
+        self,
+        image: memoryview,
+        capture: Capture,
+        identity: ShardIdentity,
+        covered_nbytes: int,
+        sealing: Future[None],
+    ) -> None:
+        super().__init__(image)
+        self._capture = capture
+        self._identity = identity
+        self._covered_nbytes = covered_nbytes
+        self._sealing = sealing
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if stop > self._covered_nbytes:
+            self._sealing.result()
+        return super().read(start, stop)

@@ -1,0 +1,1 @@
+"""Image to other nodes and back."""

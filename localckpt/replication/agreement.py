@@ -1,0 +1,105 @@
+"""One outcome for all: what went wrong on one rank is raised on every rank that took part.
+
+Without it a rank that fails would leave the others to run into their deadlines, and to guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localckpt import errors
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, PeerLostError
+
+__all__ = ["Attempt", "agree"]
+
+# A rank that failed waits this long for the others to have failed, too, and say why.
+_GRACE_S = 10.0
+
+
+class Attempt:
+    """Keeps the exception of what is done inside until the other ranks have been told."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.failure is None
+
+    @property
+    def told(self) -> str | None:
+        """What went wrong, in words for other ranks."""
+        described = _describe(self.failure)
+        return described[1] if described else None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.failure = error
+            return True
+        return False
+
+
+def agree(coordinator: Coordinator, phase: str, attempt: Attempt, payload: Any = None) -> list[Any]:
+    """Tell every rank how an attempt ended here; return if it succeeded on all.
+
+    Args:
+        phase: What was attempted, as an infinitive.
+        payload: Something for the other ranks, if it succeeded here.
+
+    Returns:
+        The payloads in rank order.
+
+    Raises:
+        CheckpointingException: It failed somewhere; the same on all ranks. The class is that of the
+            causes, where they are of one class.
+        PeerLostError: A rank did not come.
+    """
+    failure = attempt.failure
+    usual_s = coordinator.timeout_s
+    if failure is not None:
+        coordinator.timeout_s = min(usual_s, _GRACE_S)
+    try:
+        records = coordinator.all_gather(
+            phase, [_describe(failure), payload if failure is None else None]
+        )
+    except PeerLostError as lost:
+        if failure is None:
+            raise
+        raise PeerLostError(f"could not {phase}: {failure} Also: {lost}") from failure
+    finally:
+        coordinator.timeout_s = usual_s
+    failures = {
+        rank: told
+        for rank, (told, _) in zip(coordinator.global_ranks, records, strict=True)
+        if told is not None
+    }
+    if failures:
+        raise _joint_error(phase, failures) from failure
+    return [payload for _, payload in records]
+
+
+def _describe(failure: Exception | None) -> list[str] | None:
+    if failure is None:
+        return None
+    kind = type(failure).__name__
+    if isinstance(failure, CheckpointingException):
+        return [kind, str(failure)]
+    return [kind, f"{kind}: {failure}"]
+
+
+def _joint_error(phase: str, failures: Mapping[int, list[str]]) -> CheckpointingException:
+    # Peers of a rank that failed for a reason of its own have lost it: that says nothing more.
+    causes = {r: told for r, told in failures.items() if told[0] != PeerLostError.__name__}
+    causes = causes or dict(failures)
+    kinds = {kind for kind, _ in causes.values()}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    error: type[CheckpointingException] = CheckpointingException
+    if kind in errors.__all__:
+        error = getattr(errors, kind)
+    told = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in sorted(causes.items()))
+    return error(f"could not {phase}: {told}")

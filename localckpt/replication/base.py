@@ -1,0 +1,273 @@
+"""What every replication strategy can do: bring shards to ranks that lack them.
+
+How copies are made is up to the strategies. All work is done on images; state dicts are turned
+into images and back at the edge.
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException
+from localckpt.ids import CkptID, Generation, ShardIdentity
+from localckpt.replication.agreement import Attempt, agree
+from localckpt.replication.exchange import ExchangePlan, plan_exchange
+from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.transport import HostTransport
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.source import MemorySource, ShardSource
+
+__all__ = ["Accept", "ReplicationStrategy", "as_asked", "new_name"]
+
+IdT = TypeVar("IdT", bound=Hashable)
+Accept = Callable[[CkptID, int], memoryview]
+
+
+class ReplicationStrategy(ABC):
+    """Copies shards to other ranks, and brings them back to ranks that lack them.
+
+    Args:
+        timeout_s: Deadline of each step that ranks take together, in seconds.
+        process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
+        target_device: Where the tensors of state dicts that others sent are put.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 300.0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        target_device: str = "cpu",
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.target_device = target_device
+        self._process_group = process_group
+        self._everyone: Coordinator | None = None
+
+    @abstractmethod
+    def replicate_image(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        accept: Accept,
+        *,
+        tensors_on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[CkptID]:
+        """Give this rank's image to its peers, and take theirs; all ranks call it together.
+
+        Args:
+            source: The image, read front to back; ``None`` is fine when there is an error.
+            ckpt_id: What it is called.
+            accept: Gives writable memory of so many bytes for a peer's shard. What it gave is the
+                caller's to throw away when this raises.
+            tensors_on_gpu: Whether the state is in GPU memory.
+            error: Why this rank has no image to give, if so; its peers then raise it, too.
+
+        Returns:
+            The shards that were received.
+
+        Raises:
+            MismatchError: Peers are at different iterations or sessions.
+            PeerLostError: A peer did not come, or broke off.
+            CheckpointingException: What went wrong on a peer, the same on all of them.
+        """
+
+    @abstractmethod
+    def check_failure_domains(self, domains: Sequence[str]) -> None:
+        """Refuse to keep replicas where they are lost with the original; collective.
+
+        Args:
+            domains: For each rank of the job, the token of its store.
+
+        Raises:
+            SameMachineReplicationException: Some would be.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up connections, and groups that the strategy made itself."""
+
+    def retrieve_plan(
+        self,
+        globally_available_ids: Mapping[int, Sequence[IdT]],
+        wanted: Mapping[int, Sequence[IdT]] | Sequence[IdT],
+    ) -> ExchangePlan[IdT]:
+        """Decide who sends which shard to whom.
+
+        Args:
+            globally_available_ids: For each rank the shards it holds; the same on all ranks.
+            wanted: For each rank the shards it wants; or the shards that this rank wants, and then
+                all ranks call this together.
+
+        Raises:
+            NoReplicasAvailableError: Shards are wanted that no rank holds. It lists all of them.
+        """
+        if isinstance(wanted, Mapping):
+            return plan_exchange(globally_available_ids, wanted)
+        ids = {id_ for held in globally_available_ids.values() for id_ in held}
+        number_of = {id_: number for number, id_ in enumerate(sorted(ids, key=_plain_repr))}
+        # Numbers, since any hashable may be an ID, and what JSON brings back is not what it was.
+        told = [number_of.get(id_, _plain_repr(id_)) for id_ in wanted]
+        records = self._world().all_gather("say which shards are wanted", told)
+        named = {number: id_ for id_, number in number_of.items()}
+        # A shard that nobody holds ends in an error that names it; it is never looked up.
+        by_rank: dict[int, list[Any]] = {
+            rank: [named[entry] if isinstance(entry, int) else _Unheld(entry) for entry in record]
+            for rank, record in enumerate(records)
+        }
+        return plan_exchange(globally_available_ids, by_rank)
+
+    def retrieve_image(
+        self,
+        plan: ExchangePlan[IdT],
+        open_source: Callable[[IdT], ShardSource],
+        accept: Callable[[IdT, int], memoryview],
+    ) -> list[IdT]:
+        """Carry out what a plan moves between ranks; all ranks call it together, same plan.
+
+        A rank's own copies are not touched. Without anything to move it returns at once.
+
+        Args:
+            plan: From :meth:`retrieve_plan`.
+            open_source: Opens an image that the plan lets this rank send; closed here.
+            accept: Gives writable memory of so many bytes for an image that comes.
+
+        Returns:
+            The shards that this rank received.
+
+        Raises:
+            PeerLostError: A rank did not come, or broke off.
+            CheckpointingException: What went wrong on some rank, the same on all of them.
+        """
+        if not plan.transfers:
+            return []
+        everyone = self._world()
+        rank = everyone.rank
+        with ExitStack() as opened:
+            sources: dict[IdT, ShardSource] = {}
+            with Attempt() as opening:
+                for id_ in dict.fromkeys(entry.id_ for entry in plan.sends(rank)):
+                    sources[id_] = open_source(id_)
+                    opened.callback(sources[id_].close)
+            sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
+            offers = agree(everyone, "open shards for other ranks", opening, [sizes, new_name()])
+            views: list[tuple[int, memoryview]] = []
+            with Attempt() as accepting:
+                announced = {sender: iter(sizes) for sender, (sizes, _) in enumerate(offers)}
+                for entry in plan.transfers:
+                    nbytes = next(announced[entry.sender])
+                    if entry.receiver == rank:
+                        view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
+                        views.append((entry.sender, view))
+            agree(everyone, "make room for shards of other ranks", accepting)
+            with Attempt() as exchanging:
+                ranks = sorted({r for e in plan.transfers for r in (e.sender, e.receiver)})
+                if rank in ranks:
+                    # Senders of many start with different receivers.
+                    sends = sorted(
+                        plan.sends(rank), key=lambda entry: (entry.receiver - rank) % len(offers)
+                    )
+                    transport = HostTransport.connect(offers[0][1], ranks, rank, self.timeout_s)
+                    opened.callback(transport.close)
+                    transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
+            agree(everyone, "bring shards to the ranks that lack them", exchanging)
+        return [entry.id_ for entry in plan.receives(rank)]
+
+    def replicate(
+        self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
+    ) -> tuple[list[TensorAwareStateDict], list[CkptID]]:
+        """Exchange state dicts as :meth:`replicate_image` does images.
+
+        Returns:
+            This rank's own, unchanged, and those of its peers; with their IDs.
+        """
+        mine = CkptID(*id_)
+        images: dict[CkptID, memoryview] = {}
+        source = None
+        with Attempt() as packing:
+            source = pack(local_ckpt, self._identity(mine))
+        received = self.replicate_image(source, mine, _into(images), error=packing.told)
+        return [local_ckpt, *(self._unpack(images, id_) for id_ in received)], [mine, *received]
+
+    def retrieve_execute(
+        self,
+        plan: ExchangePlan[CkptID],
+        state_dicts: Mapping[CkptID, TensorAwareStateDict],
+    ) -> dict[CkptID, TensorAwareStateDict]:
+        """Carry out a plan on state dicts: those that this rank holds, by ID.
+
+        Returns:
+            The state dicts that this rank wants, its own copies unchanged.
+        """
+        images: dict[CkptID, memoryview] = {}
+        received = self.retrieve_image(
+            plan, lambda id_: pack(state_dicts[id_], self._identity(id_)), _into(images)
+        )
+        rank = GroupWrapper.wrap(self._process_group).my_group_rank
+        own = [e.id_ for e in plan.entries if e.sender == e.receiver == rank]
+        return {
+            **{id_: state_dicts[id_] for id_ in own},
+            **{id_: self._unpack(images, id_) for id_ in received},
+        }
+
+    def _world(self) -> Coordinator:
+        if self._everyone is None:
+            self._everyone = Coordinator("retrieval", self._process_group, self.timeout_s)
+        return self._everyone
+
+    def _identity(self, id_: tuple[int, int, str]) -> ShardIdentity:
+        iteration, rank, session = id_
+        ranks = GroupWrapper.wrap(self._process_group).world_size
+        return ShardIdentity(session, Generation(0, 0), iteration, rank, ranks)
+
+    def _unpack(self, images: Mapping[CkptID, memoryview], id_: CkptID) -> TensorAwareStateDict:
+        image = MemorySource(images[id_])
+        state: TensorAwareStateDict = unpack(
+            image, expect=self._identity(id_), map_location=self.target_device
+        )
+        return state
+
+
+def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
+    """What ``accept`` gave, as bytes; refused if it does not fit."""
+    if view.nbytes != nbytes or view.readonly:
+        raise CheckpointingException(
+            f"the memory for shard {id_} must be writable and have {nbytes} bytes, "
+            f"not {view.nbytes}"
+        )
+    return view.cast("B")
+
+
+def new_name() -> str:
+    """A name that no connections of this job have had."""
+    return uuid.uuid4().hex
+
+
+class _Unheld(str):
+    """Stands for an ID that only the rank that wants it knows."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _into(images: dict[CkptID, memoryview]) -> Accept:
+    def accept(id_: CkptID, nbytes: int) -> memoryview:
+        images[id_] = memoryview(bytearray(nbytes))
+        return images[id_]
+
+    return accept
+
+
+def _plain_repr(id_: Hashable) -> str:
+    return repr(tuple(id_) if isinstance(id_, tuple) else id_)

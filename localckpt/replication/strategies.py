@@ -1,0 +1,347 @@
+"""Who keeps copies of whose shards, and the protocol by which copies are made.
+
+A strategy agrees with its peers, asks for memory, and lets a transport move the bytes. Where images
+lie, and what is in them, it does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ids import CkptID
+from localckpt.replication.agreement import Attempt, agree
+from localckpt.replication.base import Accept, ReplicationStrategy, as_asked, new_name
+from localckpt.replication.groups import (
+    GroupWrapper,
+    check_failure_domains,
+    default_replication_jump,
+    parse_group_sequence,
+)
+from localckpt.replication.transport import HostTransport, Transport, choose_transport
+from localckpt.state_dict.source import ShardSource
+
+__all__ = [
+    "CliqueReplicationStrategy",
+    "LazyCliqueReplicationStrategy",
+    "NoReplication",
+    "ReplicationStrategy",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class NoReplication(ReplicationStrategy):
+    """Keeps no replicas. Shards are still brought to ranks that restart on other nodes."""
+
+    def replicate_image(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        accept: Accept,
+        *,
+        tensors_on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[CkptID]:
+        return []
+
+    def check_failure_domains(self, domains: Sequence[str]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class CliqueReplicationStrategy(ReplicationStrategy):
+    """Cliques of ranks in which each holds a replica of every other's shard.
+
+    Shards travel over connections of the strategy's own, so one that breaks leaves the training's
+    groups alone, and is made anew at the next save.
+
+    Args:
+        local_group: This rank's clique. Its members must be on different nodes.
+        target_device: Where the tensors of state dicts that others sent are put.
+        timeout_s: Deadline of each step that ranks take together, in seconds.
+        process_group: The ranks of the job; ``None`` for all.
+    """
+
+    def __init__(
+        self,
+        local_group: GroupWrapper | dist.ProcessGroup,
+        target_device: str = "cpu",
+        *,
+        timeout_s: float = 300.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(timeout_s, process_group, target_device=target_device)
+        self.local_group = GroupWrapper.wrap(local_group)
+        if self.local_group.world_size == 1:
+            raise CheckpointingException(
+                f"the clique of rank {self.local_group.my_global_rank} has no other member, so its "
+                f"shard would have no replica; pass repl_strategy=None to save without replication"
+            )
+        self._cliques: list[list[int]] | None = None
+        self._made_group = False
+        self._coordinator = Coordinator("clique", self.local_group.group, timeout_s)
+        self._host: HostTransport | None = None
+        self._host_name = ""
+        self._device: Transport | None = None
+
+    @classmethod
+    def from_replication_params(
+        cls,
+        replication_jump: int | None = None,
+        replication_factor: int = 2,
+        *,
+        timeout_s: float = 300.0,
+        failure_domain: str | None = None,
+        target_device: str = "cpu",
+    ) -> CliqueReplicationStrategy:
+        """Cut the job into cliques; all ranks call it together, with the same numbers.
+
+        Args:
+            replication_jump: Distance between members of a clique; by default the number of ranks
+                on this node, so that they are on different nodes.
+            replication_factor: Copies of each shard, the owner's included.
+            timeout_s: Deadline of each step that ranks take together, in seconds.
+            failure_domain: What this rank's store is lost with; if given, cliques that hold two
+                members of one domain are refused now, else when a manager is made.
+            target_device: Where the tensors of state dicts that others sent are put.
+
+        Raises:
+            MismatchError: The job has too few ranks, or ranks give different numbers.
+            SameMachineReplicationException: Replicas would be lost with the original.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise CheckpointingException(
+                "replication needs torch.distributed: call init_process_group() first, or use "
+                "LazyCliqueReplicationStrategy, which is built at its first use"
+            )
+        jump = default_replication_jump() if replication_jump is None else replication_jump
+        said = f"replication_jump={jump!r}, replication_factor={replication_factor!r}"
+        told = Coordinator("cliques", None, timeout_s).all_gather(
+            "agree on cliques", [said, failure_domain]
+        )
+        _require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
+        cliques = parse_group_sequence(jump, replication_factor, len(told))
+        domains = [domain for _, domain in told]
+        if any(domain is not None for domain in domains):
+            check_failure_domains(cliques, [str(domain) for domain in domains])
+        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
+        group = GroupWrapper.from_list_of_groups(
+            cliques, timeout_s=2 * timeout_s + 60, backend=_clique_backend(GroupWrapper().backend)
+        )
+        strategy = cls(group, target_device, timeout_s=timeout_s)
+        strategy._cliques = cliques
+        strategy._made_group = True
+        return strategy
+
+    def replicate_image(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        accept: Accept,
+        *,
+        tensors_on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[CkptID]:
+        if source is None and error is None:
+            raise CheckpointingException("replicate_image was given neither an image nor an error")
+        if self._device is not None and self._device.broken:
+            tensors_on_gpu = False
+        mine = _Announcement(
+            rank=self.local_group.my_global_rank,
+            id_=CkptID(*ckpt_id),
+            nbytes=source.nbytes if source is not None and error is None else 0,
+            error=error,
+            over_device=tensors_on_gpu and self.local_group.supports("cuda"),
+            connection=self._host_name if self._host and not self._host.broken else "",
+            offer=new_name(),
+        )
+        what = f"iteration {ckpt_id.iteration}"
+        told = self._coordinator.all_gather(f"announce {what} for replication", asdict(mine))
+        announced = [_Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
+        _require_agreement(announced)
+
+        place, count = self._coordinator.rank, len(announced)
+        senders = [announced[(place - turn) % count] for turn in range(1, count)]
+        receivers = [announced[(place + turn) % count].rank for turn in range(1, count)]
+        with Attempt() as accepting:
+            views = [
+                as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
+            ]
+        agree(self._coordinator, f"make room for replicas of {what}", accepting)
+
+        started = time.monotonic()
+        with Attempt() as exchanging:
+            assert source is not None
+            sends = [(rank, source) for rank in receivers]
+            receives = [(peer.rank, view) for peer, view in zip(senders, views, strict=True)]
+            self._exchange(announced, sends, receives)
+        agree(self._coordinator, f"replicate {what}", exchanging)
+        logger.debug(
+            "replicated %s: %d bytes to each of %d peers in %.3f s",
+            what, mine.nbytes, count - 1, time.monotonic() - started,
+        )  # fmt: skip
+        return [peer.id_ for peer in senders]
+
+    def check_failure_domains(self, domains: Sequence[str]) -> None:
+        cliques = self._cliques
+        if cliques is None:
+            # Explicit groups are known to their members only; all ranks must come to one answer.
+            told = self._world().all_gather("compare cliques", self.local_group.ranks)
+            cliques = sorted({tuple(ranks): ranks for ranks in told}.values())
+        check_failure_domains(cliques, domains)
+
+    def close(self) -> None:
+        for transport in (self._host, self._device):
+            if transport is not None:
+                transport.close()
+        self._host = self._device = None
+        if self._made_group and dist.is_initialized():
+            self._made_group = False
+            # torch forgets all groups when the default group is destroyed before this.
+            with suppress(ValueError):
+                dist.destroy_process_group(self.local_group.group)
+
+    def _exchange(
+        self,
+        announced: Sequence[_Announcement],
+        sends: list[tuple[int, ShardSource]],
+        receives: list[tuple[int, memoryview]],
+    ) -> None:
+        if not all(peer.over_device for peer in announced):
+            self._host_transport(announced).exchange(sends, receives)
+            return
+        if self._device is None:
+            self._device = choose_transport(
+                self.local_group, True, self.timeout_s, owns_group=self._made_group
+            )
+        try:
+            # One round at a time, so that there are buckets for one peer only.
+            for send, receive in zip(sends, receives, strict=True):
+                self._device.exchange([send], [receive])
+        finally:
+            if self._device.broken:
+                logger.warning("device memory could not be sent; replicas now go through the host")
+
+    def _host_transport(self, announced: Sequence[_Announcement]) -> HostTransport:
+        """The connections of the last save, if every member still has them; else new ones."""
+        if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
+            if self._host is not None:
+                self._host.close()
+            name, ranks = announced[0].offer, self.local_group.ranks
+            self._host = None
+            self._host = HostTransport.connect(
+                name, ranks, self.local_group.my_global_rank, self.timeout_s
+            )
+            self._host_name = name
+        return self._host
+
+
+class LazyCliqueReplicationStrategy(ReplicationStrategy):
+    """A :class:`CliqueReplicationStrategy` that is built at its first use.
+
+    It can be made before torch.distributed is initialised. Arguments as for
+    :meth:`CliqueReplicationStrategy.from_replication_params`.
+    """
+
+    def __init__(
+        self,
+        replication_jump: int | None = None,
+        replication_factor: int = 2,
+        *,
+        timeout_s: float = 300.0,
+        target_device: str = "cpu",
+    ) -> None:
+        super().__init__(timeout_s, target_device=target_device)
+        self._jump = replication_jump
+        self._factor = replication_factor
+        self._built: CliqueReplicationStrategy | None = None
+
+    def replicate_image(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        accept: Accept,
+        *,
+        tensors_on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[CkptID]:
+        return self._build().replicate_image(
+            source, ckpt_id, accept, tensors_on_gpu=tensors_on_gpu, error=error
+        )
+
+    def check_failure_domains(self, domains: Sequence[str]) -> None:
+        self._build().check_failure_domains(domains)
+
+    def close(self) -> None:
+        if self._built is not None:
+            self._built.close()
+            self._built = None
+
+    def _build(self) -> CliqueReplicationStrategy:
+        if self._built is None:
+            self._built = CliqueReplicationStrategy.from_replication_params(
+                self._jump,
+                self._factor,
+                timeout_s=self.timeout_s,
+                target_device=self.target_device,
+            )
+        return self._built
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """What a member of a clique says before anything is sent."""
+
+    rank: int
+    id_: CkptID
+    nbytes: int
+    error: str | None
+    over_device: bool
+    connection: str
+    """Name of the connections it still has from the last save."""
+    offer: str
+    """A name for new ones; the first member's is taken."""
+
+
+def _require_agreement(announced: Sequence[_Announcement]) -> None:
+    failed = [f"rank {peer.rank}: {peer.error}" for peer in announced if peer.error is not None]
+    if failed:
+        raise CheckpointingException(
+            f"iteration {announced[0].id_.iteration} was not replicated, since not every rank of "
+            f"the clique has its shard: {'; '.join(failed)}. Older checkpoints stand."
+        )
+    for what, index in (("iteration", 0), ("session", 2)):
+        _require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
+    owners = [peer.id_.rank for peer in announced]
+    if len(set(owners)) < len(owners):
+        said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
+        raise MismatchError(f"members of a clique announce the same shard: {said}")
+
+
+def _require_same(what: str, values: Mapping[int, str]) -> None:
+    if len(set(values.values())) == 1:
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
+    raise MismatchError(
+        f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
+        f"was saved before stands. Let all ranks call it with the same {what}."
+    )
+
+
+def _clique_backend(config: str) -> str:
+    """The backend that sends CUDA memory, if there is one; host memory has connections anyway."""
+    backends = dict(entry.split(":", 1) for entry in config.split(","))
+    return backends.get("cuda", dist.Backend.GLOO)

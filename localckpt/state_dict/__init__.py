@@ -1,0 +1,1 @@
+"""Trainer's objects to image and back: no I/O, no torch.distributed."""

@@ -1,0 +1,80 @@
+"""Walks nested containers: names their tensors by path, and rebuilds them around other values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "named_tensors"]
+
+
+def named_tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in nested dicts, lists, tuples and dataclasses, with its path joined by dots.
+
+    A tensor that stands in two places is given twice; a container that contains itself is entered
+    once.
+    """
+    return _named_tensors(state, "", set())
+
+
+def _named_tensors(value: Any, path: str, inside: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    children = _children(value)
+    if children is None or id(value) in inside:
+        return
+    inside.add(id(value))
+    for key, child in children:
+        yield from _named_tensors(child, f"{path}.{key}" if path else str(key), inside)
+    inside.discard(id(value))
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    if isinstance(value, dict):
+        return iter(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, (list, tuple)):
+        return iter(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    return None
+
+
+def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
+    """Copy the containers of ``state``, with each value of type ``leaf`` replaced.
+
+    Values of other types are kept as they are. A container that stands in two places stays one.
+    """
+    return _map(state, replace, leaf, {})
+
+
+def _map(value: Any, replace: Callable[[Any], Any], leaf: type, done: dict[int, Any]) -> Any:
+    if isinstance(value, leaf):
+        return replace(value)
+    if id(value) in done:
+        return done[id(value)]
+    result = value
+    if isinstance(value, dict):
+        result = done[id(value)] = copy.copy(value)
+        for key, child in value.items():
+            result[key] = _map(child, replace, leaf, done)
+    elif isinstance(value, list):
+        result = done[id(value)] = copy.copy(value)
+        result[:] = [_map(child, replace, leaf, done) for child in value]
+    elif isinstance(value, tuple):
+        children = [_map(child, replace, leaf, done) for child in value]
+        make = getattr(value, "_make", type(value))
+        result = done[id(value)] = make(children)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = done[id(value)] = copy.copy(value)
+        for field in dataclasses.fields(value):
+            child = _map(getattr(value, field.name), replace, leaf, done)
+            # Past __setattr__, because the dataclass may be frozen.
+            object.__setattr__(result, field.name, child)
+    return result

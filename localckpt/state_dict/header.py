@@ -1,0 +1,208 @@
+"""The image's first bytes: a safetensors header that also says what the shard is.
+
+Written without torch, so that a process that imports none can read what a file is. ``docs/format.md``
+describes the format; :func:`parse_header` refuses whatever does not follow it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn
+
+from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.state_dict.digests import digests_nbytes
+from localckpt.state_dict.layout import (
+    ITEM_NBYTES,
+    PAGE_NBYTES,
+    Layout,
+    TensorSlot,
+    round_up,
+)
+
+__all__ = [
+    "DIGESTS",
+    "FORMAT_VERSION",
+    "RESERVED_NAMES",
+    "SKELETON",
+    "ImageHeader",
+    "header_length",
+    "parse_header",
+    "render_header",
+    "render_slots",
+]
+
+FORMAT_VERSION = "localckpt-1"
+SKELETON = "__skeleton__"
+DIGESTS = "__digests__"
+METADATA = "__metadata__"
+RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
+
+# The limit of the safetensors library, which must be able to open the file.
+_MAX_HEADER_NBYTES = 100_000_000
+# Room that the figures which change at every save may grow into without moving the data.
+_GROWTH_NBYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """A parsed header. Offsets count from the start of the image, in bytes."""
+
+    identity: ShardIdentity
+    slots: dict[str, TensorSlot]
+    data_start: int
+    skeleton_start: int
+    digests_start: int
+    nbytes: int
+
+
+def render_slots(layout: Layout) -> bytes:
+    """The part of the header that stays the same from save to save."""
+    entries = (_entry(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in layout.slots)
+    return "".join(f"{entry}," for entry in entries).encode()
+
+
+def render_header(
+    slots_json: bytes, data_nbytes: int, skeleton_nbytes: int, identity: ShardIdentity
+) -> tuple[bytes, int]:
+    """Build the header.
+
+    Args:
+        slots_json: From :func:`render_slots`.
+        data_nbytes: Bytes of the tensors.
+        skeleton_nbytes: Bytes of the skeleton.
+        identity: What the shard is.
+
+    Returns:
+        The header, a multiple of 4096 bytes with its length in front, and the image's size.
+
+    Raises:
+        MismatchError: There are more tensors than a header of the format can describe.
+    """
+    metadata = json.dumps(
+        {
+            "format": FORMAT_VERSION,
+            "session": identity.session_id,
+            "epoch": str(identity.generation.epoch),
+            "sequence": str(identity.generation.sequence),
+            "iteration": str(identity.iteration),
+            "rank": str(identity.rank),
+            "world_size": str(identity.world_size),
+        }
+    ).encode()
+    start = round_up(8 + len(metadata) + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
+    if start - 8 > _MAX_HEADER_NBYTES:
+        raise MismatchError(
+            f"the tensors' names and shapes take {start} bytes, more than the "
+            f"{_MAX_HEADER_NBYTES} that a safetensors header may have: save fewer, larger tensors"
+        )
+    digests_start = start + data_nbytes + skeleton_nbytes
+    digests = digests_nbytes(digests_start)
+    tail = ",".join(
+        (
+            _entry(SKELETON, "U8", (skeleton_nbytes,), data_nbytes, skeleton_nbytes),
+            _entry(DIGESTS, "U8", (digests,), data_nbytes + skeleton_nbytes, digests),
+        )
+    )
+    text = b'{"%s":%s,%s%s}' % (METADATA.encode(), metadata, slots_json, tail.encode())
+    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    return header, digests_start + digests
+
+
+def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
+    """Bytes from the start of the image to its tensor data, told by the first 8 bytes.
+
+    Raises:
+        CorruptShardError: No image has such a header.
+    """
+    if len(first_bytes) < 8:
+        _refuse(f"it has {len(first_bytes)} bytes")
+    start = 8 + int.from_bytes(first_bytes[:8], "little")
+    if start > min(image_nbytes, 8 + _MAX_HEADER_NBYTES):
+        _refuse(f"its header would take {start} of {image_nbytes} bytes")
+    return start
+
+
+def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
+    """Read and check a header.
+
+    Args:
+        header: The first :func:`header_length` bytes.
+        image_nbytes: Size of the whole image.
+
+    Raises:
+        CorruptShardError: The header does not describe an image of that size.
+    """
+    try:
+        entries = json.loads(bytes(header[8:]).decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"its header is not JSON: {error}", error)
+    if not isinstance(entries, dict):
+        _refuse("its header is not a JSON object")
+    identity = _parse_identity(entries.pop(METADATA, None))
+    slots = [_parse_entry(name, entry) for name, entry in entries.items()]
+    end = 0
+    for slot in sorted(slots, key=lambda s: (s.offset, s.nbytes)):
+        if slot.offset != end:
+            _refuse(f"tensor {slot.name!r} starts at byte {slot.offset}, not at {end}")
+        end += slot.nbytes
+    by_name = {slot.name: slot for slot in slots}
+    skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
+    if skeleton is None or digests is None:
+        _refuse("its header lacks the skeleton or the digests")
+    start = len(header)
+    digests_start = start + digests.offset
+    if (
+        digests.nbytes != digests_nbytes(digests_start)
+        or digests.offset + digests.nbytes != end
+        or skeleton.offset + skeleton.nbytes != digests.offset
+    ):
+        _refuse("its skeleton and digests are not where they belong")
+    if start + end != image_nbytes:
+        _refuse(f"it has {image_nbytes} bytes and its header describes {start + end}")
+    return ImageHeader(
+        identity, by_name, start, start + skeleton.offset, digests_start, image_nbytes
+    )
+
+
+def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> str:
+    value = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+    return f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
+
+
+def _parse_entry(name: str, entry: Any) -> TensorSlot:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            good = dtype in ITEM_NBYTES and all(type(n) is int and n >= 0 for n in shape)
+            if good and 0 <= begin and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
+                return TensorSlot(name, dtype, tuple(shape), begin)
+    _refuse(f"the header's entry for tensor {name!r} contradicts itself")
+
+
+def _parse_identity(metadata: Any) -> ShardIdentity:
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT_VERSION:
+        found = metadata.get("format") if isinstance(metadata, dict) else None
+        _refuse(f"its format is {found!r}, this version reads {FORMAT_VERSION!r}")
+    names = ("epoch", "sequence", "iteration", "rank", "world_size")
+    texts = [metadata.get(name) for name in names]
+    session = metadata.get("session")
+    if not isinstance(session, str) or not all(
+        isinstance(t, str) and t.isascii() and t.isdigit() and len(t) < 20 for t in texts
+    ):
+        _refuse("its metadata does not say which shard it is")
+    epoch, sequence, iteration, rank, world_size = (int(t) for t in texts)
+    return ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice")
+    return result
+
+
+def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:
+    raise CorruptShardError(f"not a shard image: {why}") from cause

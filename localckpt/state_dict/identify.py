@@ -1,0 +1,34 @@
+"""Tells what an image is without reading its tensors, and without torch."""
+
+from __future__ import annotations
+
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.header import ImageHeader, header_length, parse_header
+from localckpt.state_dict.layout import round_up
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["read_header", "read_verified_identity"]
+
+
+def read_header(source: ShardSource) -> ImageHeader:
+    """Read and check the header; the blocks are not verified.
+
+    Raises:
+        CorruptShardError: It is no shard's.
+    """
+    start = header_length(source.read(0, min(8, source.nbytes)), source.nbytes)
+    return parse_header(source.read(0, start), source.nbytes)
+
+
+def read_verified_identity(source: ShardSource) -> ShardIdentity:
+    """What the shard is, by a header whose blocks are as they were written.
+
+    Raises:
+        CorruptShardError: The header is damaged.
+    """
+    header = read_header(source)
+    digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+    stop = min(round_up(header.data_start, BLOCK_NBYTES), header.digests_start)
+    BlockHasher(header.identity).check(0, source.read(0, stop), digests)
+    return header.identity

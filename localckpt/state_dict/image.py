@@ -1,0 +1,172 @@
+"""The shard image: a state turned into one run of bytes.
+
+``capture`` finds the tensors of a state and says how large its image is; ``Capture.write`` copies
+them into a buffer; ``seal`` adds the digests. What the bytes mean is in ``docs/format.md``. Reading
+is in ``restore.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.containers import named_tensors
+from localckpt.state_dict.copying import Copier, address_of
+from localckpt.state_dict.digests import BlockHasher
+from localckpt.state_dict.header import render_header, render_slots
+from localckpt.state_dict.layout import Layout, lay_out
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import insert_tensors, take_tensors
+from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.tensor_table import TensorTable, build_table, is_lazy, signature, slot_bytes
+
+__all__ = ["Capture", "ImagePlanner", "pack", "seal", "unpack"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What stays the same from save to save while the structure does."""
+
+    signature: tuple[Any, ...]
+    table: TensorTable
+    layout: Layout
+    slots_json: bytes
+    table_json: bytes
+
+
+class ImagePlanner:
+    """Captures states, and keeps the layout from save to save.
+
+    Args:
+        allowed: What the skeleton may name. A state that could not be read back is refused when its
+            structure is first seen, not at the restart.
+    """
+
+    def __init__(self, allowed: SafeGlobals | None = None) -> None:
+        self._allowed = allowed or SafeGlobals()
+        self._plan: _Plan | None = None
+        self.layouts_made = 0
+        """How many layouts have been computed."""
+
+    def capture(self, state: Any) -> Capture:
+        """Find a state's tensors. Copies nothing yet, and leaves the state as it is.
+
+        Raises:
+            CheckpointingException: The state holds something that cannot be saved.
+            UnsafeGlobalError: It holds a class that could not be loaded.
+        """
+        skeleton, tensors = take_tensors(state)
+        root = vars(state) if isinstance(state, TensorAwareStateDict) else state
+        names: dict[int, str] = {}
+        for path, tensor in named_tensors(root):
+            names.setdefault(id(tensor), path.removeprefix("state_dict."))
+        found = signature(tensors, names)
+        plan = self._plan
+        if plan is None or plan.signature != found:
+            insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
+            table = build_table(tensors, names)
+            layout = lay_out(table.slots)
+            plan = _Plan(found, table, layout, render_slots(layout), table.to_json())
+            self._plan = plan
+            self.layouts_made += 1
+        table_json = plan.table_json
+        framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
+        return Capture(plan.table, plan.layout, plan.slots_json, framed, tensors)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A state's tensors, and where each belongs in the image."""
+
+    table: TensorTable
+    layout: Layout
+    slots_json: bytes
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self.tensors)
+
+    def nbytes(self, identity: ShardIdentity) -> int:
+        """Size of the image."""
+        return self._header(identity)[1]
+
+    def write(self, image: memoryview, identity: ShardIdentity, copier: Copier) -> int:
+        """Copy everything but the digests into ``image``; returns when all values are there.
+
+        Args:
+            image: Writable, exactly :meth:`nbytes` long.
+            identity: What the shard is.
+            copier: Does the copying from host memory.
+
+        Returns:
+            How many bytes the digests cover; the digests follow them.
+        """
+        header, nbytes = self._header(identity)
+        if len(image) != nbytes:
+            raise ValueError(f"the image has {nbytes} bytes and its buffer {len(image)}")
+        image[: len(header)] = header
+        base = address_of(image)
+        jobs: list[tuple[int, int, int]] = []
+        devices: set[torch.device] = set()
+        for slot, (number, span) in zip(self.layout.slots, self.table.sources, strict=True):
+            if not slot.nbytes:
+                continue
+            start = len(header) + slot.offset
+            tensor = slot_bytes(self.tensors[number].detach(), span)
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor):
+                jobs.append((base + start, tensor.data_ptr(), slot.nbytes))
+            else:
+                _copy_by_torch(image[start : start + slot.nbytes], tensor)
+                if tensor.device.type != "cpu":
+                    devices.add(tensor.device)
+        copier.copy(jobs)
+        covered = len(header) + self.layout.nbytes + len(self.skeleton)
+        image[covered - len(self.skeleton) : covered] = self.skeleton
+        for device in devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        return covered
+
+    def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
+        return render_header(self.slots_json, self.layout.nbytes, len(self.skeleton), identity)
+
+
+def seal(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
+    """Write the digests behind the bytes they cover: the image is complete."""
+    BlockHasher(identity).fill(image, covered_nbytes)
+
+
+def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = None) -> MemorySource:
+    """A state's image in new memory."""
+    capture = (planner or ImagePlanner()).capture(state)
+    image = memoryview(bytearray(capture.nbytes(identity)))
+    seal(image, capture.write(image, identity, Copier(1)), identity)
+    return MemorySource(image)
+
+
+def unpack(
+    source: ShardSource,
+    *,
+    expect: ShardIdentity | None = None,
+    allowed: SafeGlobals | None = None,
+    map_location: str | torch.device | None = None,
+) -> Any:
+    """The state of an image, in new tensors, every block verified.
+
+    Raises:
+        CorruptShardError: The image is damaged, or is not the one that was expected.
+        UnsafeGlobalError: It names something that is not allowed.
+    """
+    reader = ImageReader(source, allowed or SafeGlobals(), expect)
+    return reader.restore(map_location=map_location)
+
+
+def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:
+    flat = torch.frombuffer(place, dtype=torch.uint8)
+    flat.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)

@@ -1,0 +1,71 @@
+"""Where each tensor lies in an image: a pure function of names, dtypes and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["ITEM_NBYTES", "PAGE_NBYTES", "Layout", "TensorSlot", "lay_out", "round_up"]
+
+PAGE_NBYTES = 4096
+
+ITEM_NBYTES = {
+    "C64": 8,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U16": 2,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+}
+"""Bytes per element of each dtype label of the safetensors format that an image uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """One named run of bytes. ``offset`` counts from the start of the tensor data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots in the order of the caller, with their offsets, and the bytes they take."""
+
+    slots: tuple[TensorSlot, ...]
+    nbytes: int
+
+
+def lay_out(slots: Iterable[TensorSlot]) -> Layout:
+    """Place the slots without holes, widest dtype first, so that each is aligned to its items."""
+    slots = tuple(slots)
+    order = sorted(range(len(slots)), key=lambda i: -ITEM_NBYTES[slots[i].dtype])
+    placed: dict[int, TensorSlot] = {}
+    offset = 0
+    for i in order:
+        slot = slots[i]
+        placed[i] = TensorSlot(slot.name, slot.dtype, slot.shape, offset)
+        offset += slot.nbytes
+    return Layout(tuple(placed[i] for i in range(len(slots))), offset)
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``nbytes``."""
+    return -(-nbytes // multiple) * multiple

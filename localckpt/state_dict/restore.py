@@ -1,0 +1,247 @@
+"""Reads a state back from an image, every block verified before it is used.
+
+Bytes are copied piece by piece from where the image lies straight into the tensors, so no second
+copy of the state is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.copying import address_of
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.layout import TensorSlot
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import insert_tensors
+from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.tensor_table import TableEntry, TensorTable, parse_entries, slot_bytes
+
+__all__ = ["ImageReader"]
+
+_SHOWN_DIFFERENCES = 10
+
+
+class ImageReader:
+    """One image, opened.
+
+    Args:
+        source: Where the image lies; the caller closes it.
+        allowed: What the skeleton may name.
+        expect: What the shard must be, if that is known.
+
+    Raises:
+        CorruptShardError: The header is damaged, or belongs to another shard.
+    """
+
+    def __init__(
+        self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity | None = None
+    ) -> None:
+        self._source = source
+        self._allowed = allowed
+        self.header = read_header(source)
+        identity = self.header.identity
+        if expect is not None and identity != expect:
+            raise CorruptShardError(f"expected {expect}, and found {identity}")
+        self._hasher = BlockHasher(identity)
+        self._digests = memoryview(
+            bytes(source.read(self.header.digests_start, self.header.nbytes))
+        )
+
+    def restore(
+        self,
+        into: tuple[TensorTable, list[torch.Tensor]] | None = None,
+        map_location: str | torch.device | None = None,
+    ) -> Any:
+        """Read the state.
+
+        Args:
+            into: Tensors to fill, with their table; ``None`` for new ones.
+            map_location: Device of new tensors; ``None`` for the one that each was saved from.
+
+        Returns:
+            The state. With ``into`` it holds the given tensors, and its other values are those that
+            were saved.
+
+        Raises:
+            CorruptShardError: A block is damaged. Tensors given by ``into`` may be partly filled.
+            MismatchError: ``into`` has another structure; nothing was written.
+            UnsafeGlobalError: The skeleton names something that is not allowed.
+        """
+        entries, skeleton = self._read_skeleton()
+        if into is not None:
+            table, tensors = into
+            _check_same_structure(entries, table.entries)
+            bases = {
+                slot.name: slot_bytes(tensors[number], span)
+                for slot, (number, span) in zip(table.slots, table.sources, strict=True)
+            }
+        else:
+            bases = self._make_bases(entries, map_location)
+            tensors = [_make_tensor(entry, bases) for entry in entries]
+        # Before the bytes are read, so a refusal leaves the given tensors as they were.
+        state = insert_tensors(skeleton, _tensor_by_number(tensors), self._allowed)
+        self._fill(bases)
+        return state
+
+    def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], bytes]:
+        header = self.header
+        start = header.skeleton_start // BLOCK_NBYTES * BLOCK_NBYTES
+        blocks = self._source.read(start, header.digests_start)
+        self._hasher.check(start, blocks, self._digests)
+        framed = bytes(blocks[header.skeleton_start - start :])
+        table_nbytes = int.from_bytes(framed[:8], "little")
+        if 8 + table_nbytes > len(framed):
+            raise CorruptShardError(f"{header.identity}: the skeleton is cut short")
+        return parse_entries(framed[8 : 8 + table_nbytes]), framed[8 + table_nbytes :]
+
+    def _make_bases(
+        self, entries: tuple[TableEntry, ...], map_location: str | torch.device | None
+    ) -> dict[str, torch.Tensor]:
+        bases: dict[str, torch.Tensor] = {}
+        for entry in entries:
+            if entry.slot is None or entry.slot in bases:
+                continue
+            slot = self.header.slots.get(entry.slot)
+            if slot is None:
+                raise CorruptShardError(f"the skeleton refers to a tensor {entry.slot!r}")
+            device = map_location if map_location is not None else entry.device
+            bases[slot.name] = _allocate(slot.nbytes, device)
+        return bases
+
+    def _fill(self, bases: dict[str, torch.Tensor]) -> None:
+        slots = sorted(
+            (slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases),
+            key=lambda slot: slot.offset,
+        )
+        with torch.no_grad():
+            targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
+            starts = [target.start for target in targets]
+
+            def consume(offset: int, piece: memoryview) -> None:
+                self._hasher.check(offset, piece, self._digests)
+                first = max(0, bisect_right(starts, offset) - 1)
+                end = offset + len(piece)
+                source = address_of(piece) if not piece.readonly else None
+                for target in targets[first:]:
+                    if target.start >= end:
+                        break
+                    target.write(offset, piece, source)
+
+            self._source.stream(self.header.digests_start, consume)
+            for target in targets:
+                target.finish()
+
+
+class _Target:
+    """A tensor that is filled from the pieces it lies in.
+
+    Contiguous host memory is written directly, contiguous device memory by torch; anything else
+    through a copy of its own size.
+    """
+
+    def __init__(self, slot: TensorSlot, data_start: int, tensor: torch.Tensor) -> None:
+        self.start = data_start + slot.offset
+        self.stop = self.start + slot.nbytes
+        self._tensor = tensor.detach()
+        self._direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        filled = self._tensor if self._direct else torch.empty_like(
+            self._tensor, memory_format=torch.contiguous_format, device="cpu"
+        )
+        self._filled = filled
+        self._flat = filled.view(-1).view(torch.uint8)
+        self._address = filled.data_ptr() if filled.device.type == "cpu" else None
+
+    def write(self, offset: int, piece: memoryview, source: int | None) -> None:
+        begin = max(offset, self.start)
+        end = min(offset + len(piece), self.stop)
+        if begin >= end:
+            return
+        if self._address is not None and source is not None:
+            ctypes.memmove(self._address + begin - self.start, source + begin - offset, end - begin)
+        else:
+            data = torch.frombuffer(piece, dtype=torch.uint8)[begin - offset : end - offset]
+            self._flat[begin - self.start : end - self.start].copy_(data)
+
+    def finish(self) -> None:
+        if not self._direct:
+            self._tensor.copy_(self._filled)
+
+
+def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MismatchError(
+            f"the shard's tensors were on {device!s}, where {nbytes} bytes cannot be allocated "
+            f"here ({error}): pass map_location='cpu', or another device, to load()"
+        ) from error
+
+
+def _make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tensor:
+    dtype = entry.torch_dtype()
+    strides = entry.view[1] if entry.view is not None else None
+    if entry.slot is None:
+        tensor = torch.empty_strided(entry.shape, strides or (), dtype=dtype, device="meta")
+    else:
+        base = bases[entry.slot]
+        offset = entry.view[0] if entry.view is not None else 0
+        if strides is None:
+            strides = torch.empty(entry.shape, device="meta").stride()
+        tensor = torch.empty(0, dtype=dtype, device=base.device)
+        _check_inside(entry, offset, strides, dtype.itemsize, base.numel())
+        tensor.set_(base.untyped_storage(), offset // dtype.itemsize, entry.shape, strides)
+    if entry.kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    if entry.kind == "buffer":
+        tensor = torch.nn.Buffer(tensor)
+    return tensor.requires_grad_(entry.requires_grad)
+
+
+def _check_inside(
+    entry: TableEntry, offset: int, strides: tuple[int, ...], itemsize: int, nbytes: int
+) -> None:
+    reach = sum((n - 1) * s for n, s in zip(entry.shape, strides, strict=True))
+    empty = 0 in entry.shape
+    if offset % itemsize or (not empty and offset + (reach + 1) * itemsize > nbytes):
+        raise CorruptShardError(f"a tensor reaches outside of its bytes in {entry.slot!r}")
+
+
+def _tensor_by_number(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    def get(number: int) -> torch.Tensor:
+        if not 0 <= number < len(tensors):
+            raise CorruptShardError(f"the skeleton refers to tensor {number} of {len(tensors)}")
+        return tensors[number]
+
+    return get
+
+
+def _check_same_structure(
+    saved: tuple[TableEntry, ...], given: tuple[TableEntry, ...]
+) -> None:
+    if [e.structure() for e in saved] == [e.structure() for e in given]:
+        return
+    there = {e.slot: e for e in given}
+    here = {e.slot: e for e in saved}
+    lines = [f"{name}: saved, not given" for name in here if name not in there]
+    lines += [f"{name}: given, not saved" for name in there if name not in here]
+    lines += [
+        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name].dtype} "
+        f"{list(there[name].shape)}"
+        for name, e in here.items()
+        if name in there and e.structure() != there[name].structure()
+    ]
+    more = len(lines) - _SHOWN_DIFFERENCES
+    shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "the tensors stand in another order"
+    raise MismatchError(
+        f"the state to load into differs from the saved one, and was left as it is: {shown}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Call load() without into= to get new tensors"
+    )

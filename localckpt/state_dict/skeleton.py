@@ -1,0 +1,125 @@
+"""Takes the tensors out of any object graph, and puts them back.
+
+The skeleton is the object's pickle with a number in place of each tensor. Tensors are found while
+pickling, so whatever can be pickled can be saved, and the object is never changed. Reading goes
+through an allow-list (``safe_globals.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.state_dict.safe_globals import SafeGlobals
+
+__all__ = ["insert_tensors", "take_tensors"]
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Split an object graph into a pickle without tensors and its distinct tensors.
+
+    Raises:
+        CheckpointingException: The object holds something that cannot be saved; it is named.
+    """
+    buffer = io.BytesIO()
+    pickler = _SkeletonPickler(buffer)
+    try:
+        pickler.dump(state)
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise CheckpointingException(
+            f"the state cannot be saved, because a value in it cannot be pickled: {error}"
+        ) from error
+    return buffer.getvalue(), pickler.tensors
+
+
+def insert_tensors(
+    skeleton: bytes | memoryview, tensor: Callable[[int], torch.Tensor], allowed: SafeGlobals
+) -> Any:
+    """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
+
+    Raises:
+        UnsafeGlobalError: It names a class or function that is not allowed.
+        CorruptShardError: It is not a skeleton.
+    """
+    unpickler = _SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed)
+    try:
+        return unpickler.load()
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        # A damaged pickle can raise anything; the caller needs to know only that it is one.
+        raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
+
+
+class _SkeletonPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor) or not _is_plain(obj):
+            return None
+        # The list keeps the tensor alive, so its id() stays its own until the pickle is done.
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)
+        return number
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):
+            raise CheckpointingException(
+                "the state holds a bare storage or a tensor of a kind that cannot be saved "
+                "(quantized, for instance): save its dense values instead"
+            )
+        if isinstance(obj, torch.Tensor) and obj.layout is torch.strided and not _dispatches(obj):
+            base = obj.detach().as_subclass(torch.Tensor)
+            return _restore_subclass, (type(obj), base, dict(vars(obj)))
+        return NotImplemented
+
+
+class _SkeletonUnpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, tensor: Callable[[int], torch.Tensor], allowed: SafeGlobals
+    ) -> None:
+        super().__init__(file)
+        self._tensor = tensor
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._allowed.find(module, name)
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        if type(pid) is not int:
+            raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
+        return self._tensor(pid)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    """Whether it is a wrapper (a DTensor, say) that pickles as the tensors it wraps."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _restore_subclass(
+    kind: type[torch.Tensor], base: torch.Tensor, attributes: dict[str, Any]
+) -> torch.Tensor:
+    result = base.as_subclass(kind)
+    vars(result).update(attributes)
+    return result

@@ -1,0 +1,285 @@
+"""How each tensor of a state is found in an image's slots, aliases included.
+
+Tensors that share bytes share a slot and come back sharing bytes; a view that overlaps another is
+described by its place in the slot that covers both. The table stands in the skeleton as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from localckpt.errors import CorruptShardError
+from localckpt.state_dict.header import RESERVED_NAMES
+from localckpt.state_dict.layout import TensorSlot
+
+__all__ = ["TableEntry", "TensorTable", "build_table", "is_lazy", "parse_entries", "signature", "slot_bytes"]
+
+_LABELS = {
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+
+# A blob of shared bytes starts on this boundary of its storage, which suits every dtype.
+_BLOB_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """One tensor: where its bytes are, and what it is.
+
+    ``slot`` is ``None`` for a tensor without data (on the meta device). ``view`` is ``None`` for
+    the whole slot, else (offset in bytes, strides in items).
+    """
+
+    slot: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    kind: str
+    requires_grad: bool
+    view: tuple[int, tuple[int, ...]] | None = None
+
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptShardError(f"the skeleton names a dtype {self.dtype!r}")
+        return dtype
+
+    def structure(self) -> tuple[Any, ...]:
+        """What two states must share for one to be restored into the other."""
+        return (self.slot, self.dtype, self.shape, self.view)
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """All tensors of a state, and the slots that hold their bytes.
+
+    ``sources[i]`` says what fills ``slots[i]``: a tensor's number and, for a blob that several
+    views share, the range of its storage in bytes.
+    """
+
+    entries: tuple[TableEntry, ...]
+    slots: tuple[TensorSlot, ...]
+    sources: tuple[tuple[int, tuple[int, int] | None], ...] = field(repr=False)
+
+    def to_json(self) -> bytes:
+        rows = [
+            [e.slot, e.dtype, e.shape, e.device, e.kind, int(e.requires_grad), e.view]
+            for e in self.entries
+        ]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
+    """Read the table's entries back.
+
+    Raises:
+        CorruptShardError: The text is no table.
+    """
+    try:
+        return tuple(_parse_row(row) for row in json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CorruptShardError(f"the table of tensors cannot be read: {error}") from error
+
+
+def _parse_row(row: list[Any]) -> TableEntry:
+    slot, dtype, shape, device, kind, requires_grad, view = row
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"a shape is {shape}")
+    if view is not None:
+        offset, strides = view
+        if not all(type(n) is int and n >= 0 for n in (offset, *strides)):
+            raise ValueError(f"a view is {view}")
+        if len(strides) != len(shape):
+            raise ValueError(f"a view has {len(strides)} strides for {len(shape)} dimensions")
+        view = (offset, tuple(strides))
+    return TableEntry(slot, dtype, tuple(shape), device, kind, bool(requires_grad), view)
+
+
+def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tuple[Any, ...]:
+    """All that :func:`build_table` depends on, cheap to compare with that of the last save."""
+    groups: dict[int, int] = {}
+    rows = []
+    for tensor in tensors:
+        group = tensor.data_ptr() and groups.setdefault(_storage_address(tensor), len(groups))
+        rows.append(
+            (
+                names.get(id(tensor)),
+                tensor.dtype,
+                tensor.shape,
+                tensor.device,
+                tensor.requires_grad,
+                type(tensor),
+                group,
+                tensor.storage_offset(),
+                tensor.stride(),
+                is_lazy(tensor),
+            )
+        )
+    return tuple(rows)
+
+
+def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> TensorTable:
+    """Assign each tensor a slot.
+
+    Args:
+        tensors: Distinct tensor objects; strided, on any device.
+        names: ``id(tensor)`` to its path in the state, where known.
+    """
+    slots: list[TensorSlot] = []
+    sources: list[tuple[int, tuple[int, int] | None]] = []
+    entries: list[TableEntry | None] = [None] * len(tensors)
+    taken: set[str] = set(RESERVED_NAMES)
+
+    def add_slot(number: int, span: tuple[int, int] | None) -> TensorSlot:
+        tensor = tensors[number]
+        wanted = names.get(id(tensor)) or f"tensor.{number}"
+        if span is not None:
+            slot = TensorSlot(_free_name(f"shared:{wanted}", taken), "U8", (span[1] - span[0],))
+        else:
+            label = _LABELS.get(tensor.dtype)
+            shape = tuple(tensor.shape) if label else (tensor.numel() * tensor.itemsize,)
+            slot = TensorSlot(_free_name(wanted, taken), label or "U8", shape)
+        slots.append(slot)
+        sources.append((number, span))
+        return slot
+
+    for cluster in _clusters(tensors):
+        first = tensors[cluster[0]]
+        if first.is_meta:
+            for number in cluster:
+                entries[number] = _entry(tensors[number], None, (0, tensors[number].stride()))
+            continue
+        base = _covering_tensor(tensors, cluster)
+        if base is not None:
+            slot = add_slot(base, None)
+            start = _span(tensors[base])[0]
+        else:
+            spans = [_span(tensors[number]) for number in cluster]
+            start = min(s for s, _ in spans) // _BLOB_ALIGN * _BLOB_ALIGN
+            slot = add_slot(cluster[0], (start, max(e for _, e in spans)))
+        for number in cluster:
+            tensor = tensors[number]
+            whole = base is not None and _same_view(tensor, tensors[base])
+            view = None if whole else (_span(tensor)[0] - start, tensor.stride())
+            entries[number] = _entry(tensor, slot.name, view)
+    return TensorTable(tuple(e for e in entries if e is not None), tuple(slots), tuple(sources))
+
+
+def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
+    """The values that fill a slot: the tensor, or the bytes ``span`` of its storage."""
+    if span is None:
+        return tensor
+    result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
+
+
+def _entry(
+    tensor: torch.Tensor, slot: str | None, view: tuple[int, tuple[int, ...]] | None
+) -> TableEntry:
+    kind = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}.get(type(tensor), "tensor")
+    return TableEntry(
+        slot,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        str(tensor.device),
+        kind,
+        tensor.requires_grad,
+        view,
+    )
+
+
+def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Numbers of tensors that share bytes, in the order of their first member."""
+    by_storage: dict[tuple[str, int], list[int]] = {}
+    clusters: list[list[int]] = []
+    for number, tensor in enumerate(tensors):
+        if tensor.is_meta or tensor.numel() == 0 or is_lazy(tensor):
+            clusters.append([number])
+        else:
+            key = (str(tensor.device), _storage_address(tensor))
+            by_storage.setdefault(key, []).append(number)
+    for members in by_storage.values():
+        members.sort(key=lambda n: _span(tensors[n]))
+        end = -1
+        for number in members:
+            start, stop = _span(tensors[number])
+            if start >= end:
+                clusters.append([])
+            clusters[-1].append(number)
+            end = max(end, stop)
+    for cluster in clusters:
+        cluster.sort()
+    return sorted(clusters)
+
+
+def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) -> int | None:
+    """The member whose own value holds all bytes of the cluster, if there is one."""
+    if all(_same_view(tensors[n], tensors[cluster[0]]) for n in cluster):
+        tensor = tensors[cluster[0]]
+        start, stop = _span(tensor)
+        # A tensor that repeats its own bytes (expanded) is smaller as a view.
+        repeats = tensor.numel() * tensor.itemsize > stop - start
+        return None if repeats else cluster[0]
+    spans = [_span(tensors[n]) for n in cluster]
+    whole = (min(s for s, _ in spans), max(e for _, e in spans))
+    for number, span in zip(cluster, spans, strict=True):
+        if span == whole and tensors[number].is_contiguous():
+            fits = all((_span(tensors[n])[0] - whole[0]) % tensors[n].itemsize == 0 for n in cluster)
+            return number if fits else None
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of what a tensor touches in its storage."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return (start * tensor.itemsize, (start + reach + 1) * tensor.itemsize)
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.storage_offset() == b.storage_offset()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether its value is not what its storage holds (a pending conjugation or negation)."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _free_name(wanted: str, taken: set[str]) -> str:
+    name, n = wanted, 1
+    while name in taken:
+        n += 1
+        name = f"{wanted}#{n}"
+    taken.add(name)
+    return name

@@ -1,0 +1,269 @@
+"""Memory that images are staged in: made once, faulted in once, used again at every save.
+
+Private buffers lie on 2 MiB pages, which a thread of the trainer writes out fastest. Shared buffers
+are files in shared memory, for a writer in another process, which is given their name.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import NoReturn
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.state_dict.copying import address_of
+from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.storage.failures import storage_errors
+
+__all__ = ["Buffer", "BufferPool", "PrivateBuffer", "SharedBuffer"]
+
+logger = logging.getLogger(__name__)
+
+_HUGE_PAGE_NBYTES = 2 << 20
+# From linux/mman.h, since 5.14; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
+_POLL_S = 0.001
+
+
+class Buffer(ABC):
+    """Page-aligned memory of a fixed size, and whether a save is using it."""
+
+    view: memoryview
+    """All bytes, writable; a whole number of pages."""
+
+    @property
+    @abstractmethod
+    def in_use(self) -> bool:
+        """Whether a save has taken it and nobody has given it back."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Reserve it for a save."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Called by whoever is done with the bytes, in whatever process that is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+
+    def pin(self) -> None:
+        """Lock the pages for CUDA, so that copies from the GPU run at full speed and in parallel.
+
+        Without CUDA, or where the driver refuses, copies are slower and as correct.
+        """
+        import torch
+
+        if self._pinned or not torch.cuda.is_available():
+            return
+        code = torch.cuda.cudart().cudaHostRegister(address_of(self.view), len(self.view), 0)
+        self._pinned = int(code) == 0
+        if not self._pinned:
+            logger.warning("CUDA cannot pin %d bytes (error %s)", len(self.view), int(code))
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(address_of(self.view))
+            self._pinned = False
+
+    _pinned = False
+
+
+class PrivateBuffer(Buffer):
+    """Memory of this process alone, on 2 MiB pages where the system gives them."""
+
+    def __init__(self, nbytes: int) -> None:
+        size = round_up(max(nbytes, 1), _HUGE_PAGE_NBYTES)
+        # One page more, to start on a 2 MiB boundary.
+        self._map = mmap.mmap(
+            -1, size + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        whole = memoryview(self._map)
+        skip = -address_of(whole) % _HUGE_PAGE_NBYTES
+        self.view = whole[skip : skip + size]
+        whole.release()
+        _advise(self._map, mmap.MADV_HUGEPAGE)
+        if not _advise(self._map, _MADV_POPULATE_WRITE):
+            for start in range(0, size, PAGE_NBYTES):
+                self.view[start] = 0
+        self._in_use = False
+
+    @property
+    def in_use(self) -> bool:
+        return self._in_use
+
+    def take(self) -> None:
+        self._in_use = True
+
+    def give_back(self) -> None:
+        self._in_use = False
+
+    def close(self) -> None:
+        self._unpin()
+        # The memory itself goes when the last slice of it that is still referred to does.
+        self.view = memoryview(b"")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "this save is staged in memory that only its own process can see: make the manager "
+            "with async_worker='process' to run its saves in another process"
+        )
+
+
+class SharedBuffer(Buffer):
+    """A file in shared memory, mapped; in another process it is found by its path.
+
+    The byte after the buffer's own says whether it is in use, for every process that maps it.
+
+    Args:
+        path: The file.
+        nbytes: Bytes to hold.
+        create: Make the file, which must not exist; else map the one that is there.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, create: bool = True) -> None:
+        self.path = path
+        self._nbytes = nbytes
+        size = round_up(max(nbytes, 1), PAGE_NBYTES)
+        self._map = map_shared(path, size + PAGE_NBYTES, create=create)
+        self._whole = memoryview(self._map)
+        self.view = self._whole[:size]
+        self._flag = size
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._whole[self._flag])
+
+    def take(self) -> None:
+        self._whole[self._flag] = 1
+
+    def give_back(self) -> None:
+        self._whole[self._flag] = 0
+
+    def close(self) -> None:
+        self._unpin()
+        self.view = self._whole = memoryview(b"\0")
+        self._flag = 0
+        self.path.unlink(missing_ok=True)
+
+    def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
+        return _attach, (self.path, self._nbytes)
+
+
+def _attach(path: Path, nbytes: int) -> SharedBuffer:
+    return SharedBuffer(path, nbytes, create=False)
+
+
+def map_shared(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
+    """Map a file in shared memory, and reserve all its pages.
+
+    Raises:
+        StorageError: There is no room, or the file cannot be had.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+    with storage_errors("map shared memory in", path):
+        fd = os.open(path, flags, 0o600)
+        try:
+            # Pages that are only promised (ftruncate) are a SIGBUS when there is no memory left.
+            os.posix_fallocate(fd, 0, nbytes)
+            return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            if create:
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+
+class BufferPool:
+    """Buffers by what they are for; each purpose has at most ``depth`` of them.
+
+    Args:
+        make: Makes a buffer that holds a number of bytes.
+        depth: How many saves can be under way.
+    """
+
+    def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
+        self._make = make
+        self._depth = depth
+        self._buffers: dict[Hashable, list[Buffer]] = {}
+
+    def take(self, purpose: Hashable, nbytes: int, timeout_s: float) -> Buffer:
+        """A free buffer of at least ``nbytes``; waits for an older save when all are busy.
+
+        Raises:
+            CheckpointingException: The older saves did not finish in time.
+            StorageError: There is no memory.
+        """
+        buffers = self._buffers.setdefault(purpose, [])
+        deadline = time.monotonic() + timeout_s
+        waited = False
+        while True:
+            free = [buffer for buffer in buffers if not buffer.in_use]
+            if free or len(buffers) < self._depth:
+                break
+            if not waited:
+                logger.info("all %d buffers are busy: waiting for an older save", len(buffers))
+                waited = True
+            if time.monotonic() > deadline:
+                raise CheckpointingException(
+                    f"the {len(buffers)} saves before this one have not been written after "
+                    f"{timeout_s:g} s: is the disk stuck, or does nobody run the requests that "
+                    f"save() returned? This save was not started"
+                )
+            time.sleep(_POLL_S)
+        large = [buffer for buffer in free if len(buffer.view) >= nbytes]
+        if not large and free:
+            buffers.remove(free[0])
+            free[0].close()
+        buffer = large[0] if large else self._new(nbytes)
+        if not large:
+            buffers.append(buffer)
+        buffer.take()
+        return buffer
+
+    def drop(self, buffer: Buffer) -> None:
+        """Take out a buffer that somebody may still be using; a later save gets another one."""
+        for buffers in self._buffers.values():
+            if buffer in buffers:
+                buffers.remove(buffer)
+                buffer.close()
+
+    def close(self) -> None:
+        """Free all buffers."""
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.close()
+        self._buffers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers together."""
+        return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
+
+    def _new(self, nbytes: int) -> Buffer:
+        # A little more, so that a skeleton that grows from save to save fits.
+        wanted = nbytes + nbytes // 64
+        try:
+            return self._make(wanted)
+        except (OSError, MemoryError) as error:
+            raise StorageError(
+                f"there is no memory for a staging buffer of {wanted} bytes ({error}): "
+                f"checkpoints saved before are as they were"
+            ) from error
+
+
+def _advise(memory: mmap.mmap, advice: int) -> bool:
+    try:
+        memory.madvise(advice)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""Shards in files on the node's own disk."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import Literal
+
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.layout import PAGE_NBYTES
+from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.owner import Owner
+from localckpt.storage.store import Store
+from localckpt.storage.write import Digests, ShardWrite
+
+__all__ = ["DiskStore"]
+
+logger = logging.getLogger(__name__)
+
+_STAGING_PREFIX = "localckpt-staging-"
+
+
+class DiskStore(Store):
+    """A directory on the node's disk.
+
+    Args:
+        root, session_id, rank, timeout_s: As for :class:`Store`.
+        writer: Where the writing is done: by a ``"thread"`` of this process, from private memory, or
+            by another ``"process"``, from shared memory.
+        shared_memory: Directory of the shared buffers.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        session_id: str,
+        rank: int,
+        timeout_s: float,
+        *,
+        writer: Literal["thread", "process"] = "thread",
+        shared_memory: Path = Path("/dev/shm"),
+    ) -> None:
+        super().__init__(root, session_id, rank, timeout_s)
+        self._shared_memory = shared_memory
+        self._numbers = itertools.count()
+        self._remove_orphaned_buffers()
+        self._direct = self._takes_direct_io()
+        self._pool = BufferPool(PrivateBuffer if writer == "thread" else self._make_shared)
+
+    def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
+        return self._pool.take(identity.rank, nbytes, timeout_s)
+
+    def write_job(
+        self,
+        buffer: Buffer,
+        identity: ShardIdentity,
+        nbytes: int,
+        covered_nbytes: int,
+        digests: Digests,
+    ) -> ShardWrite:
+        with storage_errors("recycle a file in", self.folder):
+            recycled = self._claim_spare(identity) is not None
+        return ShardWrite(
+            buffer,
+            nbytes,
+            covered_nbytes,
+            identity,
+            digests,
+            dirty=self._dirty(identity),
+            final=self._path(identity),
+            recycled=recycled,
+            direct=self._direct,
+        )
+
+    def abandon(self, buffer: Buffer, identity: ShardIdentity) -> None:
+        if buffer.in_use:
+            self._pool.drop(buffer)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of all staging buffers."""
+        return self._pool.nbytes
+
+    def close(self) -> None:
+        self._pool.close()
+        super().close()
+
+    def _make_shared(self, nbytes: int) -> Buffer:
+        name = f"{_STAGING_PREFIX}{Owner.me()}.{id(self):x}.{next(self._numbers)}"
+        return SharedBuffer(self._shared_memory / name, nbytes)
+
+    def _remove_orphaned_buffers(self) -> None:
+        for path in self._shared_memory.glob(f"{_STAGING_PREFIX}*"):
+            owner = Owner.parse(path.name.removeprefix(_STAGING_PREFIX).partition(".")[0])
+            if owner is not None and not owner.is_alive() and path.stat().st_uid == os.getuid():
+                logger.info("removing %s, which a process that is gone left behind", path)
+                path.unlink(missing_ok=True)
+
+    def _takes_direct_io(self) -> bool:
+        path = self.folder / f"probe.{Owner.me()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with storage_errors("write to", self.folder):
+            try:
+                fd = os.open(path, flags | os.O_DIRECT, 0o600)
+                try:
+                    with mmap.mmap(-1, PAGE_NBYTES) as page:
+                        os.pwrite(fd, page, 0)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
+                return False
+            finally:
+                path.unlink(missing_ok=True)
+        return True

@@ -1,0 +1,136 @@
+"""Reads images from files: cold ones past the page cache, warm ones out of it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from localckpt.errors import CorruptShardError
+from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.state_dict.source import PIECE_NBYTES
+from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.failures import storage_errors
+
+__all__ = ["FileSource"]
+
+# Cold reads reach the disk's speed with 4 requests under way; warm ones are bound by the cores.
+_THREADS_COLD = 4
+_THREADS_WARM = 2
+_PROBES = 16
+
+
+class FileSource:
+    """One image in a file; owns the open file.
+
+    Args:
+        path: The file. Symbolic links are refused.
+
+    Raises:
+        StorageError: It cannot be opened.
+        CorruptShardError: It is no regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._scratch: memoryview | None = None
+        with storage_errors("open", path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CorruptShardError(f"{path} is no regular file")
+        self._nbytes = status.st_size
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if self._scratch is None or len(self._scratch) < stop - start:
+            self._scratch = memoryview(bytearray(stop - start))
+        view = self._scratch[: stop - start]
+        with storage_errors("read", self.path):
+            self._read_into(self._fd, start, view)
+        return view
+
+    def stream(self, stop: int, consume: Callable[[int, memoryview], None]) -> None:
+        with storage_errors("read", self.path):
+            direct = None if self._is_cached() else self._open_direct()
+        threads = _THREADS_WARM if direct is None else _THREADS_COLD
+        bounce = PrivateBuffer(threads * PIECE_NBYTES)
+        free: SimpleQueue[memoryview] = SimpleQueue()
+        for i in range(threads):
+            free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
+
+        def handle(offset: int) -> None:
+            slot = free.get()
+            try:
+                nbytes = min(PIECE_NBYTES, stop - offset)
+                with storage_errors("read", self.path):
+                    if direct is None:
+                        self._read_into(self._fd, offset, slot[:nbytes])
+                    else:
+                        # Past the end of the file the last page is not filled, nor looked at.
+                        whole = slot[: round_up(nbytes, PAGE_NBYTES)]
+                        self._read_into(direct, offset, whole, nbytes)
+                consume(offset, slot[:nbytes])
+            finally:
+                free.put(slot)
+
+        try:
+            with ThreadPoolExecutor(threads, "localckpt-read") as pool:
+                for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):
+                    pass
+        finally:
+            if direct is not None:
+                os.close(direct)
+            bounce.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_into(
+        self, fd: int, offset: int, view: memoryview, wanted: int | None = None
+    ) -> None:
+        wanted = len(view) if wanted is None else wanted
+        done = 0
+        while done < wanted:
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                raise CorruptShardError(
+                    f"{self.path} is cut short: it ends at byte {offset + done} of {self._nbytes}"
+                )
+            done += count
+
+    def _is_cached(self) -> bool:
+        """Whether the file is in the page cache, by looking at a few pages of it."""
+        probe = bytearray(1)
+        for i in range(_PROBES):
+            try:
+                os.preadv(self._fd, [probe], i * self._nbytes // _PROBES, os.RWF_NOWAIT)
+            except OSError as error:
+                # EAGAIN: the page is not there. EOPNOTSUPP: the file system cannot tell.
+                return error.errno == errno.EOPNOTSUPP
+        return True
+
+    def _open_direct(self) -> int | None:
+        fd = -1
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+            with mmap.mmap(-1, PAGE_NBYTES) as page:
+                os.preadv(fd, [page], 0)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            if error.errno == errno.EINVAL:
+                return None
+            raise
+        return fd

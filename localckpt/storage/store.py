@@ -1,0 +1,255 @@
+"""What is on this node: the folders of all its ranks, read by all, each written by one.
+
+``root/<session>/<rank>/`` holds a file for each (iteration, owner) that the rank keeps. A file's
+name only tells files apart; what a shard is, is read from its header. Files leave by losing their
+name and becoming spares, which later saves overwrite.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from filelock import FileLock, Timeout
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.state_dict.identify import read_verified_identity
+from localckpt.storage.buffers import Buffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.files import FileSource
+from localckpt.storage.owner import Owner
+from localckpt.storage.write import Digests, ShardWrite
+
+__all__ = ["Store"]
+
+logger = logging.getLogger(__name__)
+
+_SHARD, _DIRTY, _SPARE, _CORRUPT = ".safetensors", ".dirty", ".spare", ".corrupt"
+_TOKEN_NAME, _OWNER_NAME, _LOCK_NAME = "node-token", ".owner", ".lock"
+
+
+class Store(ABC):
+    """The shards of one session on this node, seen by one rank.
+
+    Args:
+        root: The store's directory; made, for this user alone, where it is not there.
+        session_id: The training run.
+        rank: Whose folder this process writes.
+        timeout_s: How long to wait for another process that is starting here.
+
+    Raises:
+        StorageError: The directory cannot be used, or a live process of another job owns the
+            rank's folder.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float):
+        self.root = Path(root).absolute()
+        self.session_id = session_id
+        self.rank = rank
+        # A prefix, so that no session's name can be empty, "." or "..".
+        self._session = self.root / f"session-{quote(session_id, safe='')}"
+        self.folder = self._session / str(rank)
+        self._shards: dict[ShardIdentity, Path] = {}
+        self._owner = Owner.me()
+        with storage_errors("use", self.folder):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._session, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.is_symlink():
+                    raise StorageError(f"{folder} is a symbolic link: remove it")
+            try:
+                with FileLock(self.root / _LOCK_NAME, timeout=timeout_s, mode=0o600):
+                    self.token = self._read_token()
+                    self._take_folder()
+            except Timeout as error:
+                raise StorageError(
+                    f"another process held {self.root / _LOCK_NAME} for {timeout_s:g} s: "
+                    f"see who it is (fuser), and start again once it is gone"
+                ) from error
+
+    @abstractmethod
+    def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
+        """Memory for the image of a shard that is about to be saved here.
+
+        Raises:
+            StorageError: There is no room.
+            CheckpointingException: Older saves kept all buffers busy for too long.
+        """
+
+    @abstractmethod
+    def write_job(
+        self,
+        buffer: Buffer,
+        identity: ShardIdentity,
+        nbytes: int,
+        covered_nbytes: int,
+        digests: Digests,
+    ) -> ShardWrite:
+        """What is to be done with a staged image; plain data."""
+
+    @abstractmethod
+    def abandon(self, buffer: Buffer, identity: ShardIdentity) -> None:
+        """Take memory back from a save that failed. Somebody may still be reading or writing it."""
+
+    def scan(self) -> list[ShardRecord]:
+        """All shards of the session on this node, whoever wrote them, with intact headers."""
+        self._shards = {}
+        with storage_errors("read", self._session):
+            folders = [e for e in os.scandir(self._session) if e.is_dir(follow_symlinks=False)]
+            paths = [
+                Path(entry.path)
+                for folder in folders
+                for entry in os.scandir(folder)
+                if entry.name.endswith(_SHARD) and entry.is_file(follow_symlinks=False)
+            ]
+        records = []
+        for path in sorted(paths):
+            record = self._identify(path)
+            if record is not None and record.identity not in self._shards:
+                self._shards[record.identity] = path
+                records.append(record)
+        return records
+
+    def open(self, identity: ShardIdentity) -> FileSource:
+        """The image of a shard that :meth:`scan` found or this store committed.
+
+        Raises:
+            StorageError: It cannot be opened.
+        """
+        path = self._shards.get(identity)
+        if path is None:
+            raise StorageError(f"this node does not hold {identity}")
+        return FileSource(path)
+
+    def holds(self, identity: ShardIdentity) -> bool:
+        """Whether a shard that this process saved is committed, with its name in place."""
+        path = self._path(identity)
+        if not path.is_file():
+            return False
+        self._shards[identity] = path
+        return True
+
+    def retire(self, older_than: tuple[int, int, int], adopted_ranks: Iterable[int]) -> None:
+        """Turn this rank's shards of older versions into spares.
+
+        Args:
+            older_than: Shards whose version is below this one go.
+            adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
+                go with this rank's.
+        """
+        adopted = {self._session / str(rank) for rank in adopted_ranks}
+        for identity, path in list(self._shards.items()):
+            if identity.version < older_than and path.parent in {self.folder, *adopted}:
+                self._to_spare(identity, path)
+
+    def discard(self, identities: Iterable[ShardIdentity]) -> None:
+        """Remove what a failed save has committed or begun here."""
+        for identity in identities:
+            path = self._path(identity)
+            self._to_spare(identity, path)
+            with storage_errors("remove", path):
+                self._dirty(identity).unlink(missing_ok=True)
+
+    def set_aside(self, identity: ShardIdentity, why: str) -> None:
+        """Rename a shard that turned out bad, so that it is not found again but can be looked at."""
+        path = self._shards.pop(identity, None)
+        if path is not None:
+            logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
+            with storage_errors("set aside", path):
+                os.rename(path, f"{path}{_CORRUPT}")
+
+    def ranks_with_folders(self) -> set[int]:
+        """Ranks that have ever written here in this session."""
+        with storage_errors("read", self._session):
+            return {int(e.name) for e in os.scandir(self._session) if e.name.isdecimal()}
+
+    def close(self) -> None:
+        """Remove the spares and give up the folder."""
+        with storage_errors("clean up", self.folder):
+            for path in self.folder.glob(f"*{_SPARE}"):
+                path.unlink(missing_ok=True)
+            owner = self.folder / _OWNER_NAME
+            if owner.exists() and Owner.parse(owner.read_text()) == self._owner:
+                owner.unlink()
+
+    def _path(self, identity: ShardIdentity) -> Path:
+        epoch, sequence = identity.generation
+        stem = f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}"
+        return self.folder / f"{stem}{_SHARD}"
+
+    def _dirty(self, identity: ShardIdentity) -> Path:
+        return self._path(identity).with_suffix(f"{_SHARD}{_DIRTY}")
+
+    def _claim_spare(self, identity: ShardIdentity) -> str | None:
+        """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
+        for path in sorted(self.folder.glob(f"*{_SPARE}")):
+            try:
+                os.rename(path, self._dirty(identity))
+            except FileNotFoundError:
+                continue
+            return path.name
+        return None
+
+    def _to_spare(self, identity: ShardIdentity, path: Path) -> None:
+        spare = self.folder / f"{path.stem}.{secrets.token_hex(4)}{_SPARE}"
+        with storage_errors("retire", path):
+            try:
+                os.rename(path, spare)
+            except FileNotFoundError:
+                pass
+            else:
+                self._became_spare(identity, spare)
+        self._shards.pop(identity, None)
+
+    def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
+        """A hook for stores that keep shards mapped."""
+
+    def _identify(self, path: Path) -> ShardRecord | None:
+        try:
+            source = FileSource(path)
+            try:
+                identity = read_verified_identity(source)
+                record = ShardRecord(identity, source.nbytes)
+            finally:
+                source.close()
+        except CheckpointingException as error:
+            logger.warning("%s is not counted: %s", path, error)
+            return None
+        if identity.session_id != self.session_id:
+            logger.warning("%s is not counted: it belongs to another session", path)
+            return None
+        return record
+
+    def _read_token(self) -> str:
+        path = self.root / _TOKEN_NAME
+        if not path.exists():
+            fresh = path.with_suffix(f".{secrets.token_hex(4)}")
+            fresh.write_text(secrets.token_hex(16))
+            os.rename(fresh, path)
+        token = path.read_text().strip()
+        if not re.fullmatch(r"[0-9a-f]{32}", token):
+            raise StorageError(
+                f"{path} does not hold a node's name: remove it if nobody else uses {self.root}"
+            )
+        return token
+
+    def _take_folder(self) -> None:
+        path = self.folder / _OWNER_NAME
+        owner = Owner.parse(path.read_text()) if path.exists() else None
+        if owner is not None and owner != self._owner and owner.is_alive():
+            raise StorageError(
+                f"{self.folder} is in use by process {owner.pid} of a job that is still running: "
+                f"end it, or give this job another session_id or directory"
+            )
+        if owner != self._owner:
+            for leftover in self.folder.glob(f"*{_DIRTY}"):
+                logger.info("removing %s, which a process that is gone left behind", leftover)
+                leftover.unlink(missing_ok=True)
+        path.write_text(str(self._owner))

@@ -1,0 +1,143 @@
+"""What happens to an image behind training: hashed, written, made durable, given its name.
+
+A :class:`ShardWrite` is plain data and names, so a thread of the trainer or a worker process without
+torch can carry it out. After any error the file is dead: it is removed, never written to again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.digests import BlockHasher
+from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.storage.buffers import Buffer
+from localckpt.storage.failures import storage_errors
+
+__all__ = ["Digests", "ShardWrite", "sync_folder", "write_shards"]
+
+_WRITE_NBYTES = 16 << 20
+
+Digests = Literal["compute", "check", "done"]
+"""Whether an image still needs its digests, came with digests to check, or is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWrite:
+    """One image that is to become a committed shard of this node.
+
+    Attributes:
+        buffer: Where the image is.
+        nbytes: Its size.
+        covered_nbytes: How much of it the digests cover.
+        identity: What the shard is.
+        digests: What is left to do about its digests.
+        dirty: The file's name until it is complete.
+        final: Its name from then on.
+        recycled: ``dirty`` is a retired file that is overwritten, not a new one.
+        in_place: The buffer *is* the file ``dirty``, which needs no writing.
+        direct: The file system takes O_DIRECT.
+    """
+
+    buffer: Buffer
+    nbytes: int
+    covered_nbytes: int
+    identity: ShardIdentity
+    digests: Digests
+    dirty: Path
+    final: Path
+    recycled: bool = False
+    in_place: bool = False
+    direct: bool = False
+
+
+def write_shards(writes: Sequence[ShardWrite]) -> float:
+    """Commit the images one after the other.
+
+    Returns:
+        ``time.monotonic()`` when the last of them was durable.
+
+    Raises:
+        StorageError: The node refused. What this call had begun is removed, and its space given
+            back.
+        CorruptShardError: An image that came from a peer is not what the peer sent.
+    """
+    for write in writes:
+        try:
+            with ThreadPoolExecutor(1, "localckpt-hash") as hasher:
+                hashing = hasher.submit(_settle_digests, write)
+                if write.in_place:
+                    hashing.result()
+                    with storage_errors("commit", write.final):
+                        os.rename(write.dirty, write.final)
+                else:
+                    _write_file(write, hashing.result)
+        finally:
+            write.buffer.give_back()
+    return time.monotonic()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _settle_digests(write: ShardWrite) -> None:
+    image = write.buffer.view[: write.nbytes]
+    hasher = BlockHasher(write.identity)
+    if write.digests == "compute":
+        hasher.fill(image, write.covered_nbytes)
+    elif write.digests == "check":
+        hasher.check(0, image[: write.covered_nbytes], image[write.covered_nbytes :])
+
+
+def _write_file(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
+    with storage_errors("write", write.dirty):
+        fd = _open_dirty(write)
+        try:
+            try:
+                # First of all, so that a full disk is an error before anything is overwritten.
+                os.posix_fallocate(fd, 0, write.nbytes)
+                written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
+                _write_range(fd, write, 0, written)
+                digests_settled()
+                _write_range(fd, write, written, write.nbytes)
+                os.ftruncate(fd, write.nbytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(write.dirty, write.final)
+            sync_folder(write.final.parent)
+        except BaseException:
+            write.dirty.unlink(missing_ok=True)
+            raise
+
+
+def _open_dirty(write: ShardWrite) -> int:
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if write.direct else 0)
+    if not write.recycled:
+        return os.open(write.dirty, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    # The name it was committed under must be gone for good before the bytes change.
+    sync_folder(write.dirty.parent)
+    return os.open(write.dirty, flags)
+
+
+def _write_range(fd: int, write: ShardWrite, start: int, stop: int) -> None:
+    """Write ``[start, stop)``; O_DIRECT needs whole pages, and the buffer has them."""
+    end = round_up(stop, PAGE_NBYTES) if write.direct else stop
+    view = write.buffer.view
+    while start < end:
+        start += os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
+        if write.direct and start < end:
+            # A short write may end inside a page, where O_DIRECT cannot go on.
+            start = start // PAGE_NBYTES * PAGE_NBYTES

@@ -1,0 +1,1 @@
+"""Tests of localckpt, by behaviour."""

@@ -1,0 +1,430 @@
+"""Who carries out a call, each on its own rank: a thread, a worker process, a forked child."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localckpt.async_save.callers import (
+    AsyncCaller,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    ThreadAsyncCaller,
+)
+from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.request import AsyncRequest
+from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
+from tests.async_save import work
+
+PATIENCE_S = 20.0
+ALL = [ThreadAsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller]
+PROCESSES = [PersistentAsyncCaller, TemporalAsyncCaller]
+
+
+def request(function: Any, *args: Any, **kwargs: Any) -> AsyncRequest:
+    return AsyncRequest(function, args, [], kwargs)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[AsyncCaller] = []
+
+    def make_caller(kind: type[AsyncCaller], timeout_s: float = PATIENCE_S) -> AsyncCaller:
+        made.append(kind(timeout_s=timeout_s))
+        return made[-1]
+
+    yield make_caller
+
+    for caller in made:
+        caller.close(abort=True)
+
+
+def outcome(caller: AsyncCaller, function: Any, *args: Any, **kwargs: Any) -> BaseException | None:
+    call = caller.schedule_async_call(request(function, *args, **kwargs))
+    assert call.wait(PATIENCE_S)
+    return call.error
+
+
+@pytest.mark.parametrize("kind", ALL)
+class TestEveryCaller:
+    def test_carries_out_a_call_with_its_arguments(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        assert outcome(make(kind), work.write, tmp_path / "a", text="words") is None
+
+        assert (tmp_path / "a").read_text() == "words"
+
+    def test_does_not_hold_up_who_schedules(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller, gate = make(kind), tmp_path / "gate"
+
+        call = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+
+        assert not call.done()
+        assert not caller.is_current_async_call_done()
+        work.write(gate)
+        assert caller.is_current_async_call_done(blocking=True)
+        assert (tmp_path / "a").exists()
+
+    def test_runs_calls_one_after_another_in_order(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller = make(kind)
+
+        for word in "abc":
+            caller.schedule_async_call(request(work.append, tmp_path / "log", word, after_s=0.02))
+
+        assert caller.is_current_async_call_done(blocking=True)
+        assert (tmp_path / "log").read_text() == "+a -a +b -b +c -c "
+
+    def test_gives_back_the_error_with_type_text_and_place(
+        self, make: Any, kind: type[AsyncCaller]
+    ) -> None:
+        caller = make(kind)
+
+        error = outcome(caller, work.fail_storage)
+
+        assert type(error) is StorageError
+        assert str(error) == "no space left in /somewhere"
+        if kind is not ThreadAsyncCaller:
+            assert "in fail_storage" in str(error.__cause__)
+        with pytest.raises(CheckpointingException, match="no space left"):
+            caller.is_current_async_call_done()
+
+    def test_survives_a_call_that_exits_and_carries_out_the_next(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller = make(kind)
+
+        assert isinstance(outcome(caller, work.leave, 3), SystemExit)
+
+        assert outcome(caller, work.write, tmp_path / "a") is None
+
+    def test_without_a_function_is_done_at_once(self, make: Any, kind: type[AsyncCaller]) -> None:
+        assert make(kind).schedule_async_call(request(None)).done()
+
+    def test_with_nothing_scheduled_is_done(self, make: Any, kind: type[AsyncCaller]) -> None:
+        assert make(kind).is_current_async_call_done(blocking=True)
+
+    def test_close_waits_for_what_is_scheduled_and_leaves_no_thread(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller = make(kind)
+        caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.1))
+        caller.schedule_async_call(request(work.write, tmp_path / "b"))
+
+        caller.close()
+        caller.close()
+
+        assert (tmp_path / "a").exists()
+        assert (tmp_path / "b").exists()
+        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        assert not psutil.Process().children() or kind is ThreadAsyncCaller
+        with pytest.raises(CheckpointingException, match="closed"):
+            caller.schedule_async_call(request(work.nothing))
+
+    def test_an_idle_caller_holds_no_thread_and_is_collected(
+        self, kind: type[AsyncCaller]
+    ) -> None:
+        caller = kind(timeout_s=PATIENCE_S)
+        assert outcome(caller, work.nothing) is None
+        assert caller._join(time.monotonic() + PATIENCE_S)
+        children = psutil.Process().children()
+        gone = weakref.ref(caller)
+
+        assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+        del caller
+        gc.collect()
+
+        assert gone() is None
+        assert not [c for c in children if c.is_running()]
+
+    def test_only_this_rank_can_be_asked(self, make: Any, kind: type[AsyncCaller]) -> None:
+        with pytest.raises(CheckpointingException, match="AsyncCallsQueue"):
+            make(kind).is_current_async_call_done(no_dist=False)
+
+    def test_a_call_that_was_given_up_does_not_stop_those_after_it(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller, gate = make(kind), tmp_path / "gate"
+        stuck = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+        never = caller.schedule_async_call(request(work.write, tmp_path / "b"))
+        after = caller.schedule_async_call(request(work.write, tmp_path / "c"))
+        work.await_file(tmp_path / "a.started")
+
+        given_up = CheckpointingException("given up")
+        assert caller.give_up(never, given_up)
+        ended = caller.give_up(stuck, given_up)
+
+        assert ended is (kind is not ThreadAsyncCaller)
+        assert stuck.error is given_up
+        assert never.error is given_up
+        assert after.wait(PATIENCE_S)
+        assert after.error is None
+        assert (tmp_path / "c").exists()
+        assert not (tmp_path / "b").exists()
+        work.write(gate)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+class TestEveryProcess:
+    def test_steps_back_behind_training_and_leaves_its_process_group(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        assert outcome(make(kind), work.describe_process, tmp_path / "a") is None
+
+        told = json.loads((tmp_path / "a").read_text())
+        assert told["pid"] != os.getpid()
+        assert told["niceness"] > os.nice(0)
+        assert told["ignores_sigint"]
+        assert told["leads_session"]
+
+    @pytest.mark.parametrize(
+        ("number", "named"),
+        [(signal.SIGKILL, "SIGKILL: out of memory?"), (signal.SIGUSR2, "SIGUSR2")],
+    )
+    def test_death_by_signal_is_named_and_the_next_call_works(
+        self, make: Any, kind: type[AsyncCaller], number: int, named: str, tmp_path: Path
+    ) -> None:
+        caller = make(kind)
+
+        error = outcome(caller, work.die, number)
+
+        assert type(error) is WorkerDiedError
+        assert named in str(error)
+        assert outcome(caller, work.write, tmp_path / "a") is None
+
+    def test_a_silent_exit_is_an_error_too(self, make: Any, kind: type[AsyncCaller]) -> None:
+        error = outcome(make(kind), os._exit, 5)
+
+        assert type(error) is WorkerDiedError
+        assert "exit code 5" in str(error)
+
+    def test_an_error_that_cannot_be_rebuilt_comes_as_text(
+        self, make: Any, kind: type[AsyncCaller]
+    ) -> None:
+        error = outcome(make(kind), work.fail_unrebuildable)
+
+        assert type(error) is CheckpointingException
+        assert str(error) == "UnrebuildableError: kept apart: this"
+        assert "in fail_unrebuildable" in str(error.__cause__)
+
+    def test_abort_ends_what_runs_and_what_waits(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller, gate = make(kind), tmp_path / "gate"
+        runs = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+        waits = caller.schedule_async_call(request(work.write, tmp_path / "b"))
+        pid = int(work.await_file(tmp_path / "a.started"))
+
+        start = time.monotonic()
+        caller.close(abort=True)
+
+        assert time.monotonic() - start < PATIENCE_S / 2
+        assert isinstance(runs.error, CheckpointingException)
+        assert isinstance(waits.error, CheckpointingException)
+        assert work.await_end(pid, 5.0)
+        assert not psutil.Process().children()
+        assert not (tmp_path / "b").exists()
+
+    def test_close_ends_a_process_that_does_not_answer(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller = make(kind, timeout_s=0.3)
+        call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 60))
+        os.kill(int(work.await_file(tmp_path / "a.started")), signal.SIGSTOP)
+
+        caller.close()
+
+        assert isinstance(call.error, CheckpointingException)
+        assert not psutil.Process().children()
+
+
+class TestThread:
+    def test_runs_in_this_process(self, make: Any) -> None:
+        pids: list[int] = []
+
+        assert outcome(make(ThreadAsyncCaller), work.note_pid, pids) is None
+
+        assert pids == [os.getpid()]
+
+    def test_abort_waits_for_the_call_that_uses_memory_of_this_process(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        caller = make(ThreadAsyncCaller)
+        caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.2))
+        waits = caller.schedule_async_call(request(work.write, tmp_path / "b"))
+        work.await_file(tmp_path / "a.started")
+
+        caller.close(abort=True)
+
+        assert (tmp_path / "a").exists()
+        assert isinstance(waits.error, CheckpointingException)
+
+
+class TestWorker:
+    def test_is_one_process_for_all_calls_without_torch(self, make: Any, tmp_path: Path) -> None:
+        caller = make(PersistentAsyncCaller)
+
+        for name in "ab":
+            assert outcome(caller, work.describe_process, tmp_path / name) is None
+
+        first, second = (json.loads((tmp_path / name).read_text()) for name in "ab")
+        assert first["pid"] == second["pid"] == caller.worker_pid
+        assert not first["torch"]
+
+    def test_is_ready_before_the_first_call_when_warmed_up(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        caller = make(PersistentAsyncCaller)
+
+        caller.warm_up()
+        assert caller._join(time.monotonic() + PATIENCE_S)
+
+        pid = caller.worker_pid
+        assert pid is not None
+        outcome(caller, work.describe_process, tmp_path / "a")
+        assert json.loads((tmp_path / "a").read_text())["pid"] == pid
+
+    def test_finds_modules_where_the_trainer_does_at_the_time_of_the_call(
+        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caller = make(PersistentAsyncCaller)
+        assert outcome(caller, work.nothing) is None
+
+        (tmp_path / "found_late.py").write_text("def call(path): path.write_text('found')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        import found_late  # type: ignore[import-not-found]
+
+        assert outcome(caller, found_late.call, tmp_path / "a") is None
+        assert (tmp_path / "a").read_text() == "found"
+
+    def test_modules_of_the_working_directory_do_not_hide_others(
+        self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("json", "queue", "pickle", "signal"):
+            (tmp_path / f"{name}.py").write_text("raise RuntimeError('wrong module')\n")
+        monkeypatch.chdir(tmp_path)
+
+        assert outcome(make(PersistentAsyncCaller), work.nothing) is None
+
+    def test_arguments_are_as_they_were_at_the_call(self, make: Any, tmp_path: Path) -> None:
+        caller, gate, words = make(PersistentAsyncCaller), tmp_path / "gate", ["then"]
+        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+
+        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
+        words.append("now")
+        work.write(gate)
+
+        assert call.wait(PATIENCE_S)
+        assert (tmp_path / "b").read_text() == "then"
+
+    @pytest.mark.parametrize(
+        ("function", "args"),
+        [
+            (lambda: None, ()),
+            (work.nothing, (threading.Lock(),)),
+            (work.nothing, (lambda: None,)),
+        ],
+    )
+    def test_refuses_what_cannot_be_pickled(self, make: Any, function: Any, args: Any) -> None:
+        with pytest.raises(NotSendableError, match="cannot be sent"):
+            make(PersistentAsyncCaller).schedule_async_call(request(function, *args))
+
+    def test_its_last_words_are_told(self, make: Any) -> None:
+        error = outcome(make(PersistentAsyncCaller), work.die, signal.SIGABRT, "so it ends")
+
+        assert "SIGABRT" in str(error)
+        assert "so it ends" in str(error)
+
+    def test_what_it_prints_is_logged(self, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+        assert outcome(make(PersistentAsyncCaller), print, "a word on the way") is None
+
+        assert "a word on the way" in caplog.text
+
+    def test_a_worker_that_died_while_idle_is_replaced_without_an_error(self, make: Any) -> None:
+        caller = make(PersistentAsyncCaller)
+        outcome(caller, work.nothing)
+        first = caller.worker_pid
+        os.kill(first, signal.SIGKILL)
+        assert work.await_end(first)
+
+        assert outcome(caller, work.nothing) is None
+
+        assert caller.worker_pid != first
+
+    def test_a_request_to_end_lets_it_finish_the_call_in_hand(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        caller = make(PersistentAsyncCaller)
+        call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.3))
+        pid = int(work.await_file(tmp_path / "a.started"))
+
+        os.kill(pid, signal.SIGTERM)
+
+        assert call.wait(PATIENCE_S)
+        assert call.error is None
+        assert (tmp_path / "a").exists()
+        assert work.await_end(pid)
+        assert outcome(caller, work.nothing) is None
+
+    def test_a_large_request_gets_through(self, make: Any, tmp_path: Path) -> None:
+        text = "x" * 3_000_000
+
+        assert outcome(make(PersistentAsyncCaller), work.write, tmp_path / "a", text) is None
+
+        assert (tmp_path / "a").stat().st_size == len(text)
+
+
+class TestFork:
+    def test_calls_what_cannot_be_pickled(self, make: Any, tmp_path: Path) -> None:
+        lock = threading.Lock()
+
+        def closure() -> None:
+            with lock:
+                work.write(tmp_path / "a")
+
+        assert outcome(make(TemporalAsyncCaller), closure) is None
+
+        assert (tmp_path / "a").exists()
+
+    def test_sees_memory_as_it_was_at_the_call_even_when_it_has_to_wait(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        caller, gate, words = make(TemporalAsyncCaller), tmp_path / "gate", ["then"]
+        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+
+        call = caller.schedule_async_call(request(_write_words, tmp_path / "b", words))
+        words.append("now")
+        work.write(gate)
+
+        assert call.wait(PATIENCE_S)
+        assert (tmp_path / "b").read_text() == "then"
+
+    def test_does_not_run_what_the_trainer_does_on_a_signal(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        before = signal.signal(signal.SIGTERM, lambda *_: work.write(tmp_path / "handled"))
+        try:
+            error = outcome(make(TemporalAsyncCaller), work.die, signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+        assert "SIGTERM" in str(error)
+        assert not (tmp_path / "handled").exists()
+
+
+def _write_words(path: Path, words: list[str]) -> None:
+    work.write(path, " ".join(words))

@@ -1,0 +1,316 @@
+"""How a trainer may end, or fork, with calls in flight: nothing hangs and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.async_save import work
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+KINDS = ["ThreadAsyncCaller", "PersistentAsyncCaller", "TemporalAsyncCaller"]
+PROCESSES = KINDS[1:]
+
+# Only callers, so that these trainers do without torch and start quickly.
+PRELUDE = """
+import os, sys, time, signal
+from pathlib import Path
+from localckpt.async_save import callers
+from localckpt.async_save.request import AsyncRequest
+from tests.async_save import work
+here = Path(sys.argv[1])
+def schedule(caller, function, *args):
+    return caller.schedule_async_call(AsyncRequest(function, args, []))
+"""
+
+
+class Trainer:
+    """A script that runs as a user's would: from a file, without a guard."""
+
+    def __init__(self, directory: Path, script: str) -> None:
+        file = directory / "train.py"
+        file.write_text(PRELUDE + textwrap.dedent(script))
+        self.process = subprocess.Popen(
+            [sys.executable, str(file), str(directory)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ends(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    trainers: list[Trainer] = []
+
+    def begin(script: str) -> Trainer:
+        trainers.append(Trainer(tmp_path, script))
+        return trainers[-1]
+
+    yield begin
+
+    for trainer in trainers:
+        trainer.process.kill()
+        trainer.process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["", "sys.exit(0)", "1 / 0"])
+def test_interpreter_exit_lets_calls_end_well(
+    start: object, tmp_path: Path, kind: str, way: str
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        f"""
+        caller = callers.{kind}()
+        schedule(caller, work.write_slowly, here / "a", 0.2)
+        schedule(caller, work.write, here / "b")
+        {way}
+        """
+    )
+
+    code, output = trainer.ends()
+
+    assert code == (1 if "/" in way else 0), output
+    assert (tmp_path / "a").exists()
+    assert (tmp_path / "b").exists()
+    assert work.await_end(int((tmp_path / "a.started").read_text()))
+
+
+def test_exit_with_an_idle_worker_ends_it_at_once(start: object, tmp_path: Path) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        caller = callers.PersistentAsyncCaller()
+        schedule(caller, work.describe_process, here / "a").wait(20)
+        print(caller.worker_pid)
+        """
+    )
+
+    code, output = trainer.ends()
+
+    assert code == 0
+    assert output.strip().isdigit(), output
+    assert work.await_end(int(output), 0.5)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
+    start: object, tmp_path: Path, kind: str
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        f"""
+        caller = callers.{kind}(timeout_s=0.3)
+        schedule(caller, work.write_slowly, here / "a", 600)
+        work.await_file(here / "a.started")
+        """
+    )
+    begin = time.monotonic()
+
+    code, output = trainer.ends()
+
+    assert code == 0, output
+    assert time.monotonic() - begin < 10
+    assert work.await_end(int((tmp_path / "a.started").read_text()))
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_the_process_ends(
+    start: object, tmp_path: Path, kind: str
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        f"""
+        caller = callers.{kind}()
+        schedule(caller, work.write_when, here / "a", here / "gate")
+        time.sleep(600)
+        """
+    )
+    pid = int(work.await_file(tmp_path / "a.started"))
+
+    trainer.process.kill()
+    trainer.process.wait(PATIENCE_S)
+    work.write(tmp_path / "gate")
+
+    assert work.await_file(tmp_path / "a") == "done"
+    assert work.await_end(pid)
+
+
+def test_a_forked_call_that_waits_for_its_turn_ends_with_the_trainer(
+    start: object, tmp_path: Path
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        caller = callers.TemporalAsyncCaller()
+        schedule(caller, work.write_when, here / "a", here / "gate")
+        schedule(caller, work.write, here / "b")
+        import psutil
+        work.write(here / "pids", " ".join(str(c.pid) for c in psutil.Process().children()))
+        time.sleep(600)
+        """
+    )
+    work.await_file(tmp_path / "a.started")
+    pids = [int(pid) for pid in work.await_file(tmp_path / "pids").split()]
+
+    trainer.process.kill()
+    trainer.process.wait(PATIENCE_S)
+    work.write(tmp_path / "gate")
+
+    assert len(pids) == 2
+    assert all(work.await_end(pid) for pid in pids)
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open(
+    start: object, tmp_path: Path
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        caller = callers.PersistentAsyncCaller()
+        schedule(caller, work.nothing).wait(20)
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        work.write(here / "pids", f"{caller.worker_pid} {child}")
+        time.sleep(600)
+        """
+    )
+    worker, child = (int(pid) for pid in work.await_file(tmp_path / "pids").split())
+
+    trainer.process.kill()
+    trainer.process.wait(PATIENCE_S)
+
+    try:
+        assert work.await_end(worker, 10.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_ctrl_c_goes_to_the_trainer_alone(start: object, tmp_path: Path, kind: str) -> None:
+    trainer = start(  # type: ignore[operator]
+        f"""
+        caller = callers.{kind}()
+        call = schedule(caller, work.write_when, here / "a", here / "gate")
+        try:
+            work.await_file(here / "a.started")
+            print(caller.is_current_async_call_done(blocking=True))
+        except KeyboardInterrupt:
+            work.write(here / "gate")
+            print(call.wait(20), call.error)
+        """
+    )
+    pid = int(work.await_file(tmp_path / "a.started"))
+
+    os.kill(pid, signal.SIGINT)
+    os.kill(trainer.process.pid, signal.SIGINT)
+
+    code, output = trainer.ends()
+    assert code == 0
+    assert output.strip() == "True None"
+
+
+def test_an_unguarded_script_is_not_run_again_and_its_functions_are_called_in_a_fork(
+    start: object, tmp_path: Path
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        with open(here / "runs", "a") as runs:
+            runs.write("x")
+
+        class Shard:
+            pass
+
+        def own(path):
+            work.write(path)
+
+        caller = callers.PersistentAsyncCaller()
+        for function, args in [(own, (here / "a",)), (work.nothing, (Shard(),)), (own, ())]:
+            try:
+                schedule(caller, function, *args)
+            except callers.CheckpointingException as error:
+                assert "script that is run" in str(error), error
+            else:
+                raise SystemExit(f"{function} was taken")
+        assert schedule(caller, work.nothing).wait(20)
+        forker = callers.TemporalAsyncCaller()
+        assert forker and schedule(forker, own, here / "a").wait(20)
+        """
+    )
+
+    code, output = trainer.ends()
+
+    assert code == 0, output
+    assert (tmp_path / "runs").read_text() == "x"
+    assert (tmp_path / "a").exists()
+
+
+def test_a_forked_child_neither_uses_nor_ends_the_callers_of_its_parent(
+    start: object, tmp_path: Path
+) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        made = [callers.ThreadAsyncCaller(), callers.PersistentAsyncCaller()]
+        for caller in made:
+            assert schedule(caller, work.nothing).wait(20)
+        worker = made[1].worker_pid
+        child = os.fork()
+        if child == 0:
+            for caller in made:
+                try:
+                    schedule(caller, work.nothing)
+                except callers.CheckpointingException as error:
+                    assert "fork" in str(error)
+                else:
+                    os._exit(9)
+                caller.close()
+            sys.exit(7)  # through all exit handlers
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        call = schedule(made[1], work.write, here / "a")
+        assert call.wait(20) and call.error is None, call.error
+        assert made[1].worker_pid == worker
+        for caller in made:
+            caller.close()
+        """
+    )
+
+    code, output = trainer.ends()
+
+    assert code == 0, output
+    assert (tmp_path / "a").exists()
+
+
+def test_a_trainer_with_many_open_files_can_call(start: object, tmp_path: Path) -> None:
+    trainer = start(  # type: ignore[operator]
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        held = [os.dup(0) for _ in range(1500)]
+        for kind in (callers.PersistentAsyncCaller, callers.TemporalAsyncCaller):
+            call = schedule(kind(), work.nothing)
+            assert call.wait(20) and call.error is None, call.error
+        """
+    )
+
+    code, output = trainer.ends()
+
+    assert code == 0, output
+
+
+def test_neither_the_worker_nor_the_callers_import_torch() -> None:
+    check = (
+        "import sys, localckpt.async_save.worker, localckpt.async_save.callers; "
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,373 @@
+"""The queue on one rank: who carries out what, order, errors, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localckpt import AsyncCallsQueue, AsyncRequest
+from localckpt.async_save.callers import PersistentAsyncCaller
+from localckpt.async_save.request import runs_in_trainer
+from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
+from tests.async_save import work
+
+PATIENCE_S = 20.0
+
+
+class Owner:
+    """Schedules requests and notes what the queue tells it."""
+
+    def __init__(self, queue: AsyncCallsQueue) -> None:
+        self.queue = queue
+        self.finalized: list[str] = []
+        self.failed: list[BaseException] = []
+
+    def schedule(self, function: Any, *args: Any, name: str = "") -> int:
+        return self.queue.schedule_async_request(
+            AsyncRequest(
+                function,
+                args,
+                [lambda: self.finalized.append(name)],
+                failure_fns=[self.failed.append],
+            )
+        )
+
+    def poll_until_over(self) -> list[int]:
+        done: list[int] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while self.queue.get_num_unfinalized_calls():
+            assert time.monotonic() < deadline
+            done += self.queue.maybe_finalize_async_calls()
+            time.sleep(0.001)
+        return done
+
+
+@pytest.fixture(params=[True, False], ids=["worker", "fork"])
+def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
+    queue = AsyncCallsQueue(persistent=request.param, timeout_s=PATIENCE_S)
+    yield Owner(queue)
+    queue.close(abort=True)
+
+
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
+    yield queue
+    queue.close(abort=True)
+
+
+def test_a_call_is_finalized_by_polls_once_it_is_over(owner: Owner, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    number = owner.schedule(work.write_when, tmp_path / "a", gate, name="a")
+
+    assert owner.queue.maybe_finalize_async_calls() == []
+    assert owner.queue.get_num_unfinalized_calls() == 1
+    assert owner.finalized == []
+    work.write(gate)
+    assert owner.poll_until_over() == [number]
+    assert owner.finalized == ["a"]
+    assert (tmp_path / "a").exists()
+
+
+def test_a_blocking_poll_finalizes_everything_in_order(owner: Owner, tmp_path: Path) -> None:
+    numbers = [owner.schedule(work.append, tmp_path / "log", w, 0.01, name=w) for w in "abc"]
+
+    assert owner.queue.maybe_finalize_async_calls(blocking=True) == numbers == [0, 1, 2]
+
+    assert owner.finalized == ["a", "b", "c"]
+    assert (tmp_path / "log").read_text() == "+a -a +b -b +c -c "
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_later_call_may_be_over_first_and_is_finalized_after(
+    owner: Owner, tmp_path: Path, no_dist: bool
+) -> None:
+    gate, pids = tmp_path / "gate", list[int]()
+    owner.schedule(work.write_when, tmp_path / "a", gate, name="a")
+    owner.schedule(work.note_pid, pids, name="b")
+    deadline = time.monotonic() + PATIENCE_S
+    while not pids:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+    assert owner.queue.maybe_finalize_async_calls(no_dist=no_dist) == []
+
+    work.write(gate)
+    assert owner.queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist) == [0, 1]
+    assert owner.finalized == ["a", "b"]
+    assert pids == [os.getpid()]
+
+
+def test_the_worker_takes_what_can_be_sent_and_a_fork_the_rest(
+    queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    owner = Owner(queue)
+
+    owner.schedule(work.describe_process, tmp_path / "a")
+    owner.schedule(lambda: work.describe_process(tmp_path / "b"))
+    owner.schedule(work.describe_process, tmp_path / "c")
+    queue.wait_until_finished()
+
+    a, b, c = (json.loads((tmp_path / name).read_text())["pid"] for name in "abc")
+    assert a == c
+    assert len({a, b, os.getpid()}) == 3
+
+
+def test_a_call_without_a_function_still_finalizes(owner: Owner) -> None:
+    owner.schedule(None, name="a")
+
+    assert owner.queue.maybe_finalize_async_calls() == [0]
+    assert owner.finalized == ["a"]
+
+
+def test_preload_runs_before_the_call_is_scheduled(owner: Owner, tmp_path: Path) -> None:
+    owner.queue.schedule_async_request(
+        AsyncRequest(work.write, (tmp_path / "a", "raw"), [], preload_fn=lambda: "staged")
+    )
+    owner.queue.wait_until_finished()
+
+    assert (tmp_path / "a").read_text() == "staged"
+
+
+def test_a_preload_that_fails_is_raised_when_the_call_is_finalized(owner: Owner) -> None:
+    owner.queue.schedule_async_request(
+        AsyncRequest(work.nothing, (), [], preload_fn=work.fail_storage)
+    )
+
+    with pytest.raises(StorageError, match="no space left"):
+        owner.queue.maybe_finalize_async_calls()
+
+
+def test_a_scheduled_request_is_frozen(owner: Owner) -> None:
+    request = AsyncRequest(None, (), [])
+    owner.queue.schedule_async_request(request)
+
+    request.add_finalize_fn(lambda: owner.finalized.append("too late"))
+    owner.queue.wait_until_finished()
+
+    assert owner.finalized == []
+
+
+def test_an_error_is_raised_once_the_owner_is_told_and_later_calls_work(
+    owner: Owner, tmp_path: Path
+) -> None:
+    owner.schedule(work.fail_storage, name="bad")
+    owner.schedule(work.write, tmp_path / "a", name="good")
+
+    with pytest.raises(StorageError, match=r"call 0 \(fail_storage\) failed on rank 0") as raised:
+        owner.queue.maybe_finalize_async_calls(blocking=True)
+
+    assert owner.failed == [raised.value]
+    assert isinstance(raised.value.__cause__, StorageError)
+    assert "in fail_storage" in str(raised.value.__cause__.__cause__)
+    assert owner.queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert owner.finalized == ["good"]
+
+
+def test_death_by_signal_is_named_and_the_next_call_works(owner: Owner, tmp_path: Path) -> None:
+    owner.schedule(work.die, signal.SIGKILL)
+
+    with pytest.raises(WorkerDiedError, match="SIGKILL: out of memory"):
+        owner.queue.wait_until_finished()
+
+    owner.schedule(work.write, tmp_path / "a")
+    owner.queue.wait_until_finished()
+    assert (tmp_path / "a").exists()
+
+
+def test_a_finalize_function_that_raises_does_not_stop_later_calls(owner: Owner) -> None:
+    owner.queue.schedule_async_request(AsyncRequest(None, (), [work.fail_value]))
+    owner.schedule(None, name="b")
+
+    with pytest.raises(ValueError, match="a number is wrong"):
+        owner.queue.maybe_finalize_async_calls()
+
+    assert owner.queue.get_num_unfinalized_calls() == 1
+    assert owner.queue.maybe_finalize_async_calls() == [1]
+
+
+def test_a_finalize_function_may_schedule(owner: Owner, tmp_path: Path) -> None:
+    def again() -> None:
+        owner.schedule(work.write, tmp_path / "a", name="again")
+
+    owner.queue.schedule_async_request(AsyncRequest(None, (), [again]))
+
+    assert owner.queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert owner.finalized == ["again"]
+
+
+def test_check_for_errors_raises_without_waiting_and_keeps_the_call(
+    owner: Owner, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    owner.schedule(work.write_when, tmp_path / "a", gate)
+    owner.queue.check_for_errors()
+    owner.schedule(runs_in_trainer(_fail), name="bad")
+    deadline = time.monotonic() + PATIENCE_S
+
+    with pytest.raises(CheckpointingException, match=r"call 1 \(_fail\) has failed on this rank"):
+        while time.monotonic() < deadline:
+            owner.queue.check_for_errors()
+            time.sleep(0.001)
+
+    assert owner.queue.get_num_unfinalized_calls() == 2
+    work.write(gate)
+    with pytest.raises(OSError, match="failed on rank 0") if False else pytest.raises(
+        CheckpointingException, match="failed on rank 0"
+    ):
+        owner.queue.wait_until_finished()
+
+
+def _fail() -> None:
+    raise OSError("it fails")
+
+
+def test_a_call_that_is_not_over_in_time_is_an_error_and_its_process_is_ended(
+    tmp_path: Path,
+) -> None:
+    queue = AsyncCallsQueue(timeout_s=0.5)
+    owner = Owner(queue)
+    owner.schedule(work.write_slowly, tmp_path / "a", 60)
+    pid = int(work.await_file(tmp_path / "a.started"))
+
+    start = time.monotonic()
+    with pytest.raises(CheckpointingException, match=r"not over after a wait of 0\.35 s"):
+        queue.wait_until_finished()
+
+    assert time.monotonic() - start < 0.5 + 0.5
+    assert len(owner.failed) == 1
+    assert work.await_end(pid, 5.0)
+    owner.schedule(work.write, tmp_path / "b")
+    work.await_file(tmp_path / "b")
+    queue.close()
+
+
+def test_a_thread_that_is_not_over_in_time_does_not_stop_later_calls(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue(timeout_s=0.5)
+    owner, gate = Owner(queue), tmp_path / "gate"
+    owner.schedule(work.write_in_trainer_when, tmp_path / "a", gate)
+
+    with pytest.raises(CheckpointingException, match="not over"):
+        queue.wait_until_finished()
+
+    pids: list[int] = []
+    owner.schedule(work.note_pid, pids)
+    queue.wait_until_finished()
+    work.write(gate)
+    queue.close()
+    assert len(pids) == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+
+
+def test_close_finalizes_and_leaves_nothing(owner: Owner, tmp_path: Path) -> None:
+    owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
+    owner.schedule(work.note_pid, [], name="b")
+
+    owner.queue.close()
+    owner.queue.close()
+
+    assert owner.finalized == ["a", "b"]
+    assert not psutil.Process().children()
+    assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
+    with pytest.raises(CheckpointingException, match="closed"):
+        owner.schedule(None)
+
+
+def test_close_raises_what_failed_after_everything_else_is_finalized(owner: Owner) -> None:
+    owner.schedule(work.fail_storage)
+    owner.schedule(None, name="good")
+
+    with pytest.raises(StorageError):
+        owner.queue.close()
+
+    assert owner.finalized == ["good"]
+    assert len(owner.failed) == 1
+    assert not psutil.Process().children()
+
+
+def test_close_with_abort_finalizes_nothing_and_tells_the_owner(
+    owner: Owner, tmp_path: Path
+) -> None:
+    owner.schedule(work.write_when, tmp_path / "a", tmp_path / "gate", name="a")
+    owner.schedule(None, name="b")
+
+    owner.queue.close(abort=True)
+
+    assert owner.finalized == []
+    assert [type(error) for error in owner.failed] == [CheckpointingException] * 2
+    assert "call 0 (write_when) was given up" in str(owner.failed[0])
+    assert owner.queue.get_num_unfinalized_calls() == 0
+    assert not psutil.Process().children()
+
+
+def test_leaving_the_with_block_finalizes(tmp_path: Path) -> None:
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        owner = Owner(queue)
+        owner.schedule(work.write, tmp_path / "a", name="a")
+
+    assert owner.finalized == ["a"]
+
+
+def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        owner = Owner(queue)
+        owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
+        raise ZeroDivisionError
+
+    assert (tmp_path / "a").exists()
+    assert owner.finalized == []
+    assert owner.failed == []
+    assert "call 0 (write_slowly): not finalized" in caplog.text
+    assert not psutil.Process().children()
+
+
+def test_warm_up_has_the_worker_ready_before_the_first_call(
+    queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    queue.warm_up()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (children := psutil.Process().children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+    Owner(queue).schedule(work.describe_process, tmp_path / "a")
+    queue.wait_until_finished()
+
+    assert json.loads((tmp_path / "a").read_text())["pid"] == children[0].pid
+
+
+def test_a_queue_that_was_only_made_costs_nothing() -> None:
+    before = threading.active_count()
+
+    queue = AsyncCallsQueue()
+
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    assert threading.active_count() == before
+    assert not psutil.Process().children()
+    queue.close()
+
+
+def test_a_queue_that_is_dropped_takes_its_worker_with_it(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
+    Owner(queue).schedule(work.describe_process, tmp_path / "a")
+    queue.wait_until_finished()
+    pid = json.loads((tmp_path / "a").read_text())["pid"]
+    caller = queue._caller(PersistentAsyncCaller)
+    assert caller._join(time.monotonic() + PATIENCE_S)
+
+    del queue, caller
+
+    assert work.await_end(pid)
+    assert not psutil.Process().children()

@@ -1,0 +1,122 @@
+"""What the tests have done behind training; without torch, so that a worker starts quickly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from localckpt.async_save.request import runs_in_trainer
+from localckpt.errors import StorageError
+
+
+def write(path: Path, text: str = "done") -> None:
+    """Write so that a reader sees all or nothing."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+def append(path: Path, word: str, after_s: float = 0.0) -> None:
+    with path.open("a") as file:
+        file.write(f"+{word} ")
+        file.flush()
+        time.sleep(after_s)
+        file.write(f"-{word} ")
+
+
+def write_slowly(path: Path, seconds: float) -> None:
+    started = path.with_suffix(".started")
+    write(started, str(os.getpid()))
+    time.sleep(seconds)
+    write(path)
+
+
+def write_when(path: Path, gate: Path) -> None:
+    write(path.with_suffix(".started"), str(os.getpid()))
+    await_file(gate)
+    write(path)
+
+
+@runs_in_trainer
+def write_in_trainer_when(path: Path, gate: Path) -> None:
+    write_when(path, gate)
+
+
+@runs_in_trainer
+def note_pid(pids: list[int]) -> None:
+    pids.append(os.getpid())
+
+
+def nothing() -> None:
+    return
+
+
+def fail_storage() -> None:
+    raise StorageError("no space left in /somewhere")
+
+
+def fail_value() -> None:
+    raise ValueError("a number is wrong")
+
+
+class UnrebuildableError(Exception):
+    def __init__(self, *, needed: str) -> None:
+        super().__init__(f"kept apart: {needed}")
+
+
+def fail_unrebuildable() -> None:
+    raise UnrebuildableError(needed="this")
+
+
+def leave(code: int) -> None:
+    raise SystemExit(code)
+
+
+def die(number: int, last_words: str = "") -> None:
+    print(last_words, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), number)
+    time.sleep(10)
+
+
+def describe_process(path: Path) -> None:
+    write(
+        path,
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "torch": "torch" in sys.modules,
+                "niceness": os.nice(0),
+                "ignores_sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+                "leads_session": os.getsid(0) == os.getpid(),
+                "path": sys.path,
+            }
+        ),
+    )
+
+
+def await_file(path: Path, timeout_s: float = 20.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear within {timeout_s:g} s")
+        time.sleep(0.005)
+    return path.read_text()
+
+
+def await_end(pid: int, timeout_s: float = 20.0) -> bool:
+    """Whether a process, which need not be a child, ends in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        # Whoever adopts it here may be slow to reap it; it runs nothing any more.
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False

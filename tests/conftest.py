@@ -1,0 +1,130 @@
+"""What every test has: directories that play nodes, and a check that nothing is left behind.
+
+All temporary files of the run, also those of its ranks, go into one directory of its own, and all
+of its processes carry its name in their environment, so that what is left can be told from what
+belongs to someone else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing import util as multiprocessing_util
+from pathlib import Path
+
+import psutil
+import pytest
+
+_SHARED_MEMORY = Path("/dev/shm")
+_RUN = "LOCALCKPT_TEST_RUN"
+# A worker process may still be finishing the save that a killed rank had handed to it.
+_GRACE_S = float(os.environ.get("LOCALCKPT_TEST_GRACE_S", "10"))
+
+_our_temporary_directory = pytest.StashKey[Path]()
+_shared_memory_before = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Python makes and removes this one by itself, so it must not be in a directory that we remove.
+    multiprocessing_util.get_temp_dir()
+    run = uuid.uuid4().hex[:12]
+    directory = Path(tempfile.mkdtemp(prefix=f"localckpt-tests-{run}-"))
+    config.stash[_our_temporary_directory] = directory
+    config.stash[_shared_memory_before] = _shared_memory_names()
+    os.environ[_RUN] = run
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    tempfile.tempdir = None
+    del os.environ["TMPDIR"]
+    shutil.rmtree(config.stash[_our_temporary_directory], ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails the run, after its last test, when the tests left something."""
+    yield
+
+    directory = pytestconfig.stash[_our_temporary_directory]
+    before = pytestconfig.stash[_shared_memory_before]
+    deadline = time.monotonic() + _GRACE_S
+    while left := _left_behind(directory, before):
+        if time.monotonic() > deadline:
+            pytest.fail("the tests left behind:\n" + "\n".join(left), pytrace=False)
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def node_dirs(tmp_path: Path) -> Callable[[int], list[Path]]:
+    """``node_dirs(n)`` makes n empty directories that play the disks of n nodes."""
+
+    def make(count: int) -> list[Path]:
+        return [Path(tempfile.mkdtemp(prefix="node-", dir=tmp_path)) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def shm_roots() -> Iterator[Callable[[int], list[Path]]]:
+    """``shm_roots(n)`` makes n empty directories in shared memory, removed after the test."""
+    made: list[Path] = []
+
+    def make(count: int) -> list[Path]:
+        prefix = f"localckpt-test-{os.environ[_RUN]}-"
+        new = [Path(tempfile.mkdtemp(prefix=prefix, dir=_SHARED_MEMORY)) for _ in range(count)]
+        made.extend(new)
+        return new
+
+    yield make
+
+    for directory in made:
+        shutil.rmtree(directory)
+
+
+def _left_behind(directory: Path, shared_memory_before: set[str]) -> list[str]:
+    names = _shared_memory_names() - shared_memory_before
+    left = [f"shared memory: {name}" for name in sorted(names) if not _is_of_another_run(name)]
+    left += [
+        f"temporary file: {path}"
+        for path in sorted(directory.iterdir())
+        if not path.name.startswith("pytest-of-")
+    ]
+    return left + [f"process: {told}" for told in _processes_of_this_run()]
+
+
+def _shared_memory_names() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.glob("*localckpt*")}
+
+
+def _is_of_another_run(name: str) -> bool:
+    return name.startswith("localckpt-test-") and os.environ[_RUN] not in name
+
+
+def _processes_of_this_run() -> list[str]:
+    me = os.getpid()
+    told = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == me or process.environ().get(_RUN) != os.environ[_RUN]:
+                continue
+            command = " ".join(process.cmdline())
+            # Python's own helpers live until the test process exits; what they forked may not.
+            helper = "multiprocessing.forkserver" in command or "resource_tracker" in command
+            if not (helper and process.ppid() == me):
+                told.append(f"{process.pid} ({process.status()}) {command[:200]}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    zombies = [child for child in psutil.Process().children() if _is_zombie(child)]
+    return told + [f"{child.pid} (not reaped)" for child in zombies]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

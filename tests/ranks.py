@@ -1,0 +1,368 @@
+"""Starts the ranks of a job as real processes, and never leaves one behind.
+
+Ranks are forked from a warm server that has imported torch, so each starts in milliseconds. The
+job's store is hosted by the test process, as torchrun's agents host it, so any rank may die. What
+a rank prints is shown by the test that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "DeadRank",
+    "RankGroup",
+    "RanksFailedError",
+    "announce",
+    "await_announced",
+    "node_store",
+    "run_ranks",
+    "start_ranks",
+]
+
+_NODE_STORE = "LOCALCKPT_TEST_NODE_STORE"
+_SHOWN_CHARACTERS = 20_000
+_LEAVING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeadRank:
+    """Stands in the results for a rank that was expected to die and did."""
+
+    rank: int
+    exitcode: int
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended it; ``None`` when it called exit."""
+        return signal.Signals(-self.exitcode) if self.exitcode < 0 else None
+
+
+class RanksFailedError(Exception):
+    """Some ranks raised, died or did not finish; ``failures`` has the text of each."""
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        told = (f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(failures.items()))
+        super().__init__("\n".join([f"{len(failures)} rank(s) failed", *told]))
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    expect_dead: Collection[int] = (),
+    init_group: bool = True,
+    backend: str = "gloo",
+    group_timeout_s: float = 30.0,
+    store_per_node: Sequence[Path] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` in every rank and return what each returned.
+
+    Args:
+        fn: A function at the top of an importable module; it and ``args`` are pickled.
+        timeout_s: After this many seconds all that still runs is killed and named in the error.
+        expect_dead: Ranks that must end without returning; their result is a :class:`DeadRank`.
+        init_group: Whether the default process group is made before ``fn`` and destroyed after it.
+            The variables of ``env://`` are set either way.
+        group_timeout_s: The process group's own timeout.
+        store_per_node: One directory for each node; ranks are dealt to nodes in blocks, and each
+            finds its own by :func:`node_store`. The order of the directories says which node is
+            which, so handing them over in another order swaps nodes.
+        env: More environment variables for the ranks (too late for what torch reads at import).
+
+    Raises:
+        RanksFailedError: With rank and traceback of every rank that failed. Once one has failed,
+            the others get five seconds to end by themselves.
+    """
+    with start_ranks(
+        fn,
+        world_size,
+        *args,
+        init_group=init_group,
+        backend=backend,
+        group_timeout_s=group_timeout_s,
+        store_per_node=store_per_node,
+        env=env,
+    ) as group:
+        return group.join(timeout_s, expect_dead)
+
+
+@contextlib.contextmanager
+def start_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    init_group: bool = True,
+    backend: str = "gloo",
+    group_timeout_s: float = 30.0,
+    store_per_node: Sequence[Path] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[RankGroup]:
+    """As :func:`run_ranks`, for a test that acts on the ranks while they run.
+
+    Leaving the block kills and reaps whatever still runs.
+    """
+    if store_per_node is not None and not 1 <= len(store_per_node) <= world_size:
+        raise ValueError(f"{len(store_per_node)} nodes for {world_size} ranks")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as logs:
+        group = RankGroup(world_size, Path(logs), dist.PrefixStore("test", store))
+        try:
+            for rank in range(world_size):
+                variables = _rank_environment(rank, world_size, store.port, store_per_node)
+                group._start(
+                    rank,
+                    _RankCall(call, rank, world_size, backend, init_group, group_timeout_s),
+                    variables | dict(env or {}),
+                )
+            yield group
+        finally:
+            group._end()
+
+
+class RankGroup:
+    """The ranks that :func:`start_ranks` started."""
+
+    def __init__(self, world_size: int, logs: Path, store: dist.Store) -> None:
+        self.world_size = world_size
+        self._logs = logs
+        self._store = store
+        self._processes: list[ForkServerProcess] = []
+        self._connections: list[Connection] = []
+        self._returned: set[int] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [_pid(process) for process in self._processes]
+
+    def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send one rank a signal; returns at once."""
+        os.kill(self.pids[rank], sig)
+
+    def await_announced(self, name: str, timeout_s: float = 30.0) -> Any:
+        """Wait until a rank has called :func:`announce` with this name; return its value."""
+        self._store.wait([name], timedelta(seconds=timeout_s))
+        return pickle.loads(self._store.get(name))
+
+    def announce(self, name: str, value: Any = None) -> None:
+        """Tell the ranks, who wait by the module's :func:`await_announced`."""
+        self._store.set(name, pickle.dumps(value))
+
+    def join(self, timeout_s: float = 60.0, expect_dead: Collection[int] = ()) -> list[Any]:
+        """Wait for all ranks and return their results, as :func:`run_ranks` does."""
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(enumerate(self._connections))
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = wait(list(waiting.values()), max(0.0, left))
+            if not ready:
+                break
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                connection = waiting.pop(rank)
+                outcome = self._outcome(rank, connection, rank in expect_dead)
+                if isinstance(outcome, _Failure):
+                    failures[rank] = outcome.text
+                    deadline = min(deadline, time.monotonic() + 5.0)
+                else:
+                    results[rank] = outcome
+        for rank in waiting:
+            others = " after another rank failed" if failures else f" within {timeout_s:g} s"
+            failures[rank] = f"did not end{others}"
+        if failures:
+            raise RanksFailedError(failures)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self, rank: int, call: _RankCall, env: dict[str, str]) -> None:
+        context = _warm_context()
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(call, env, sending, self._logs / f"{rank}"), name=f"rank{rank}"
+        )
+        process.start()
+        sending.close()
+        self._processes.append(process)
+        self._connections.append(receiving)
+
+    def _outcome(self, rank: int, connection: Connection, may_die: bool) -> Any:
+        try:
+            returned, payload = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return self._death(rank, may_die)
+        self._returned.add(rank)
+        if not returned:
+            return _Failure(payload)
+        if may_die:
+            return _Failure(f"was expected to die, and returned {payload!r}")
+        return payload
+
+    def _death(self, rank: int, may_die: bool) -> Any:
+        process = self._processes[rank]
+        process.join(10.0)
+        if process.exitcode is None:
+            return _Failure("closed its connection but did not end within 10 s")
+        dead = DeadRank(rank, process.exitcode)
+        if may_die:
+            return dead
+        return _Failure(f"died: {dead.signal.name if dead.signal else f'exit {dead.exitcode}'}")
+
+    def _end(self) -> None:
+        left_hanging = [rank for rank in sorted(self._returned) if not self._leaves(rank)]
+        for process in self._processes:
+            if process.exitcode is None:
+                _kill_tree(_pid(process))
+        for process in self._processes:
+            process.join(10.0)
+        for connection in self._connections:
+            connection.close()
+        for rank in range(len(self._processes)):
+            log = self._logs / f"{rank}"
+            text = log.read_text(errors="replace") if log.exists() else ""
+            if text.strip():
+                print(f"--- output of rank {rank} ---\n{text[-_SHOWN_CHARACTERS:]}")
+        stuck = [process.name for process in self._processes if process.exitcode is None]
+        if stuck:
+            raise RuntimeError(f"could not be killed: {', '.join(stuck)}")
+        for process in self._processes:
+            process.close()
+        if left_hanging:
+            raise RanksFailedError(
+                dict.fromkeys(
+                    left_hanging, f"returned, but its process did not end within {_LEAVING_S:g} s"
+                )
+            )
+
+    def _leaves(self, rank: int) -> bool:
+        """Whether a rank that has returned ends by itself: no thread of it may stay."""
+        self._processes[rank].join(_LEAVING_S)
+        return self._processes[rank].exitcode is not None
+
+
+def node_store() -> Path:
+    """In a rank: the directory of the node it plays on (``store_per_node``)."""
+    return Path(os.environ[_NODE_STORE])
+
+
+def announce(name: str, value: Any = None) -> None:
+    """In a rank: tell the test, and the other ranks, that a point was reached."""
+    _test_store().set(name, pickle.dumps(value))
+
+
+def await_announced(name: str, timeout_s: float = 30.0) -> Any:
+    """In a rank: wait until anyone has announced this name; return the value that came with it."""
+    store = _test_store()
+    store.wait([name], timedelta(seconds=timeout_s))
+    return pickle.loads(store.get(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankCall:
+    pickled: bytes
+    rank: int
+    world_size: int
+    backend: str
+    init_group: bool
+    group_timeout_s: float
+
+    def run(self) -> Any:
+        torch.set_num_threads(1)
+        fn, args = pickle.loads(self.pickled)
+        if not self.init_group:
+            return fn(self.rank, self.world_size, *args)
+        dist.init_process_group(self.backend, timeout=timedelta(seconds=self.group_timeout_s))
+        try:
+            return fn(self.rank, self.world_size, *args)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+def _rank_main(call: _RankCall, env: dict[str, str], connection: Connection, log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.environ.update(env)
+    try:
+        outcome = pickle.dumps((True, call.run()))
+    except BaseException:  # noqa: BLE001 - also SystemExit: the test wants to see all of them
+        outcome = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(outcome)
+    connection.close()
+
+
+def _rank_environment(
+    rank: int, world_size: int, port: int, stores: Sequence[Path] | None
+) -> dict[str, str]:
+    nodes = len(stores) if stores else 1
+    node_of = [r * nodes // world_size for r in range(world_size)]
+    node = node_of[rank]
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank - node_of.index(node)),
+        "LOCAL_WORLD_SIZE": str(node_of.count(node)),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # As under torchrun: every rank is a client of a store that outlives it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return env | ({_NODE_STORE: str(stores[node])} if stores else {})
+
+
+def _test_store() -> dist.Store:
+    port = int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore("test", dist.TCPStore("127.0.0.1", port, is_master=False))
+
+
+@functools.cache
+def _warm_context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "tests.ranks"])
+    return context
+
+
+def _pid(process: ForkServerProcess) -> int:
+    if process.pid is None:
+        raise RuntimeError(f"{process.name} was not started")
+    return process.pid
+
+
+def _kill_tree(pid: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(pid)
+        family = [*rank.children(recursive=True), rank]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

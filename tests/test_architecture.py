@@ -1,0 +1,165 @@
+"""The rooms of the package and the arrows between them, read from the imports.
+
+An import inside a function or under TYPE_CHECKING is an arrow too: what matters is which room must
+know of which.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import localckpt
+
+_PACKAGE = Path(localckpt.__file__).parent
+
+# What each room, or module beside the rooms, may import from the others.
+_ARROWS = {
+    "errors": set[str](),
+    "ids": {"errors"},
+    "coordination": {"errors", "ids"},
+    "state_dict": {"errors", "ids"},
+    "storage": {"errors", "ids", "state_dict"},
+    "replication": {"errors", "ids", "coordination", "state_dict"},
+    "async_save": {"errors", "ids", "coordination"},
+    "managers": {
+        *("errors", "ids", "coordination"),
+        *("state_dict", "storage", "replication", "async_save"),
+    },
+    "global_tier": {"errors", "ids", "coordination", "state_dict", "async_save", "storage.buffers"},
+    "cli": {"errors", "ids", "state_dict", "storage", "managers", "replication"},
+}
+
+
+def _module_name(path: Path) -> str:
+    parts = ["localckpt", *path.relative_to(_PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_MODULES = {_module_name(path): path for path in sorted(_PACKAGE.rglob("*.py"))}
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(_MODULES[module].read_text())
+
+
+def _imports(module: str) -> Iterator[str]:
+    """Full dotted names that a module imports; a public name counts as the module it lives in."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: relative import"
+            for alias in node.names:
+                home = localckpt._HOMES.get(alias.name) if node.module == "localckpt" else None
+                yield f"localckpt.{home}" if home else f"{node.module}.{alias.name}"
+
+
+def _allowed(imported: str, rooms: set[str]) -> bool:
+    return any(imported == room or imported.startswith(f"{room}.") for room in rooms)
+
+
+def _run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", [name for name in _MODULES if name != "localckpt"])
+def test_arrows_between_rooms_go_one_way(module: str) -> None:
+    room = module.split(".")[1]
+    assert room in _ARROWS, f"{module} is in no room of the design"
+
+    wrong = {
+        imported
+        for name in _imports(module)
+        if (imported := name.removeprefix("localckpt.")) != name
+        and imported != "__version__"
+        and not _allowed(imported, {room, *_ARROWS[room]})
+    }
+
+    assert not wrong, f"{module} must not know of {sorted(wrong)}"
+
+
+def test_the_allowed_arrows_have_no_cycle() -> None:
+    ranked: list[str] = []
+    waiting = {room: {arrow.split(".")[0] for arrow in arrows} for room, arrows in _ARROWS.items()}
+
+    while free := [room for room, arrows in waiting.items() if arrows <= set(ranked)]:
+        ranked += free
+        for room in free:
+            del waiting[room]
+
+    assert not waiting
+
+
+@pytest.mark.parametrize("room", ["errors", "ids", "state_dict", "storage"])
+def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
+    modules = [name for name in _MODULES if _allowed(name, {f"localckpt.{room}"})]
+
+    wrong = {
+        (module, imported)
+        for module in modules
+        for imported in _imports(module)
+        if _allowed(imported, {"torch.distributed"})
+    }
+
+    assert modules
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"],
+)
+def test_what_a_writing_process_needs_does_not_import_torch(module: str) -> None:
+    assert _run_python(f"import {module}, sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("name", sorted(localckpt._HOMES))
+def test_every_public_name_is_importable_from_the_package(name: str) -> None:
+    home = importlib.import_module(f"localckpt.{localckpt._HOMES[name]}")
+
+    value = getattr(localckpt, name)
+
+    assert value is getattr(home, name)
+    assert name in dir(localckpt)
+    assert value.__doc__, f"{name} has no docstring"
+
+
+def test_type_checkers_see_the_names_that_are_importable() -> None:
+    blocks = [
+        node
+        for node in _tree("localckpt").body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+
+    seen = {
+        alias.asname: f"{node.module}".removeprefix("localckpt.")
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert seen == localckpt._HOMES
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = localckpt.no_such_name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_every_module_says_what_it_is(module: str) -> None:
+    assert ast.get_docstring(_tree(module))

@@ -82,6 +82,8 @@ class Saver:
         """Seconds that training waits."""
         began = time.perf_counter()
         request = self.manager.save(self._state, next(self._iterations), is_async=True)
+        if request is None:
+            raise RuntimeError("an asynchronous save gave no request back")
         self.queue.schedule_async_request(request)
         return time.perf_counter() - began
 

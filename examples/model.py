@@ -60,8 +60,9 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(attention.transpose(1, 2).reshape(batch, length, WIDTH)))
-        x = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-        return x
+        hidden = F.gelu(self.up(self.norm2(x)))
+        result: Tensor = x + self.dropout(self.down(hidden))
+        return result
 
 
 class ShardedAdamW:

@@ -13,9 +13,10 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import PeerLostError
 
@@ -42,7 +43,7 @@ class Coordinator:
     ) -> None:
         self.timeout_s = timeout_s
         self._gathers = 0
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.world_size, self.global_ranks = 0, 1, [0]
             return
@@ -56,7 +57,7 @@ class Coordinator:
         store = _default_store()
         with _store_errors(f"open the coordinator {name!r}"):
             instance = store.add(f"{prefix}/instances/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{instance}", store)
+        self._store = PrefixStore(f"{prefix}/{instance}", store)
 
     def all_gather(self, phase: str, record: Any) -> list[Any]:
         """Give every rank's record to every rank.
@@ -81,7 +82,8 @@ class Coordinator:
             store.set(f"gather/{number}/{self.rank}", json.dumps(record))
             keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
             self._wait(keys, phase)
-            values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+            extended = store.has_extended_api()  # type: ignore[attr-defined]
+            values = store.multi_get(keys) if extended else map(store.get, keys)
             records = [json.loads(value) for value in values]
             if number >= 2:
                 # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
@@ -103,7 +105,7 @@ class Coordinator:
         if self._store is None:
             return True
         with _store_errors(f"poll {counter}"):
-            return self._store.add(f"count/{counter}", 0) >= self.world_size
+            return int(self._store.add(f"count/{counter}", 0)) >= self.world_size
 
     def follow_first_rank(self, question: str, decide: Callable[[], bool]) -> bool:
         """Rank 0 decides, and all ranks act alike; the others wait for it to reach this question.
@@ -124,7 +126,7 @@ class Coordinator:
                 self._store.set(key, "1" if decision else "0")
                 return decision
             self._wait([key], question, waited_for=[0])
-            return cast(bytes, self._store.get(key)) == b"1"
+            return self._store.get(key) == b"1"
 
     def forget(self, key: str) -> None:
         """Drop a counter or decision that every rank is done with (called on one rank)."""
@@ -161,7 +163,7 @@ class Coordinator:
             key = f"last/{rank}"
             assert self._store is not None
             known = self._store.check([key])
-            where = cast(bytes, self._store.get(key)).decode() if known else "not seen yet"
+            where = self._store.get(key).decode() if known else "not seen yet"
             seen.append(f"rank {self.global_ranks[rank]} (last seen: {where})")
         return (
             f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s to {phase}, and "
@@ -179,7 +181,9 @@ class _store_errors:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         if isinstance(error, dist.DistError):
             raise PeerLostError(
                 f"could not {self._phase}: the job's key-value store does not answer ({error}). "
@@ -188,7 +192,7 @@ class _store_errors:
             ) from error
 
 
-def _default_store() -> dist.Store:
+def _default_store() -> Store:
     # The store of the default group has no public accessor; this is the one place that asks.
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -96,9 +96,7 @@ class BaseCheckpointManager(ABC):
         self._coordinator = Coordinator(f"manager/{session_id}", process_group, timeout)
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._allowed = SafeGlobals(safe_globals)
-        self._shelf: Shelf = HookShelf(
-            self, session_id, self.rank, self.world_size, self._allowed
-        )
+        self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
         self._epoch = 0
         self._saves = 0
@@ -160,13 +158,15 @@ class BaseCheckpointManager(ABC):
                 checkpoints are as they were, and training may go on and save again.
             PeerLostError: A rank did not answer in time.
         """
-        save = _Save(called=time.monotonic(), previous_iteration=self._newest_iteration)
+        called = time.monotonic()
         self._check_iteration(iteration)
         self._join()
-        self._saves += 1
-        self._newest_iteration = iteration
         self._forget_latest()
-        save.identity = self._identity(iteration, Generation(self._epoch, self._saves))
+        self._saves += 1
+        generation = Generation(self._epoch, self._saves)
+        identity = ShardIdentity(self.session_id, generation, iteration, self.rank, self.world_size)
+        save = _Save(identity, called, previous_iteration=self._newest_iteration)
+        self._newest_iteration = iteration
         try:
             self._stage_and_replicate(save, _wrapped(state_dict))
         except CheckpointingException as error:
@@ -331,17 +331,17 @@ class BaseCheckpointManager(ABC):
     ) -> list[StagedShard]:
         """Send the own image to the clique, and take in theirs; raises on all when one failed."""
 
-        def room(ckpt_id: CkptID, nbytes: int) -> memoryview:
-            return self._shelf.make_room(self._of_peer(identity, ckpt_id), nbytes)
+        def of(peer: CkptID) -> ShardIdentity:
+            return dataclasses.replace(identity, rank=peer.rank)
 
         received = self._strategy.replicate_image(
             own.source if own else None,
             identity.ckpt_id,
-            room,
+            lambda peer, nbytes: self._shelf.make_room(of(peer), nbytes),
             tensors_on_gpu=own.on_gpu if own else False,
             error=error,
         )
-        return [self._shelf.received(self._of_peer(identity, peer)) for peer in received]
+        return [self._shelf.received(of(peer)) for peer in received]
 
     def _request(self, save: _Save) -> AsyncRequest:
         """What keeps the shards behind training, and what follows once it is over."""
@@ -426,22 +426,14 @@ class BaseCheckpointManager(ABC):
             for rank, records in enumerate(gathered)
         }
 
-    def _identity(self, iteration: int, generation: Generation) -> ShardIdentity:
-        return ShardIdentity(
-            self.session_id, generation, iteration, self.rank, self.world_size
-        )
-
-    def _of_peer(self, identity: ShardIdentity, ckpt_id: CkptID) -> ShardIdentity:
-        return dataclasses.replace(identity, rank=ckpt_id.rank)
-
 
 @dataclasses.dataclass
 class _Save:
     """One save under way; times by ``time.monotonic()``."""
 
+    identity: ShardIdentity
     called: float
     previous_iteration: int
-    identity: ShardIdentity = ShardIdentity("", Generation(0, 0), -1, 0, 1)
     shards: list[StagedShard] = dataclasses.field(default_factory=list)
     error: str | None = None
     staged: float = 0.0

@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, and whether a save is: pure functions of what the ranks report."""
+"""Which checkpoints are complete, and whether a save is: pure functions of the ranks' reports."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ class SaveOutcome:
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
         iteration, generation, error, missing = fields
         return cls(
-            iteration, Generation(*generation), error, tuple(CkptID(*ckpt_id) for ckpt_id in missing)
+            iteration,
+            Generation(*generation),
+            error,
+            tuple(CkptID(*ckpt_id) for ckpt_id in missing),
         )
 
 

@@ -18,8 +18,8 @@ __all__ = ["LocalCheckpointManager"]
 class LocalCheckpointManager(StoreCheckpointManager):
     """Keeps each rank's shards, and replicas of others', on the node's own disk.
 
-    All ranks of a node share the directory. With a replication strategy that has its process groups,
-    making the manager is a collective: placement is checked at once.
+    All ranks of a node share the directory. With a replication strategy that has its process
+    groups, making the manager is a collective: placement is checked at once.
 
     Args:
         root_local_ckpt_dir: Directory on a disk of this node; made if it is not there.

@@ -18,7 +18,7 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     StorageError,
 )
-from localckpt.ids import CkptID, ShardIdentity, ShardRecord
+from localckpt.ids import CkptID, ShardRecord
 from localckpt.managers.coverage import Checkpoint
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.exchange import ExchangePlan
@@ -80,9 +80,7 @@ class Recovery:
         self._domains = domains
         self._holdings = holdings
 
-    def load(
-        self, checkpoint: Checkpoint, session_id: str, options: LoadOptions
-    ) -> Loaded | None:
+    def load(self, checkpoint: Checkpoint, session_id: str, options: LoadOptions) -> Loaded | None:
         """Read this rank's shard; ``None`` on all ranks when some shard has no good copy left.
 
         Raises:

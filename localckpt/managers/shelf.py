@@ -81,7 +81,9 @@ class Shelf(ABC):
         """
 
     @abstractmethod
-    def worker_call(self, shards: Sequence[StagedShard]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def worker_call(
+        self, shards: Sequence[StagedShard]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A function and arguments that keep the shards from another process."""
 
     @abstractmethod

@@ -83,7 +83,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._stored.take_back(iteration)
 
     def _adopted_ranks(self) -> set[int]:
-        """Ranks that have a folder on this node and now run elsewhere; one rank looks after them."""
+        """Ranks with a folder on this node that now run elsewhere; one rank looks after them."""
         assert self._domains is not None
         here = [r for r, d in enumerate(self._domains) if d == self._stored.failure_domain]
         return self.store.ranks_with_folders() - set(here) if self.rank == here[0] else set()

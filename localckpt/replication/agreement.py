@@ -12,10 +12,10 @@ from localckpt import errors
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
 
-__all__ = ["Attempt", "agree"]
+__all__ = ["GRACE_S", "Attempt", "agree"]
 
-# A rank that failed waits this long for the others to have failed, too, and say why.
-_GRACE_S = 10.0
+# A rank whose connections broke waits this long for the others to have noticed, and say why.
+GRACE_S = 10.0
 
 
 class Attempt:
@@ -50,6 +50,7 @@ def agree(coordinator: Coordinator, phase: str, attempt: Attempt, payload: Any =
     Args:
         phase: What was attempted, as an infinitive.
         payload: Something for the other ranks, if it succeeded here.
+        grace_s: How long to wait for the others if it failed here.
 
     Returns:
         The payloads in rank order.
@@ -62,7 +63,7 @@ def agree(coordinator: Coordinator, phase: str, attempt: Attempt, payload: Any =
     failure = attempt.failure
     usual_s = coordinator.timeout_s
     if failure is not None:
-        coordinator.timeout_s = min(usual_s, _GRACE_S)
+        coordinator.timeout_s = min(usual_s, grace_s)
     try:
         records = coordinator.all_gather(
             phase, [_describe(failure), payload if failure is None else None]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.replication.agreement import GRACE_S, Attempt, agree
 from localckpt.replication.base import Accept, ReplicationStrategy, as_asked, new_name
 from localckpt.replication.groups import (
     GroupWrapper,
@@ -180,15 +180,19 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         agree(self._coordinator, f"make room for replicas of {what}", accepting)
 
         started = time.monotonic()
+        over_device = all(peer.over_device for peer in announced)
         with Attempt() as exchanging:
             assert source is not None
             sends = [(rank, source) for rank in receivers]
             receives = [(peer.rank, view) for peer, view in zip(senders, views, strict=True)]
-            self._exchange(announced, sends, receives)
-        agree(self._coordinator, f"replicate {what}", exchanging)
+            self._exchange(announced, sends, receives, over_device)
+        took_s = time.monotonic() - started
+        # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
+        grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
+        agree(self._coordinator, f"replicate {what}", exchanging, grace_s=grace_s)
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
-            what, mine.nbytes, count - 1, time.monotonic() - started,
+            what, mine.nbytes, count - 1, took_s,
         )  # fmt: skip
         return [peer.id_ for peer in senders]
 
@@ -216,8 +220,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         announced: Sequence[_Announcement],
         sends: list[tuple[int, ShardSource]],
         receives: list[tuple[int, memoryview]],
+        over_device: bool,
     ) -> None:
-        if not all(peer.over_device for peer in announced):
+        if not over_device:
             self._host_transport(announced).exchange(sends, receives)
             return
         if self._device is None:

@@ -111,7 +111,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             )
 
     def _count(self, leaf: type) -> int:
-        found = []
+        found: list[Any] = []
         map_tensors(self.state_dict, found.append, leaf)
         return len(found)
 

@@ -1,7 +1,7 @@
 """The image's first bytes: a safetensors header that also says what the shard is.
 
-Written without torch, so that a process that imports none can read what a file is. ``docs/format.md``
-describes the format; :func:`parse_header` refuses whatever does not follow it.
+Written without torch, so that a process that imports none can read what a file is. The format is
+described in ``docs/format.md``; :func:`parse_header` refuses whatever does not follow it.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _parse_identity(metadata: Any) -> ShardIdentity:
         isinstance(t, str) and t.isascii() and t.isdigit() and len(t) < 20 for t in texts
     ):
         _refuse("its metadata does not say which shard it is")
-    epoch, sequence, iteration, rank, world_size = (int(t) for t in texts)
+    epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
     return ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
 
 

@@ -23,7 +23,13 @@ from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.tensor_table import TensorTable, build_table, is_lazy, signature, slot_bytes
+from localckpt.state_dict.tensor_table import (
+    TensorTable,
+    build_table,
+    is_lazy,
+    signature,
+    slot_bytes,
+)
 
 __all__ = ["Capture", "ImagePlanner", "pack", "seal", "unpack"]
 

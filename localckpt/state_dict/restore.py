@@ -152,8 +152,10 @@ class _Target:
         self.stop = self.start + slot.nbytes
         self._tensor = tensor.detach()
         self._direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        filled = self._tensor if self._direct else torch.empty_like(
-            self._tensor, memory_format=torch.contiguous_format, device="cpu"
+        filled = (
+            self._tensor
+            if self._direct
+            else torch.empty_like(self._tensor, memory_format=torch.contiguous_format, device="cpu")
         )
         self._filled = filled
         self._flat = filled.view(-1).view(torch.uint8)
@@ -223,9 +225,7 @@ def _tensor_by_number(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tens
     return get
 
 
-def _check_same_structure(
-    saved: tuple[TableEntry, ...], given: tuple[TableEntry, ...]
-) -> None:
+def _check_same_structure(saved: tuple[TableEntry, ...], given: tuple[TableEntry, ...]) -> None:
     if [e.structure() for e in saved] == [e.structure() for e in given]:
         return
     there = {e.slot: e for e in given}

@@ -19,8 +19,10 @@ from localckpt.state_dict.base import TensorAwareStateDict
 __all__ = ["SafeGlobals"]
 
 _VALUES: dict[str, tuple[str, ...]] = {
-    "builtins": ("set", "frozenset", "complex", "slice", "range", "list", "dict", "tuple")
-    + ("int", "float", "str", "bytes", "bool"),
+    "builtins": (
+        *("set", "frozenset", "complex", "slice", "range", "list", "dict", "tuple"),
+        *("int", "float", "str", "bytes", "bool"),
+    ),
     "collections": ("OrderedDict", "defaultdict", "Counter", "deque"),
     "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
     "decimal": ("Decimal",),

@@ -9,7 +9,7 @@ from typing import Protocol
 __all__ = ["PIECE_NBYTES", "MemorySource", "ShardSource"]
 
 PIECE_NBYTES = 4 << 20
-"""Bytes that are handled at a time: a whole number of digest blocks, and few enough for the cache."""
+"""Bytes that are handled at a time: whole digest blocks, and few enough for the cache."""
 
 
 class ShardSource(Protocol):

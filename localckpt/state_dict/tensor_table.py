@@ -17,7 +17,15 @@ from localckpt.errors import CorruptShardError
 from localckpt.state_dict.header import RESERVED_NAMES
 from localckpt.state_dict.layout import TensorSlot
 
-__all__ = ["TableEntry", "TensorTable", "build_table", "is_lazy", "parse_entries", "signature", "slot_bytes"]
+__all__ = [
+    "TableEntry",
+    "TensorTable",
+    "build_table",
+    "is_lazy",
+    "parse_entries",
+    "signature",
+    "slot_bytes",
+]
 
 _LABELS = {
     torch.complex64: "C64",
@@ -244,7 +252,9 @@ def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) ->
     whole = (min(s for s, _ in spans), max(e for _, e in spans))
     for number, span in zip(cluster, spans, strict=True):
         if span == whole and tensors[number].is_contiguous():
-            fits = all((_span(tensors[n])[0] - whole[0]) % tensors[n].itemsize == 0 for n in cluster)
+            fits = all(
+                (_span(tensors[n])[0] - whole[0]) % tensors[n].itemsize == 0 for n in cluster
+            )
             return number if fits else None
     return None
 
@@ -254,7 +264,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return (0, 0)
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     return (start * tensor.itemsize, (start + reach + 1) * tensor.itemsize)
 
 

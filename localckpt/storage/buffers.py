@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.state_dict.copying import address_of
@@ -62,7 +62,8 @@ class Buffer(ABC):
 
         if self._pinned or not torch.cuda.is_available():
             return
-        code = torch.cuda.cudart().cudaHostRegister(address_of(self.view), len(self.view), 0)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(address_of(self.view), len(self.view), 0)
         self._pinned = int(code) == 0
         if not self._pinned:
             logger.warning("CUDA cannot pin %d bytes (error %s)", len(self.view), int(code))
@@ -71,7 +72,8 @@ class Buffer(ABC):
         if self._pinned:
             import torch
 
-            torch.cuda.cudart().cudaHostUnregister(address_of(self.view))
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(address_of(self.view))
             self._pinned = False
 
     _pinned = False

@@ -30,8 +30,8 @@ class DiskStore(Store):
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`Store`.
-        writer: Where the writing is done: by a ``"thread"`` of this process, from private memory, or
-            by another ``"process"``, from shared memory.
+        writer: Who writes: a ``"thread"`` of this process, from private memory, or another
+            ``"process"``, from shared memory.
         shared_memory: Directory of the shared buffers.
     """
 
@@ -89,6 +89,9 @@ class DiskStore(Store):
     def close(self) -> None:
         self._pool.close()
         super().close()
+
+    def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
+        """Files on disk are found again by name."""
 
     def _make_shared(self, nbytes: int) -> Buffer:
         name = f"{_STAGING_PREFIX}{Owner.me()}.{id(self):x}.{next(self._numbers)}"

@@ -97,9 +97,7 @@ class FileSource:
             os.close(self._fd)
             self._fd = -1
 
-    def _read_into(
-        self, fd: int, offset: int, view: memoryview, wanted: int | None = None
-    ) -> None:
+    def _read_into(self, fd: int, offset: int, view: memoryview, wanted: int | None = None) -> None:
         wanted = len(view) if wanted is None else wanted
         done = 0
         while done < wanted:

@@ -1,7 +1,7 @@
 """Which process owns a file, in a form that a later process can check.
 
-A process is told by the machine's boot, its pid and its start time together, so neither a reused pid
-nor a changed clock takes a dead owner for a live one.
+A process is told by the machine's boot, its pid and its start time together, so neither a reused
+pid nor a changed clock takes a dead owner for a live one.
 """
 
 from __future__ import annotations

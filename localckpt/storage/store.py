@@ -158,7 +158,7 @@ class Store(ABC):
                 self._dirty(identity).unlink(missing_ok=True)
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
-        """Rename a shard that turned out bad, so that it is not found again but can be looked at."""
+        """Rename a bad shard, so that it is not found again but can be looked at."""
         path = self._shards.pop(identity, None)
         if path is not None:
             logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
@@ -208,8 +208,9 @@ class Store(ABC):
                 self._became_spare(identity, spare)
         self._shards.pop(identity, None)
 
+    @abstractmethod
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
-        """A hook for stores that keep shards mapped."""
+        """A shard's file has become a spare."""
 
     def _identify(self, path: Path) -> ShardRecord | None:
         try:

@@ -1,7 +1,7 @@
 """What happens to an image behind training: hashed, written, made durable, given its name.
 
-A :class:`ShardWrite` is plain data and names, so a thread of the trainer or a worker process without
-torch can carry it out. After any error the file is dead: it is removed, never written to again.
+A :class:`ShardWrite` is plain data and names: a thread of the trainer can carry it out, or a worker
+process without torch. After any error the file is dead: it is removed, never written to again.
 """
 
 from __future__ import annotations

@@ -222,9 +222,7 @@ def test_check_for_errors_raises_without_waiting_and_keeps_the_call(
 
     assert owner.queue.get_num_unfinalized_calls() == 2
     work.write(gate)
-    with pytest.raises(OSError, match="failed on rank 0") if False else pytest.raises(
-        CheckpointingException, match="failed on rank 0"
-    ):
+    with pytest.raises(CheckpointingException, match="failed on rank 0"):
         owner.queue.wait_until_finished()
 
 

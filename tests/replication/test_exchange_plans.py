@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,11 +63,11 @@ def test_the_order_in_which_ranks_are_told_makes_no_difference(
     ranks = list(available)
     chance.shuffle(ranks)
     shuffled = {rank: set(available[rank]) for rank in ranks}
-    as_tuples = {
+    as_tuples: dict[int, Any] = {
         rank: [tuple(id_) for id_ in ids] for rank, ids in sorted(wanted.items(), reverse=True)
     }
 
-    assert plan_exchange(shuffled, as_tuples) == plan_exchange(available, wanted)  # type: ignore
+    assert plan_exchange(shuffled, as_tuples) == plan_exchange(available, wanted)
 
 
 @given(_worlds())
@@ -76,10 +78,10 @@ def test_sends_and_receives_and_required_ids_are_views_of_the_plan(
 
     plan = plan_exchange(available, wanted)
 
-    assert sum((plan.sends(rank) for rank in range(8)), []) == sorted(
+    assert list(chain.from_iterable(map(plan.sends, range(8)))) == sorted(
         plan.transfers, key=lambda entry: entry.sender
     )
-    assert sum((plan.receives(rank) for rank in range(8)), []) == plan.transfers
+    assert list(chain.from_iterable(map(plan.receives, range(8)))) == plan.transfers
     for rank in range(8):
         required = plan.required_ids(rank)
         assert len(required) == len(set(required))
@@ -89,7 +91,7 @@ def test_sends_and_receives_and_required_ids_are_views_of_the_plan(
 @given(st.integers(1, 6), st.integers(0, 20))
 def test_holders_of_everything_share_the_sending_evenly(holders: int, shards: int) -> None:
     ids = [CkptID(1, rank, "") for rank in range(shards)]
-    available = {rank: ids for rank in range(holders)}
+    available = dict.fromkeys(range(holders), ids)
 
     plan = plan_exchange(available, {99: ids})
 

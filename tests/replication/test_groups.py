@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def test_every_rank_is_in_one_clique_of_enough_ranks_a_jump_apart(
     assert cliques == sorted(cliques)
     for clique in cliques:
         assert factor <= len(clique) < 2 * factor
-        assert {b - a for a, b in zip(clique, clique[1:], strict=False)} == {jump}
+        assert {b - a for a, b in pairwise(clique)} == {jump}
     sizes_in_lane = [
         [len(clique) for clique in cliques if clique[0] % jump == lane] for lane in range(jump)
     ]

@@ -1,0 +1,516 @@
+"""The queue on several ranks: all finalize the same call in the same poll, or all raise the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from localckpt import AsyncCallsQueue, AsyncRequest
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException
+from tests.async_save import work
+from tests.ranks import await_announced, run_ranks, start_ranks
+
+PATIENCE_S = 20.0
+# (type, message) of an exception, since ranks are compared by what crosses process borders.
+Told = tuple[str, str]
+
+
+class Rank:
+    """One rank's queue, and what it was told."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S, **options: Any) -> None:
+        self.queue = AsyncCallsQueue(timeout_s=timeout_s, **options)
+        self.finalized: list[str] = []
+        self.failed: list[Told] = []
+
+    def schedule(self, function: Any, *args: Any, name: str = "") -> int:
+        return self.queue.schedule_async_request(
+            AsyncRequest(
+                function,
+                args,
+                [lambda: self.finalized.append(name)],
+                failure_fns=[lambda error: self.failed.append(told(error))],
+            )
+        )
+
+    def error_of(self, blocking: bool = True) -> Told | None:
+        try:
+            self.queue.maybe_finalize_async_calls(blocking)
+        except CheckpointingException as error:
+            return told(error)
+        return None
+
+
+def told(error: BaseException) -> Told:
+    return (type(error).__name__, str(error))
+
+
+def _train(rank: int, world_size: int, directory: Path, slow: int) -> list[tuple[int, list[int]]]:
+    """Trains with collectives between polls, which hang if a rank finalizes alone."""
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        when: list[tuple[int, list[int]]] = []
+        step = 0
+
+        def train() -> None:
+            dist.all_reduce(torch.ones(1))
+
+        while len(when) < 3 and step < 5000:
+            if queue.get_num_unfinalized_calls() == 0:
+                seconds = 0.1 if rank == slow else 0.0
+                queue.schedule_async_request(
+                    AsyncRequest(
+                        work.write_slowly, (directory / f"{rank}-{step}", seconds), [dist.barrier]
+                    )
+                )
+            train()
+            if done := queue.maybe_finalize_async_calls():
+                when.append((step, done))
+            step += 1
+        return when
+
+
+@pytest.mark.parametrize(("world_size", "slow"), [(2, 0), (2, 1), (4, 3)])
+def test_all_ranks_finalize_a_call_in_the_same_poll(
+    tmp_path: Path, world_size: int, slow: int
+) -> None:
+    results = run_ranks(_train, world_size, tmp_path, slow)
+
+    assert [done for _, done in results[0]] == [[0], [1], [2]]
+    assert results == [results[0]] * world_size
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_an_error_of_one_rank_is_the_same_error_on_every_rank(bad: int, blocking: bool) -> None:
+    results = run_ranks(_fail_by_name, 3, bad, blocking)
+
+    raised, failed, finalized = results[0]
+    assert results == [results[0]] * 3
+    assert raised[0] == "StorageError"
+    assert f"call 0 (_fail_or_not) failed on rank {bad}: StorageError: no space left" in raised[1]
+    assert failed == [raised]
+    assert finalized == ["second"]
+
+
+def _fail_or_not(function: str) -> None:
+    getattr(work, function)()
+
+
+def _fail_by_name(rank: int, world_size: int, bad: int, blocking: bool) -> Any:
+    one = Rank()
+    one.schedule(_fail_or_not, "fail_storage" if rank == bad else "nothing", name="first")
+    one.schedule(work.nothing, name="second")
+    deadline = time.monotonic() + PATIENCE_S
+    raised = None
+    while raised is None and time.monotonic() < deadline:
+        raised = one.error_of(blocking)
+        time.sleep(0.002)
+    one.queue.close()
+    return raised, one.failed, one.finalized
+
+
+def _fail_differently(rank: int, world_size: int) -> Any:
+    one = Rank()
+    one.schedule(_fail_or_not, ["fail_storage", "fail_value"][rank])
+    raised = one.error_of()
+    one.queue.close()
+    return raised
+
+
+def test_different_errors_become_one_that_names_each_rank_and_cause() -> None:
+    first, second = run_ranks(_fail_differently, 2)
+
+    assert first == second
+    assert first[0] == "CheckpointingException"
+    assert "rank 0: StorageError: no space left" in first[1]
+    assert "rank 1: ValueError: a number is wrong" in first[1]
+
+
+def _worker_is_killed(rank: int, world_size: int, directory: Path) -> Any:
+    one, gate = Rank(), directory / f"gate-{rank}"
+    one.schedule(work.write_when, directory / f"a-{rank}", gate)
+    pid = int(work.await_file(directory / f"a-{rank}.started"))
+    if rank == 1:
+        os.kill(pid, signal.SIGKILL)
+    work.write(gate)
+    raised = one.error_of()
+    one.schedule(work.write, directory / f"b-{rank}", name="b")
+    one.queue.close()
+    return raised, one.finalized, work.await_end(pid)
+
+
+def test_the_death_of_a_worker_is_raised_on_every_rank_and_the_next_call_works(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(_worker_is_killed, 2, tmp_path)
+
+    (kind, text), finalized, ended = results[0]
+    assert results == [results[0]] * 2
+    assert kind == "WorkerDiedError"
+    assert "rank 1" in text
+    assert "SIGKILL: out of memory?" in text
+    assert finalized == ["b"]
+    assert ended
+
+
+def _schedules_other(rank: int, world_size: int) -> Any:
+    one = Rank()
+    one.schedule(work.write if rank == 1 else work.nothing)
+    raised = one.error_of()
+    one.schedule(None, name="b")
+    one.queue.close()
+    return raised, one.failed, one.finalized
+
+
+def test_ranks_that_schedule_different_calls_are_told_who_is_where() -> None:
+    results = run_ranks(_schedules_other, 2)
+
+    raised, failed, finalized = results[0]
+    assert results == [results[0]] * 2
+    assert raised[0] == "MismatchError"
+    assert "rank 0 is at call 0 (nothing), rank 1 is at call 0 (write)" in raised[1]
+    assert failed == [raised]
+    assert finalized == ["b"]
+
+
+def _one_is_ahead(rank: int, world_size: int) -> Any:
+    one = Rank()
+    if rank == 1:
+        one.schedule(None, name="alone")
+        one.queue.maybe_finalize_async_calls(no_dist=True)
+    one.schedule(None, name=f"first of {rank}")
+    if rank == 0:
+        one.schedule(None, name="second of 0")
+    raised = one.error_of(blocking=False)
+    one.queue.close()
+    return raised, one.finalized
+
+
+def test_a_rank_that_is_ahead_keeps_its_call_for_when_the_others_have_come_there() -> None:
+    results = run_ranks(_one_is_ahead, 2)
+
+    assert results[0][0] == results[1][0]
+    assert "rank 0 is at call 0" in results[0][0][1]
+    assert "rank 1 is at call 1" in results[0][0][1]
+    assert results[0][1] == ["second of 0"]
+    assert results[1][1] == ["alone", "first of 1"]
+
+
+def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
+    one = Rank(timeout_s=1.0)
+    one.schedule(None)
+    if rank == absent:
+        await_announced("seen")
+        one.queue.close(abort=True)
+        return None
+    start = time.monotonic()
+    raised = one.error_of()
+    seconds = time.monotonic() - start
+    one.queue.close()
+    return raised, seconds, one.failed, one.queue.get_num_unfinalized_calls()
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> None:
+    with start_ranks(_one_never_comes, 3, absent) as ranks:
+        # The absent rank stays until the others are through, as one that hangs does.
+        threading.Timer(2.0, ranks.announce, ["seen"]).start()
+        results = ranks.join(30.0)
+
+    for rank in {0, 1, 2} - {absent}:
+        (kind, text), seconds, failed, left = results[rank]
+        assert kind == "PeerLostError"
+        assert f"rank {absent}" in text
+        assert seconds < 1.3
+        assert failed == [(kind, text)]
+        assert left == 0
+
+
+def _one_comes_late(rank: int, world_size: int, late: int) -> Any:
+    one = Rank(timeout_s=1.0)
+    one.schedule(None, name="first")
+    if rank == late:
+        time.sleep(1.5)
+    raised = one.error_of()
+    # The others wait here, so that all are together again.
+    dist.barrier()
+    one.schedule(None, name="second")
+    again = one.error_of()
+    one.queue.close()
+    return raised, again, one.finalized
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_too_late_finds_that_the_call_was_given_up(late: int) -> None:
+    results = run_ranks(_one_comes_late, 2, late)
+
+    for raised, again, finalized in results:
+        assert raised is not None
+        assert raised[0] == "PeerLostError"
+        assert again is None
+        assert finalized == ["second"]
+
+
+def _one_hangs(rank: int, world_size: int, directory: Path) -> Any:
+    one = Rank(timeout_s=1.5)
+    one.schedule(work.write_slowly, directory / f"a-{rank}", 60 if rank == 1 else 0)
+    pid = int(work.await_file(directory / f"a-{rank}.started"))
+    dist.barrier()
+    start = time.monotonic()
+    raised = one.error_of()
+    seconds = time.monotonic() - start
+    one.schedule(work.nothing, name="b")
+    one.queue.close()
+    return raised, one.failed, one.finalized, seconds < 1.6, work.await_end(pid)
+
+
+def test_a_call_that_hangs_on_one_rank_is_an_error_on_every_rank_that_names_it(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(_one_hangs, 2, tmp_path)
+
+    (kind, text), failed, finalized, in_time, ended = results[0]
+    assert results == [results[0]] * 2
+    assert kind == "CheckpointingException"
+    assert "failed on rank 1: CheckpointingException: call 0 (write_slowly) was not over" in text
+    assert failed == [(kind, text)]
+    assert finalized == ["b"]
+    assert in_time
+    assert ended
+
+
+def _one_is_killed(rank: int, world_size: int) -> Any:
+    one = Rank(timeout_s=2.0)
+    one.schedule(None, name="a")
+    one.queue.maybe_finalize_async_calls(blocking=True)
+    one.schedule(work.nothing, name="b")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raised = one.error_of()
+    one.queue.close()
+    return raised, one.finalized
+
+
+def test_a_rank_that_was_killed_is_named_with_what_it_did_last() -> None:
+    results = run_ranks(_one_is_killed, 3, expect_dead={1})
+
+    for (kind, text), finalized in (results[0], results[2]):
+        assert kind == "PeerLostError"
+        assert "rank 1 (last seen: agree on async call 0)" in text
+        assert finalized == ["a"]
+
+
+def _polls_differ(rank: int, world_size: int, directory: Path, blocking: int) -> Any:
+    one = Rank()
+    one.schedule(work.write_slowly, directory / f"a-{rank}", 0.1, name="a")
+    if rank == blocking:
+        one.queue.maybe_finalize_async_calls(blocking=True)
+    while not one.finalized:
+        one.queue.maybe_finalize_async_calls()
+        time.sleep(0.005)
+    dist.barrier()
+    one.schedule(None, name="b")
+    one.queue.close()
+    return one.finalized
+
+
+@pytest.mark.parametrize("blocking", [0, 1])
+def test_ranks_that_wait_and_ranks_that_poll_come_together(tmp_path: Path, blocking: int) -> None:
+    assert run_ranks(_polls_differ, 2, tmp_path, blocking) == [["a", "b"]] * 2
+
+
+def _polls_nothing(rank: int, world_size: int) -> Any:
+    one = Rank()
+    one.schedule(None)
+    one.queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    store = _get_default_store()
+    before = store.num_keys()
+    if rank == 1:
+        for _ in range(100):
+            one.queue.maybe_finalize_async_calls()
+            one.queue.maybe_finalize_async_calls(blocking=True)
+    after = store.num_keys()
+    dist.barrier()
+    one.queue.close()
+    return before == after
+
+
+def test_an_empty_queue_asks_nobody() -> None:
+    assert run_ranks(_polls_nothing, 2) == [True, True]
+
+
+def _many_calls(rank: int, world_size: int) -> Any:
+    one = Rank()
+    keys = []
+    for _ in range(6):
+        for _ in range(10):
+            one.schedule(work.note_pid, [])
+            while one.queue.get_num_unfinalized_calls():
+                one.queue.maybe_finalize_async_calls()
+        dist.barrier()
+        keys.append(_get_default_store().num_keys())
+        dist.barrier()
+    one.queue.close()
+    return keys
+
+
+def test_the_store_does_not_grow_with_the_calls() -> None:
+    keys, _ = run_ranks(_many_calls, 2)
+
+    assert keys[-1] - keys[1] < 40
+
+
+def _without_the_others(rank: int, world_size: int) -> Any:
+    one = Rank()
+    if rank == 1:
+        one.schedule(work.nothing, name="a")
+        one.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        one.queue.close()
+        with contextlib.suppress(CheckpointingException):
+            one.schedule(None)
+    return one.finalized
+
+
+def test_no_dist_asks_nobody() -> None:
+    assert run_ranks(_without_the_others, 2) == [[], ["a"]]
+
+
+def _without_dist_fails(rank: int, world_size: int) -> Any:
+    one = Rank()
+    one.schedule(work.fail_storage)
+    try:
+        one.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    except CheckpointingException as error:
+        return told(error)
+    finally:
+        one.queue.close()
+    return None
+
+
+def test_no_dist_names_this_rank() -> None:
+    results = run_ranks(_without_dist_fails, 2)
+
+    assert [kind for kind, _ in results] == ["StorageError"] * 2
+    assert ["on rank 0" in results[0][1], "on rank 1" in results[1][1]] == [True, True]
+
+
+def _in_a_group(rank: int, world_size: int) -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    one = Rank(process_group=groups[rank % 2])
+    one.schedule(_fail_or_not, "fail_storage" if rank == 3 else "nothing", name="a")
+    raised = one.error_of()
+    one.queue.close()
+    return raised, one.finalized
+
+
+def test_only_the_ranks_of_the_group_agree() -> None:
+    results = run_ranks(_in_a_group, 4)
+
+    assert results[0] == results[2] == (None, ["a"])
+    assert results[1] == results[3]
+    assert "failed on rank 3: StorageError" in results[1][0][1]
+    assert results[1][1] == []
+
+
+def _made_before_the_group(rank: int, world_size: int) -> Any:
+    one = Rank()
+    dist.init_process_group("gloo")
+    one.schedule(_fail_or_not, "fail_storage" if rank == 1 else "nothing")
+    raised = one.error_of()
+    one.queue.close()
+    dist.destroy_process_group()
+    return raised
+
+
+def test_a_queue_may_be_made_before_the_process_group() -> None:
+    first, second = run_ranks(_made_before_the_group, 2, init_group=False)
+
+    assert first == second
+    assert "failed on rank 1" in first[1]
+
+
+def _preload_fails(rank: int, world_size: int) -> Any:
+    one = Rank()
+    preload = work.fail_storage if rank == 1 else work.nothing
+    one.queue.schedule_async_request(AsyncRequest(work.nothing, (), [], preload_fn=preload))
+    raised = one.error_of()
+    one.queue.close()
+    return raised
+
+
+def test_a_preload_that_fails_on_one_rank_is_raised_on_all() -> None:
+    first, second = run_ranks(_preload_fails, 2)
+
+    assert first == second
+    assert "failed on rank 1: StorageError" in first[1]
+
+
+def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) -> Any:
+    seen: list[Any] = []
+    coordinator = Coordinator("mine", timeout_s=PATIENCE_S) if own_coordinator else None
+
+    def check_that_all_have_worked() -> None:
+        seen.append(_get_default_store().check([f"worked/{r}" for r in range(world_size)]))
+
+    def do() -> None:
+        if rank == bad:
+            work.fail_storage()
+        time.sleep(0.05 * rank)
+        _get_default_store().set(f"worked/{rank}", "")
+
+    request = AsyncRequest(
+        do,
+        (),
+        [check_that_all_have_worked],
+        failure_fns=[lambda error: seen.append(told(error))],
+    )
+    for _ in range(2):
+        try:
+            request.execute_sync(coordinator)
+        except CheckpointingException as error:
+            seen.append(told(error))
+    return seen
+
+
+@pytest.mark.parametrize("own_coordinator", [True, False])
+def test_execute_sync_finalizes_when_all_ranks_are_done(own_coordinator: bool) -> None:
+    assert run_ranks(_sync, 3, None, own_coordinator) == [[True, True]] * 3
+
+
+def test_execute_sync_raises_on_every_rank_what_one_fails_with() -> None:
+    results = run_ranks(_sync, 3, 1, False)
+
+    raised = results[0][0]
+    assert raised[0] == "StorageError"
+    assert "failed on rank 1" in raised[1]
+    assert results == [[raised] * 4] * 3
+
+
+def _many_ranks(rank: int, world_size: int, directory: Path) -> Any:
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        finalized = []
+        for step in range(12):
+            if step % 3 == 0:
+                queue.schedule_async_request(
+                    AsyncRequest(work.append, (directory / f"{rank}", str(step)), [])
+                )
+            finalized += queue.maybe_finalize_async_calls()
+        finalized += queue.maybe_finalize_async_calls(blocking=True)
+    return finalized
+
+
+def test_eight_ranks_finalize_the_same_calls_in_order(tmp_path: Path) -> None:
+    assert run_ranks(_many_ranks, 8, tmp_path) == [[0, 1, 2, 3]] * 8
+    assert (tmp_path / "7").read_text() == "+0 -0 +3 -3 +6 -6 +9 -9 "

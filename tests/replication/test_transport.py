@@ -1,0 +1,293 @@
+"""Bytes arrive as they were sent, and a peer that is gone ends in an error in time."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt.errors import MismatchError, PeerLostError, StorageError
+from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.transport import (
+    DeviceTransport,
+    HostTransport,
+    Transport,
+    choose_transport,
+)
+from localckpt.state_dict.source import MemorySource, ShardSource
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.replication.sources import FailingSource, ScratchSource, SignallingSource, image
+
+_CHUNK = 1000
+
+
+def _transport(kind: str, timeout_s: float = 20.0) -> Transport:
+    if kind == "device":
+        return DeviceTransport(None, "cpu", timeout_s, bucket_nbytes=_CHUNK)
+    return HostTransport(None, timeout_s, chunk_nbytes=_CHUNK)
+
+
+class _PackingSource(ScratchSource):
+    """Puts its bytes into a bucket by itself, as a state in device memory does."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        raise AssertionError("should have been asked to fill the bucket")
+
+    def fill(self, bucket: torch.Tensor, start: int, stop: int) -> None:
+        part = bytearray(self.content[start:stop])
+        bucket.copy_(torch.frombuffer(part, dtype=torch.uint8))
+
+
+def _source(kind: str, number: int, content: bytes) -> ShardSource:
+    variants: list[ShardSource] = [
+        MemorySource(memoryview(bytearray(content))),
+        MemorySource(memoryview(content)),
+        ScratchSource(content, delay_s=0.001 * number),
+    ]
+    if kind == "device":
+        variants.append(_PackingSource(content))
+    return variants[number % len(variants)]
+
+
+def _nbytes(sender: int, receiver: int, number: int) -> int:
+    """Sizes around the borders of chunks, nothing at all included; different for every transfer."""
+    borders = [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 2 * _CHUNK, 5 * _CHUNK + 7]
+    return borders[(sender + 2 * receiver + 3 * number) % len(borders)]
+
+
+def _everything_to_everyone(rank: int, world_size: int, kind: str, images: int) -> None:
+    transport = _transport(kind)
+    peers = [peer for peer in range(world_size) if peer != rank]
+    for turn in range(3):
+        sends = []
+        receives = []
+        expected = []
+        for number in range(images):
+            for peer in peers:
+                content = image((turn, rank, peer, number), _nbytes(rank, peer, number))
+                sends.append((peer, _source(kind, number + rank, content)))
+                coming = image((turn, peer, rank, number), _nbytes(peer, rank, number))
+                receives.append((peer, memoryview(bytearray(len(coming)))))
+                expected.append(coming)
+
+        transport.exchange(sends, receives)
+
+        assert [bytes(view) for _, view in receives] == expected
+    assert not transport.broken
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize(("world_size", "images"), [(2, 7), (3, 3), (4, 2)])
+def test_every_image_arrives_where_it_belongs(kind: str, world_size: int, images: int) -> None:
+    run_ranks(_everything_to_everyone, world_size, kind, images)
+
+
+def _one_way(rank: int, world_size: int, kind: str) -> None:
+    content = image("one way", 10 * _CHUNK)
+    sends: list[tuple[int, ShardSource]] = []
+    receives = []
+    if rank == 0:
+        source = ScratchSource(content)
+        sends = [(peer, source) for peer in range(1, world_size)]
+    else:
+        receives = [(0, memoryview(bytearray(len(content))))]
+
+    _transport(kind).exchange(sends, receives)
+
+    assert all(bytes(view) == content for _, view in receives)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_one_source_can_be_sent_to_many(kind: str) -> None:
+    run_ranks(_one_way, 4, kind)
+
+
+def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> Any:
+    transport = _transport(kind, timeout_s=2.0)
+    content = image(rank, 50 * _CHUNK)
+    source: ShardSource = ScratchSource(content)
+    if rank == 1:
+        source = SignallingSource(content, 20 * _CHUNK, sig)
+    peers = [peer for peer in range(world_size) if peer != rank]
+    place = bytearray(len(content) * len(peers))
+    views = [memoryview(place)[i * len(content) :][: len(content)] for i in range(len(peers))]
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as raised:
+        transport.exchange([(peer, source) for peer in peers], list(zip(peers, views, strict=True)))
+    took = time.monotonic() - started
+
+    assert transport.broken
+    with pytest.raises(PeerLostError, match="before"):
+        transport.exchange([], [])
+    if rank != 1 and sig == signal.SIGSTOP:
+        then = bytes(place)
+        announce("gave up")
+        await_announced("resumed")
+        time.sleep(0.2)
+        assert bytes(place) == then, "a late peer wrote into memory that was given back"
+    transport.close()
+    return str(raised.value), took
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_peer_that_dies_is_named_with_how_far_it_came(kind: str, world_size: int) -> None:
+    results = run_ranks(_lose_a_peer, world_size, kind, signal.SIGKILL, expect_dead=[1])
+
+    told, took = results[0]
+    assert "rank 0 was exchanging shards, and rank 1 (" in told
+    assert " of 50,000 bytes came from it" in told
+    assert "restart the job" in told
+    assert took < 2.0
+
+
+def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -> None:
+    with start_ranks(_lose_a_peer, 2, "host", signal.SIGSTOP) as group:
+        group.await_announced("gave up")
+        group.kill(1, signal.SIGCONT)
+        group.announce("resumed")
+        (told, took), (peer_told, _) = group.join()
+
+    assert "rank 1 (" in told
+    assert "did not finish within 2 s" in told
+    assert 1.5 < took < 3.5
+    assert "rank 0 (" in peer_told
+
+
+def _fail_to_read(rank: int, world_size: int, kind: str) -> tuple[str, float]:
+    transport = _transport(kind)
+    content = image(rank, 50 * _CHUNK)
+    source: ShardSource = ScratchSource(content)
+    expected: type[Exception] = PeerLostError
+    if rank == 1:
+        source, expected = (
+            FailingSource(content, 3 * _CHUNK, StorageError("disk gone")),
+            StorageError,
+        )
+    peers = [peer for peer in range(world_size) if peer != rank]
+    started = time.monotonic()
+    with pytest.raises(expected) as raised:
+        transport.exchange(
+            [(peer, source) for peer in peers],
+            [(peer, memoryview(bytearray(len(content)))) for peer in peers],
+        )
+    return str(raised.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_source_that_fails_raises_here_and_frees_the_peers_at_once(world_size: int) -> None:
+    results = run_ranks(_fail_to_read, world_size, "host")
+
+    assert results[1][0] == "disk gone"
+    assert all(took < 5.0 for _, took in results)
+
+
+def _less_than_expected(rank: int, world_size: int) -> str:
+    transport = _transport("host", timeout_s=1.0)
+    if rank == 1:
+        source = MemorySource(memoryview(bytearray(3 * _CHUNK)))
+        with pytest.raises(PeerLostError):
+            transport.exchange([(0, source)], [(0, memoryview(bytearray(1)))])
+        return ""
+    with pytest.raises(PeerLostError) as raised:
+        transport.exchange([], [(1, memoryview(bytearray(5 * _CHUNK)))])
+    return str(raised.value)
+
+
+def test_bytes_that_never_come_end_in_an_error_that_counts_those_that_did() -> None:
+    told = run_ranks(_less_than_expected, 2)[0]
+
+    assert "rank 1 (3,000 of 5,000 bytes came from it" in told
+
+
+def _own_connections(rank: int, world_size: int) -> None:
+    first = HostTransport.connect("first", [0, 2], rank, 1.0) if rank != 1 else None
+    if first is not None:
+        peer = 2 - rank
+        with pytest.raises(PeerLostError):
+            first.exchange([], [(peer, memoryview(bytearray(10)))])
+        with pytest.raises(MismatchError, match="not among the ranks"):
+            HostTransport.connect("other", [0, 2], rank, 5.0).exchange(
+                [], [(1, memoryview(bytearray(10)))]
+            )
+
+    dist.barrier()
+    second = HostTransport.connect("second", range(world_size), rank, 5.0)
+    place = memoryview(bytearray(5))
+    second.exchange(
+        [((rank + 1) % world_size, MemorySource(memoryview(bytearray(b"hello"))))],
+        [((rank - 1) % world_size, place)],
+    )
+    assert bytes(place) == b"hello"
+    second.close()
+    dist.barrier()
+
+
+def test_own_connections_break_alone() -> None:
+    run_ranks(_own_connections, 3)
+
+
+def _connect_alone(rank: int, world_size: int) -> None:
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
+            HostTransport.connect("alone", [0, 1], rank, 1.0)
+
+
+def test_a_peer_that_never_connects_ends_in_an_error() -> None:
+    run_ranks(_connect_alone, 2)
+
+
+def _chosen(rank: int, world_size: int) -> list[str]:
+    return [type(choose_transport(None, on_gpu)).__name__ for on_gpu in (False, True)]
+
+
+def test_gloo_sends_host_memory_whatever_the_tensors_are_on() -> None:
+    assert run_ranks(_chosen, 2) == [["HostTransport", "HostTransport"]] * 2
+
+
+def test_a_world_of_one_has_nothing_to_exchange() -> None:
+    transport = choose_transport(None, tensors_on_gpu=False)
+
+    transport.exchange([], [])
+
+    assert isinstance(transport, HostTransport)
+
+
+def test_nccl_alone_sends_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group = GroupWrapper()
+
+    group.supported_devices = frozenset({"cuda"})
+    assert isinstance(choose_transport(group, tensors_on_gpu=False), DeviceTransport)
+    group.supported_devices = frozenset({"cpu", "cuda"})
+    assert isinstance(choose_transport(group, tensors_on_gpu=False), HostTransport)
+    assert isinstance(choose_transport(group, tensors_on_gpu=True), DeviceTransport)
+    group.supported_devices = frozenset({"xpu"})
+    with pytest.raises(MismatchError, match="neither host nor CUDA"):
+        choose_transport(group, tensors_on_gpu=False)
+
+
+def _over_nccl(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    transport = choose_transport(None, tensors_on_gpu=True, timeout_s=60.0)
+    assert isinstance(transport, DeviceTransport)
+    contents = [image(sender, 100 * 2**20 + sender) for sender in range(world_size)]
+    place = memoryview(bytearray(len(contents[rank - 1])))
+
+    transport.exchange(
+        [((rank + 1) % world_size, MemorySource(memoryview(contents[rank])))],
+        [((rank - 1) % world_size, place)],
+    )
+
+    assert place == contents[rank - 1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_device_memory_travels_over_nccl() -> None:
+    run_ranks(_over_nccl, 2, backend="nccl", timeout_s=120.0)

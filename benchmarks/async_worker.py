@@ -18,7 +18,7 @@ from benchmarks.setup import Options, Saver, closing_all, make_setting
 
 __all__ = ["measure"]
 
-_LOOP_S = 3.0
+_LOOP_S = 1.0
 
 
 def measure(options: Options) -> Report:
@@ -40,7 +40,7 @@ def measure(options: Options) -> Report:
             steps = _steps_for(step, _LOOP_S)
             lost: dict[str, list[float]] = {worker: [] for worker in savers}
             stalls: dict[str, list[float]] = {worker: [] for worker in savers}
-            for _ in range(options.rounds):
+            for _ in range(2 * options.rounds):
                 for worker, saver in savers.items():
                     alone = _loop_s(step, steps, saver)
                     stall, behind = _loop_with_save_s(step, steps, saver)

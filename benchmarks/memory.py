@@ -17,7 +17,7 @@ from benchmarks.state import build_state, state_nbytes
 
 __all__ = ["measure"]
 
-_SAVES = 6
+_SAVES = 3
 
 
 def measure(options: Options) -> Report:
@@ -31,11 +31,15 @@ def measure(options: Options) -> Report:
         with _sampled_peak() as peak:
             saver = Saver(localckpt.LocalCheckpointManager(root, async_worker=worker), state)
             with closing_all([saver]):
-                saver.warm_up(_SAVES)
+                for _ in range(_SAVES):
+                    # The second starts while the first may be under way, so both buffers are used.
+                    saver.start()
+                    saver.start()
+                    saver.finish()
                 image = largest_file(root).stat().st_size
                 own = _status_bytes("VmHWM") - own_before
         family = peak[0] - family_before
-        note = f"{_SAVES} saves, {worker}; goal: 2 images and little more"
+        note = f"{_SAVES} times two saves at once; goal: 2 images and little more"
         report.fact(f"image, {worker}", image / 1e9, "GB")
         report.fact(f"trainer's peak (VmHWM), {worker}", own / image, "images", note)
         report.fact(

@@ -52,8 +52,8 @@ def _measure_ours(report: Report, setting: Setting, file: RecycledFile, options:
             saver.warm_up()
         for _ in range(options.rounds):
             for worker, saver in savers.items():
-                copy_s = setting.copy_in_s()
                 write_s = file.write_s()
+                copy_s = setting.copy_in_s()
                 stall_s = saver.start()
                 durable_s = saver.finish()
                 stalls[worker].add(copy_s, stall_s)

@@ -47,6 +47,7 @@ def main() -> None:
     replication = localckpt.CliqueReplicationStrategy.from_replication_params(
         replication_jump=2, replication_factor=2
     )
+    manager: localckpt.BaseCheckpointManager
     if options.tier == "disk":
         manager = localckpt.LocalCheckpointManager(options.store, "demo", replication, timeout=30)
     else:

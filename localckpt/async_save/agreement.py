@@ -50,13 +50,31 @@ class Agreement:
             start: When the waits for this call began, by the monotonic clock.
 
         Raises:
-            PeerLostError: Some rank did not come in time. After a poll without ``blocking`` it
-                can be asked again; else :meth:`gather` must follow with that error.
+            PeerLostError: The first rank did not come in time. After a poll without ``blocking``
+                it can be asked again; else :meth:`gather` must follow with that error.
         """
         while not self._poll(is_over, blocking, start):
             if not blocking:
                 return False
         return True
+
+    def missing_reports(self, start: float) -> PeerLostError | None:
+        """Report that the call is over on this rank; the first rank waits for all to do so.
+
+        The gathering must not begin before: a rank that reads it late, when others have given up,
+        must find there that they did.
+        """
+        over, nap_s = _over(self._settled), _SHORTEST_NAP_S
+        self._report_once()
+        while self._ranks.rank == 0 and not self._ranks.reported_by_all(over):
+            waited_s = time.monotonic() - start
+            if waited_s > _FIRST_RANK * self._timeout_s:
+                return PeerLostError(
+                    f"not every rank had reported within {waited_s:.1f} s that {over}"
+                )
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return None
 
     def gather(self, report: CallReport, start: float) -> list[CallReport]:
         """Settle the call: what every rank says of it, in rank order.
@@ -76,45 +94,30 @@ class Agreement:
         return [CallReport.from_json(record) for record in records]
 
     def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
-        gave_up_s = None
-
         def decide() -> bool:
-            nonlocal gave_up_s
-            if not blocking:
-                return is_over() and self._ranks.reported_by_all(_over(self._settled))
-            if not self._wait_for_reports(start + _FIRST_RANK * self._timeout_s):
-                gave_up_s = time.monotonic() - start
-            return True
+            return blocking or (is_over() and self._ranks.reported_by_all(_over(self._settled)))
 
-        self._forget_one()
-        if not self._reported and is_over():
-            self._ranks.report(_over(self._settled))
-            self._reported = True
+        self._forget_some()
+        if is_over():
+            self._report_once()
         self._set_deadline(start + self._timeout_s * (_OTHER_RANKS if blocking else 1.0))
         question = f"decide on async call {self._settled} (poll {self._polls})"
         decision = self._ranks.follow_first_rank(question, decide)
         self._polls += 1
         self._asked.append(question)
-        if gave_up_s is not None:
-            raise PeerLostError(
-                f"after {gave_up_s:.1f} s not every rank had reported that its part of async "
-                f"call {self._settled} was over"
-            )
         return decision
 
-    def _wait_for_reports(self, deadline: float) -> bool:
-        nap_s = _SHORTEST_NAP_S
-        while not self._ranks.reported_by_all(_over(self._settled)):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        return True
+    def _report_once(self) -> None:
+        if not self._reported:
+            self._ranks.report(_over(self._settled))
+            self._reported = True
 
-    def _forget_one(self) -> None:
-        # One a poll keeps pace with what polls leave, and no single poll pays for all.
-        if self._ranks.rank == 0 and self._forgettable:
-            self._ranks.forget(self._forgettable.popleft())
+    def _forget_some(self) -> None:
+        # Two a poll keep pace with what polls and calls leave, and no single poll pays for all.
+        for _ in range(min(2, len(self._forgettable))):
+            name = self._forgettable.popleft()
+            if self._ranks.rank == 0:
+                self._ranks.forget(name)
 
     def _set_deadline(self, deadline: float) -> None:
         self._ranks.timeout_s = round(max(0.0, deadline - time.monotonic()), 2)

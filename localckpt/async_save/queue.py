@@ -288,7 +288,8 @@ class AsyncCallsQueue:
     def _ask_all_ranks(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
         """What all ranks say of their oldest call, or ``None`` while it is not over on all."""
         assert self._agreement is not None
-        start, trouble = time.monotonic(), None
+        start = time.monotonic()
+        trouble: PeerLostError | None = None
         if blocking:
             self._wait_for_own_work(entry, start)
         try:
@@ -298,8 +299,9 @@ class AsyncCallsQueue:
             if not blocking:
                 raise
             trouble = error
-        # The first rank may have given up on this one.
+        # The first rank may wait for this one, though this one came to poll only.
         self._wait_for_own_work(entry, start)
+        trouble = trouble or self._agreement.missing_reports(start)
         try:
             return self._agreement.gather(entry.report(trouble), start)
         except PeerLostError as error:

@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from localckpt.errors import MismatchError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
@@ -68,7 +70,7 @@ class StoreShelf(Shelf):
         source = None
         if travels:
             sealing = self._sealer.submit(seal, image, covered, identity)
-            source = _StagedSource(image, capture, identity, covered, sealing)
+            source = _StagedSource(image, capture, covered, sealing)
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
         )
@@ -156,13 +158,12 @@ class _StagedSource(MemorySource):
         self,
         image: memoryview,
         capture: Capture,
-        identity: ShardIdentity,
         covered_nbytes: int,
         sealing: Future[None],
     ) -> None:
         super().__init__(image)
         self._capture = capture
-        self._identity = identity
+        self._data_start = covered_nbytes - len(capture.skeleton) - capture.layout.nbytes
         self._covered_nbytes = covered_nbytes
         self._sealing = sealing
 
@@ -170,3 +171,8 @@ class _StagedSource(MemorySource):
         if stop > self._covered_nbytes:
             self._sealing.result()
         return super().read(start, stop)
+
+    def fill(self, bucket: torch.Tensor, start: int, stop: int) -> None:
+        """Put bytes ``[start, stop)`` into device memory."""
+        self.read(start, stop)
+        self._capture.fill(bucket[: stop - start], self.view, self._data_start, start)

@@ -44,7 +44,14 @@ class Attempt:
         return False
 
 
-def agree(coordinator: Coordinator, phase: str, attempt: Attempt, payload: Any = None) -> list[Any]:
+def agree(
+    coordinator: Coordinator,
+    phase: str,
+    attempt: Attempt,
+    payload: Any = None,
+    *,
+    grace_s: float = GRACE_S,
+) -> list[Any]:
     """Tell every rank how an attempt ended here; return if it succeeded on all.
 
     Args:

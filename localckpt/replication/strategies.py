@@ -153,7 +153,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         error: str | None = None,
     ) -> list[CkptID]:
         if source is None and error is None:
-            raise CheckpointingException("replicate_image was given neither an image nor an error")
+            error = "it was given neither an image nor an error"
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         mine = _Announcement(

@@ -26,7 +26,7 @@ from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.tensor_table import (
     TensorTable,
     build_table,
-    is_lazy,
+    is_flat,
     signature,
     slot_bytes,
 )
@@ -126,7 +126,7 @@ class Capture:
                 continue
             start = len(header) + slot.offset
             tensor = slot_bytes(self.tensors[number].detach(), span)
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor):
+            if tensor.device.type == "cpu" and is_flat(tensor):
                 jobs.append((base + start, tensor.data_ptr(), slot.nbytes))
             else:
                 _copy_by_torch(image[start : start + slot.nbytes], tensor)
@@ -138,6 +138,34 @@ class Capture:
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         return covered
+
+    def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
+        """Put a part of the image into device memory, without a way through the host.
+
+        What lies on the bucket's device is copied there; the rest comes from the written image.
+
+        Args:
+            bucket: uint8, contiguous; receives the bytes from ``start`` on, as many as it has.
+            image: The image, as :meth:`write` left it.
+            data_start: Where the tensor data begins in it.
+            start: First byte to copy.
+        """
+        stop, done = start + bucket.numel(), start
+        for slot, (number, span) in sorted(
+            zip(self.layout.slots, self.table.sources, strict=True), key=lambda s: s[0].offset
+        ):
+            offset = data_start + slot.offset
+            begin, end = max(start, offset), min(stop, offset + slot.nbytes)
+            if begin >= end:
+                continue
+            tensor = slot_bytes(self.tensors[number].detach(), span)
+            if tensor.device != bucket.device or not is_flat(tensor):
+                continue
+            _copy_up(bucket[done - start : begin - start], image[done:begin])
+            flat = tensor.view(-1).view(torch.uint8)
+            bucket[begin - start : end - start].copy_(flat[begin - offset : end - offset])
+            done = end
+        _copy_up(bucket[done - start :], image[done:stop])
 
     def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
         return render_header(self.slots_json, self.layout.nbytes, len(self.skeleton), identity)
@@ -176,3 +204,8 @@ def unpack(
 def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:
     flat = torch.frombuffer(place, dtype=torch.uint8)
     flat.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def _copy_up(place: torch.Tensor, image: memoryview) -> None:
+    if len(image):
+        place.copy_(torch.frombuffer(image, dtype=torch.uint8))

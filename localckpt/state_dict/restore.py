@@ -22,7 +22,13 @@ from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import insert_tensors
 from localckpt.state_dict.source import ShardSource
-from localckpt.state_dict.tensor_table import TableEntry, TensorTable, parse_entries, slot_bytes
+from localckpt.state_dict.tensor_table import (
+    TableEntry,
+    TensorTable,
+    is_flat,
+    parse_entries,
+    slot_bytes,
+)
 
 __all__ = ["ImageReader"]
 
@@ -151,7 +157,7 @@ class _Target:
         self.start = data_start + slot.offset
         self.stop = self.start + slot.nbytes
         self._tensor = tensor.detach()
-        self._direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        self._direct = is_flat(tensor)
         filled = (
             self._tensor
             if self._direct

@@ -21,7 +21,7 @@ __all__ = [
     "TableEntry",
     "TensorTable",
     "build_table",
-    "is_lazy",
+    "is_flat",
     "parse_entries",
     "signature",
     "slot_bytes",
@@ -140,7 +140,7 @@ def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tupl
                 group,
                 tensor.storage_offset(),
                 tensor.stride(),
-                is_lazy(tensor),
+                _is_lazy(tensor),
             )
         )
     return tuple(rows)
@@ -221,7 +221,7 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     by_storage: dict[tuple[str, int], list[int]] = {}
     clusters: list[list[int]] = []
     for number, tensor in enumerate(tensors):
-        if tensor.is_meta or tensor.numel() == 0 or is_lazy(tensor):
+        if tensor.is_meta or tensor.numel() == 0 or _is_lazy(tensor):
             clusters.append([number])
         else:
             key = (str(tensor.device), _storage_address(tensor))
@@ -277,7 +277,12 @@ def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether its value is one run of bytes in its storage."""
+    return tensor.is_contiguous() and not _is_lazy(tensor)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether its value is not what its storage holds (a pending conjugation or negation)."""
     return tensor.is_conj() or tensor.is_neg()
 

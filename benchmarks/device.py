@@ -10,7 +10,7 @@ import localckpt
 from benchmarks import replicate
 from benchmarks.report import Comparison, Report
 from benchmarks.setup import Options, Saver, closing_all
-from benchmarks.state import build_state, state_nbytes
+from benchmarks.state import build_state, expected_nbytes
 
 __all__ = ["measure"]
 
@@ -21,7 +21,7 @@ def measure(options: Options) -> Report:
     if not torch.cuda.is_available():
         report.fact("GPUs", 0, "", "nothing was measured here")
         return report
-    nbytes = state_nbytes(build_state(options.width))
+    nbytes = expected_nbytes(options.width)
     stall = report.compared("stall of save from the GPU", "one pinned copy", nbytes, 1.3)
     _measure_staging(stall, options)
     torch.cuda.empty_cache()

@@ -19,13 +19,13 @@ import torch.distributed as dist
 import localckpt
 from benchmarks.report import Report
 from benchmarks.setup import Options, Saver, closing_all, largest_file
-from benchmarks.state import GPT2_WIDTH, build_state
+from benchmarks.state import build_state, expected_nbytes
 
 __all__ = ["measure", "measure_into"]
 
 _TIMEOUT_S = 900.0
-# Per rank: the state, two images staged, two received, and the two buffers of the raw exchange.
-_COPIES_PER_RANK = 7
+# Per rank: the state, an image staged, one received, and the two buffers of the raw exchange.
+_COPIES_PER_RANK = 5
 
 
 def measure(options: Options) -> Report:
@@ -121,9 +121,8 @@ def _exchange_s(sent: torch.Tensor, received: torch.Tensor, peer: int) -> float:
 
 
 def _width_that_fits(width: int) -> int:
-    state_nbytes = 1.5e9 * (width / GPT2_WIDTH) ** 2
     available = psutil.virtual_memory().available
-    if 2 * _COPIES_PER_RANK * state_nbytes < 0.9 * available:
+    if 2 * _COPIES_PER_RANK * expected_nbytes(width) < 0.9 * available:
         return width
     print(f"replicate: {available / 1e9:.0f} GB free, so half the width is measured")
     return width // 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 
-__all__ = ["GPT2_WIDTH", "build_state", "state_nbytes", "state_tensors"]
+__all__ = ["GPT2_WIDTH", "build_state", "expected_nbytes", "state_nbytes", "state_tensors"]
 
 GPT2_WIDTH = 768
 _LAYERS, _VOCABULARY, _CONTEXT = 12, 50257, 1024
@@ -31,6 +32,11 @@ def build_state(width: int = GPT2_WIDTH, seed: int = 0, device: str = "cpu") -> 
         "optimizer": {"state": moments, "param_groups": groups},
         "iteration": 100,
     }
+
+
+def expected_nbytes(width: int) -> int:
+    """Bytes of :func:`build_state`, without building it."""
+    return sum(4 * (3 * prod(shape) + 1) for _, shape in _parameter_shapes(width))
 
 
 def state_tensors(state: dict[str, Any]) -> list[torch.Tensor]:

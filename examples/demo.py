@@ -36,7 +36,7 @@ LOSE_AT = 27  # three iterations after a save: that much is lost
 SAY_EVERY = 12
 STILL_S = 90.0
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_NEEDED = 400_000_000
+SHARED_MEMORY_NEEDED = 300_000_000
 
 
 class DemoFailed(Exception):

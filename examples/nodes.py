@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -143,13 +143,11 @@ class Node:
 @contextmanager
 def running(nodes: list[Node]) -> Iterator[None]:
     """Start the nodes in this order, and leave nothing of them running."""
-    try:
+    with ExitStack() as stack:
         for node in nodes:
+            stack.callback(node.kill)
             node.start()
         yield
-    finally:
-        for node in nodes:
-            node.kill()
 
 
 def free_port() -> int:

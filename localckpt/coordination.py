@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,9 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt.errors import PeerLostError
 
 __all__ = ["Coordinator"]
-
-# One wait on the store blocks every other user of the same client, so waits come in slices.
-_SLICE_S = 1.0
 
 
 class Coordinator:
@@ -54,8 +50,8 @@ class Coordinator:
             return
         members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
         prefix = f"localckpt/{members}/{name}"
-        store = _default_store()
         with _store_errors(f"open the coordinator {name!r}"):
+            store = _own_client(_default_store())
             instance = store.add(f"{prefix}/instances/{self.rank}", 1)
         self._store = PrefixStore(f"{prefix}/{instance}", store)
 
@@ -137,25 +133,13 @@ class Coordinator:
 
     def _wait(self, keys: list[str], phase: str, waited_for: list[int] | None = None) -> None:
         assert self._store is not None
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait(keys, timedelta(seconds=max(0.001, min(_SLICE_S, left))))
-                return
-            except dist.DistNetworkError:
-                raise
-            except dist.DistStoreError:
-                if time.monotonic() < deadline:
-                    continue
-            late = [
-                rank
-                for rank, key in zip(waited_for or range(self.world_size), keys, strict=True)
-                if not self._store.check([key])
-            ]
-            if not late:
-                return
-            raise PeerLostError(self._describe_late(late, phase))
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except dist.DistStoreError as error:
+            asked = zip(waited_for or range(self.world_size), keys, strict=True)
+            late = [rank for rank, key in asked if not self._store.check([key])]
+            if late:
+                raise PeerLostError(self._describe_late(late, phase)) from error
 
     def _describe_late(self, late: list[int], phase: str) -> str:
         seen = []
@@ -190,6 +174,12 @@ class _store_errors:
                 f"The process that hosts it, most often on the first node, has probably died; "
                 f"restart the job. What was saved before stands."
             ) from error
+
+
+def _own_client(store: Store) -> Store:
+    # A wait blocks all other users of a client, torch's own among them. 2.6 cannot clone.
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)
+    return store if clone is None else clone()
 
 
 def _default_store() -> Store:

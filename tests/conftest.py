@@ -25,6 +25,7 @@ _RUN = "LOCALCKPT_TEST_RUN"
 _GRACE_S = float(os.environ.get("LOCALCKPT_TEST_GRACE_S", "10"))
 
 _our_temporary_directory = pytest.StashKey[Path]()
+_environment_before = pytest.StashKey[str | None]()
 _shared_memory_before = pytest.StashKey[set[str]]()
 
 
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     run = uuid.uuid4().hex[:12]
     directory = Path(tempfile.mkdtemp(prefix=f"localckpt-tests-{run}-"))
     config.stash[_our_temporary_directory] = directory
+    config.stash[_environment_before] = os.environ.get("TMPDIR")
     config.stash[_shared_memory_before] = _shared_memory_names()
     os.environ[_RUN] = run
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -41,7 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     tempfile.tempdir = None
-    del os.environ["TMPDIR"]
+    before = config.stash[_environment_before]
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
     shutil.rmtree(config.stash[_our_temporary_directory], ignore_errors=True)
 
 

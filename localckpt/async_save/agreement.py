@@ -86,7 +86,7 @@ class Agreement:
             PeerLostError: Some rank did not come in time.
         """
         number, asked = self._settled, self._asked
-        self._settled, self._asked, self._reported = number + 1, [], False
+        self._settled, self._polls, self._asked, self._reported = number + 1, 0, [], False
         self._set_deadline(start + self._timeout_s)
         records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
         # Who takes part in the gathering has read all answers before it.

@@ -252,14 +252,15 @@ def _stop_worker(
     owner: int, process: subprocess.Popen[bytes], requests: int, others: tuple[int, ...]
 ) -> None:
     os.close(requests)
-    # A forked child has the descriptors too, but the process is not its own.
-    if os.getpid() == owner:
-        try:
+    try:
+        # A forked child has the descriptors too, but the process is not its own.
+        if os.getpid() == owner:
             process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_LEAVE_S)
-    _close_all(*others)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_LEAVE_S)
+    finally:
+        _close_all(*others)
 
 
 def _serve_once(

@@ -90,6 +90,7 @@ class AsyncCallsQueue:
         self._closed = False
         self._ranks: Coordinator | None = None
         self._agreement: Agreement | None = None
+        self._lost_ranks = False
 
     def __enter__(self) -> AsyncCallsQueue:
         return self
@@ -133,7 +134,9 @@ class AsyncCallsQueue:
         except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
             call = PendingCall(function_name(request.async_fn))
             call.settle(error)
-        self._entries.append(_Entry(request, call, caller))
+        # What the call works on is not kept until it is finalized.
+        rest = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={})
+        self._entries.append(_Entry(rest, call, caller))
         self._scheduled += 1
         return request.call_idx
 
@@ -207,12 +210,11 @@ class AsyncCallsQueue:
         while self._entries and not abort:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except PeerLostError as error:
-                raised, abort = raised or error, True
             except Exception as error:  # noqa: BLE001 - raised below, when all is closed
                 if raised is not None:
                     logger.error("a further call failed at close: %s", error)
-                raised = raised or error
+                # A rank that did not come for one call will not come for the next.
+                raised, abort = raised or error, self._lost_ranks
         for caller in self._callers.values():
             caller.close(abort)
         while self._entries:
@@ -305,6 +307,7 @@ class AsyncCallsQueue:
         try:
             return self._agreement.gather(entry.report(trouble), start)
         except PeerLostError as error:
+            self._lost_ranks = True
             self._drop(entry, error)
             raise error from trouble
 

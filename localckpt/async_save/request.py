@@ -220,7 +220,7 @@ def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingE
     raised: type[CheckpointingException] = (
         getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
     )
-    causes = "; ".join(f"rank {rank}: {r.text}" for rank, r in failed)
+    causes = "; ".join(f"rank {rank}: {r.text.rstrip('.')}" for rank, r in failed)
     first = reports[0]
     return raised(
         f"call {first.call_idx} ({first.function}) failed on {causes}. "

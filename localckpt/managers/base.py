@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,15 @@ class BaseCheckpointManager(ABC):
         """How many ranks the job has."""
         return self._coordinator.world_size
 
+    @overload
+    def save(self, state_dict: Any, iteration: int, is_async: Literal[False] = False) -> None: ...
+
+    @overload
+    def save(self, state_dict: Any, iteration: int, is_async: Literal[True]) -> AsyncRequest: ...
+
+    @overload
+    def save(self, state_dict: Any, iteration: int, is_async: bool) -> AsyncRequest | None: ...
+
     def save(self, state_dict: Any, iteration: int, is_async: bool = False) -> AsyncRequest | None:
         """Save this rank's state; all ranks call it.
 
@@ -169,10 +178,10 @@ class BaseCheckpointManager(ABC):
         self._newest_iteration = iteration
         try:
             self._stage_and_replicate(save, _wrapped(state_dict))
-        except CheckpointingException as error:
+        except Exception as error:
             # Told when all ranks finalize, so that none is left waiting for this one.
-            logger.error("rank %d cannot save iteration %d: %s", self.rank, iteration, error)
-            save.error, save.shards = str(error), []
+            logger.exception("rank %d cannot save iteration %d", self.rank, iteration)
+            save.error, save.shards = f"{type(error).__name__}: {error}", []
         request = self._request(save)
         if is_async:
             return request
@@ -315,7 +324,7 @@ class BaseCheckpointManager(ABC):
         try:
             with record_function("localckpt.stage"):
                 own = self._shelf.stage(state, identity, travels=travels)
-        except CheckpointingException as error:
+        except Exception as error:
             if travels:
                 self._replicate(None, identity, str(error))
             raise

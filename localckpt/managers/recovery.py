@@ -160,7 +160,7 @@ class Recovery:
             if not senders:
                 self._shelf.set_aside(identity, str(error))
             return None, _Outcome(((holder, identity.rank, str(error)),))
-        except CheckpointingException as error:
+        except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
             return None, _Outcome(refused=(type(error).__name__, str(error)))
         return Loaded(state, nbytes, came_from), _Outcome()
 

@@ -32,6 +32,7 @@ class _Begun:
 
     identity: ShardIdentity
     buffer: Buffer
+    lease: int
     nbytes: int
 
 
@@ -103,13 +104,14 @@ class StoreShelf(Shelf):
     def settle(self, iteration: int) -> None:
         """The save of an iteration is complete: its buffers are free."""
         for begun in self._take_begun(iteration):
-            begun.buffer.give_back()
+            if begun.buffer.lease == begun.lease:
+                begun.buffer.give_back()
 
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
         failed = self._take_begun(iteration)
         for begun in failed:
-            self.store.abandon(begun.buffer, begun.identity)
+            self.store.abandon(begun.buffer, begun.lease, begun.identity)
         self.store.discard(begun.identity for begun in failed)
 
     def open(self, identity: ShardIdentity) -> ShardSource:
@@ -142,7 +144,7 @@ class StoreShelf(Shelf):
 
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
-        self._begun.append(_Begun(identity, buffer, nbytes))
+        self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 
     def _take_begun(self, iteration: int) -> list[_Begun]:

@@ -214,6 +214,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             # torch forgets all groups when the default group is destroyed before this.
             with suppress(ValueError):
                 dist.destroy_process_group(self.local_group.group)
+            # Its threads end with the last reference.
+            self.local_group.group = None
 
     def _exchange(
         self,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.state_dict.copying import address_of
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
@@ -35,15 +37,17 @@ class Buffer(ABC):
 
     view: memoryview
     """All bytes, writable; a whole number of pages."""
+    lease = 0
+    """How often it has been taken: tells a save whether the buffer is still its own."""
 
     @property
     @abstractmethod
     def in_use(self) -> bool:
         """Whether a save has taken it and nobody has given it back."""
 
-    @abstractmethod
     def take(self) -> None:
         """Reserve it for a save."""
+        self.lease += 1
 
     @abstractmethod
     def give_back(self) -> None:
@@ -103,6 +107,7 @@ class PrivateBuffer(Buffer):
         return self._in_use
 
     def take(self) -> None:
+        super().take()
         self._in_use = True
 
     def give_back(self) -> None:
@@ -145,6 +150,7 @@ class SharedBuffer(Buffer):
         return bool(self._whole[self._flag])
 
     def take(self) -> None:
+        super().take()
         self._whole[self._flag] = 1
 
     def give_back(self) -> None:
@@ -254,6 +260,13 @@ class BufferPool:
     def _new(self, nbytes: int) -> Buffer:
         # A little more, so that a skeleton that grows from save to save fits.
         wanted = nbytes + nbytes // 64
+        available = psutil.virtual_memory().available
+        if wanted > available:
+            # Touching the pages would have the kernel kill a process, most likely this one.
+            raise StorageError(
+                f"there is no memory for a staging buffer of {wanted} bytes: {available} are "
+                f"available on this node. Checkpoints saved before are as they were"
+            )
         try:
             return self._make(wanted)
         except (OSError, MemoryError) as error:

@@ -77,8 +77,8 @@ class DiskStore(Store):
             direct=self._direct,
         )
 
-    def abandon(self, buffer: Buffer, identity: ShardIdentity) -> None:
-        if buffer.in_use:
+    def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
+        if buffer.in_use and buffer.lease == lease:
             self._pool.drop(buffer)
 
     @property

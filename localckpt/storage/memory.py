@@ -68,7 +68,7 @@ class MemoryStore(Store):
             in_place=True,
         )
 
-    def abandon(self, buffer: Buffer, identity: ShardIdentity) -> None:
+    def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
         self._staged.pop(identity, None)
         self._dirty(identity).unlink(missing_ok=True)
         self._path(identity).unlink(missing_ok=True)
@@ -103,11 +103,8 @@ class _MappedFile(Buffer):
         # Each save has a file of its own, so there is nothing to wait for.
         return False
 
-    def take(self) -> None:
-        pass
-
     def give_back(self) -> None:
-        pass
+        """Nothing waits for it."""
 
     def resize(self, path: Path, nbytes: int) -> None:
         """Make it the image of another shard, of another size, under another name."""

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +33,10 @@ __all__ = ["Store"]
 logger = logging.getLogger(__name__)
 
 _SHARD, _DIRTY, _SPARE, _CORRUPT = ".safetensors", ".dirty", ".spare", ".corrupt"
+# A process that was killed is there until the kernel has taken back its memory.
+_LEAVING_S = 10.0
+_POLL_S = 0.05
+
 _TOKEN_NAME, _OWNER_NAME, _LOCK_NAME = "node-token", ".owner", ".lock"
 
 
@@ -67,7 +72,7 @@ class Store(ABC):
             try:
                 with FileLock(self.root / _LOCK_NAME, timeout=timeout_s, mode=0o600):
                     self.token = self._read_token()
-                    self._take_folder()
+                    self._take_folder(timeout_s)
             except Timeout as error:
                 raise StorageError(
                     f"another process held {self.root / _LOCK_NAME} for {timeout_s:g} s: "
@@ -95,8 +100,14 @@ class Store(ABC):
         """What is to be done with a staged image; plain data."""
 
     @abstractmethod
-    def abandon(self, buffer: Buffer, identity: ShardIdentity) -> None:
-        """Take memory back from a save that failed. Somebody may still be reading or writing it."""
+    def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
+        """Take memory back from a save that failed. Somebody may still be reading or writing it.
+
+        Args:
+            buffer: From :meth:`stage`.
+            lease: Its lease at that time; a later save may have taken it since.
+            identity: The shard it was staged for.
+        """
 
     def scan(self) -> list[ShardRecord]:
         """All shards of the session on this node, whoever wrote them, with intact headers."""
@@ -241,10 +252,14 @@ class Store(ABC):
             )
         return token
 
-    def _take_folder(self) -> None:
+    def _take_folder(self, timeout_s: float) -> None:
         path = self.folder / _OWNER_NAME
         owner = Owner.parse(path.read_text()) if path.exists() else None
-        if owner is not None and owner != self._owner and owner.is_alive():
+        deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
+        while owner is not None and owner != self._owner and owner.is_alive():
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
             raise StorageError(
                 f"{self.folder} is in use by process {owner.pid} of a job that is still running: "
                 f"end it, or give this job another session_id or directory"

@@ -135,9 +135,7 @@ class TestEveryCaller:
         with pytest.raises(CheckpointingException, match="closed"):
             caller.schedule_async_call(request(work.nothing))
 
-    def test_an_idle_caller_holds_no_thread_and_is_collected(
-        self, kind: type[AsyncCaller]
-    ) -> None:
+    def test_an_idle_caller_holds_no_thread_and_is_collected(self, kind: type[AsyncCaller]) -> None:
         caller = kind(timeout_s=PATIENCE_S)
         assert outcome(caller, work.nothing) is None
         assert caller._join(time.monotonic() + PATIENCE_S)
@@ -285,9 +283,7 @@ class TestWorker:
         assert first["pid"] == second["pid"] == caller.worker_pid
         assert not first["torch"]
 
-    def test_is_ready_before_the_first_call_when_warmed_up(
-        self, make: Any, tmp_path: Path
-    ) -> None:
+    def test_is_ready_before_the_first_call_when_warmed_up(self, make: Any, tmp_path: Path) -> None:
         caller = make(PersistentAsyncCaller)
 
         caller.warm_up()

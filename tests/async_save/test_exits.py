@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,8 +52,11 @@ class Trainer:
         return self.process.returncode, output
 
 
+Start = Callable[[str], Trainer]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
+def start(tmp_path: Path) -> Iterator[Start]:
     trainers: list[Trainer] = []
 
     def begin(script: str) -> Trainer:
@@ -70,9 +73,9 @@ def start(tmp_path: Path) -> Iterator[object]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["", "sys.exit(0)", "1 / 0"])
 def test_interpreter_exit_lets_calls_end_well(
-    start: object, tmp_path: Path, kind: str, way: str
+    start: Start, tmp_path: Path, kind: str, way: str
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         f"""
         caller = callers.{kind}()
         schedule(caller, work.write_slowly, here / "a", 0.2)
@@ -89,8 +92,8 @@ def test_interpreter_exit_lets_calls_end_well(
     assert work.await_end(int((tmp_path / "a.started").read_text()))
 
 
-def test_exit_with_an_idle_worker_ends_it_at_once(start: object, tmp_path: Path) -> None:
-    trainer = start(  # type: ignore[operator]
+def test_exit_with_an_idle_worker_ends_it_at_once(start: Start, tmp_path: Path) -> None:
+    trainer = start(
         """
         caller = callers.PersistentAsyncCaller()
         schedule(caller, work.describe_process, here / "a").wait(20)
@@ -107,9 +110,9 @@ def test_exit_with_an_idle_worker_ends_it_at_once(start: object, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
-    start: object, tmp_path: Path, kind: str
+    start: Start, tmp_path: Path, kind: str
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         f"""
         caller = callers.{kind}(timeout_s=0.3)
         schedule(caller, work.write_slowly, here / "a", 600)
@@ -127,9 +130,9 @@ def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
 
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_the_process_ends(
-    start: object, tmp_path: Path, kind: str
+    start: Start, tmp_path: Path, kind: str
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         f"""
         caller = callers.{kind}()
         schedule(caller, work.write_when, here / "a", here / "gate")
@@ -147,9 +150,9 @@ def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_the_process
 
 
 def test_a_forked_call_that_waits_for_its_turn_ends_with_the_trainer(
-    start: object, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         """
         caller = callers.TemporalAsyncCaller()
         schedule(caller, work.write_when, here / "a", here / "gate")
@@ -172,9 +175,9 @@ def test_a_forked_call_that_waits_for_its_turn_ends_with_the_trainer(
 
 
 def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open(
-    start: object, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         """
         caller = callers.PersistentAsyncCaller()
         schedule(caller, work.nothing).wait(20)
@@ -197,8 +200,8 @@ def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_ctrl_c_goes_to_the_trainer_alone(start: object, tmp_path: Path, kind: str) -> None:
-    trainer = start(  # type: ignore[operator]
+def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: str) -> None:
+    trainer = start(
         f"""
         caller = callers.{kind}()
         call = schedule(caller, work.write_when, here / "a", here / "gate")
@@ -221,9 +224,9 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: object, tmp_path: Path, kind: s
 
 
 def test_an_unguarded_script_is_not_run_again_and_its_functions_are_called_in_a_fork(
-    start: object, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         """
         with open(here / "runs", "a") as runs:
             runs.write("x")
@@ -244,7 +247,7 @@ def test_an_unguarded_script_is_not_run_again_and_its_functions_are_called_in_a_
                 raise SystemExit(f"{function} was taken")
         assert schedule(caller, work.nothing).wait(20)
         forker = callers.TemporalAsyncCaller()
-        assert forker and schedule(forker, own, here / "a").wait(20)
+        assert schedule(forker, own, here / "a").wait(20)
         """
     )
 
@@ -256,9 +259,9 @@ def test_an_unguarded_script_is_not_run_again_and_its_functions_are_called_in_a_
 
 
 def test_a_forked_child_neither_uses_nor_ends_the_callers_of_its_parent(
-    start: object, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    trainer = start(  # type: ignore[operator]
+    trainer = start(
         """
         made = [callers.ThreadAsyncCaller(), callers.PersistentAsyncCaller()]
         for caller in made:
@@ -290,8 +293,8 @@ def test_a_forked_child_neither_uses_nor_ends_the_callers_of_its_parent(
     assert (tmp_path / "a").exists()
 
 
-def test_a_trainer_with_many_open_files_can_call(start: object, tmp_path: Path) -> None:
-    trainer = start(  # type: ignore[operator]
+def test_a_trainer_with_many_open_files_can_call(start: Start, tmp_path: Path) -> None:
+    trainer = start(
         """
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
@@ -313,4 +316,4 @@ def test_neither_the_worker_nor_the_callers_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
 
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60, check=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,12 +214,10 @@ def test_check_for_errors_raises_without_waiting_and_keeps_the_call(
     owner.schedule(work.write_when, tmp_path / "a", gate)
     owner.queue.check_for_errors()
     owner.schedule(runs_in_trainer(_fail), name="bad")
-    deadline = time.monotonic() + PATIENCE_S
+    assert owner.queue._entries[1].call.wait(PATIENCE_S)
 
     with pytest.raises(CheckpointingException, match=r"call 1 \(_fail\) has failed on this rank"):
-        while time.monotonic() < deadline:
-            owner.queue.check_for_errors()
-            time.sleep(0.001)
+        owner.queue.check_for_errors()
 
     assert owner.queue.get_num_unfinalized_calls() == 2
     work.write(gate)
@@ -319,9 +318,10 @@ def test_leaving_the_with_block_finalizes(tmp_path: Path) -> None:
 def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ZeroDivisionError), AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
-        owner = Owner(queue)
-        owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
+    owner = Owner(AsyncCallsQueue(timeout_s=PATIENCE_S))
+    owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
+
+    with pytest.raises(ZeroDivisionError), owner.queue:
         raise ZeroDivisionError
 
     assert (tmp_path / "a").exists()
@@ -344,6 +344,25 @@ def test_warm_up_has_the_worker_ready_before_the_first_call(
     queue.wait_until_finished()
 
     assert json.loads((tmp_path / "a").read_text())["pid"] == children[0].pid
+
+
+def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -> None:
+    class State:
+        """Stands for something large."""
+
+    state = State()
+    gone = weakref.ref(state)
+    owner.schedule(runs_in_trainer(lambda held: None), state)
+    call = owner.queue._entries[0].call
+    assert call.wait(PATIENCE_S)
+
+    del state
+    deadline = time.monotonic() + PATIENCE_S
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+    assert gone() is None
+    assert owner.queue.maybe_finalize_async_calls() == [0]
 
 
 def test_a_queue_that_was_only_made_costs_nothing() -> None:

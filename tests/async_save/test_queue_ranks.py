@@ -1,4 +1,4 @@
-"""The queue on several ranks: all finalize the same call in the same poll, or all raise the same."""
+"""The queue on several ranks: all finalize the same call in the same poll, or all raise."""
 
 from __future__ import annotations
 
@@ -98,18 +98,14 @@ def test_an_error_of_one_rank_is_the_same_error_on_every_rank(bad: int, blocking
     raised, failed, finalized = results[0]
     assert results == [results[0]] * 3
     assert raised[0] == "StorageError"
-    assert f"call 0 (_fail_or_not) failed on rank {bad}: StorageError: no space left" in raised[1]
+    assert f"call 0 (fail_or_not) failed on rank {bad}: StorageError: no space left" in raised[1]
     assert failed == [raised]
     assert finalized == ["second"]
 
 
-def _fail_or_not(function: str) -> None:
-    getattr(work, function)()
-
-
 def _fail_by_name(rank: int, world_size: int, bad: int, blocking: bool) -> Any:
     one = Rank()
-    one.schedule(_fail_or_not, "fail_storage" if rank == bad else "nothing", name="first")
+    one.schedule(work.fail_or_not, "fail_storage" if rank == bad else "nothing", name="first")
     one.schedule(work.nothing, name="second")
     deadline = time.monotonic() + PATIENCE_S
     raised = None
@@ -122,7 +118,7 @@ def _fail_by_name(rank: int, world_size: int, bad: int, blocking: bool) -> Any:
 
 def _fail_differently(rank: int, world_size: int) -> Any:
     one = Rank()
-    one.schedule(_fail_or_not, ["fail_storage", "fail_value"][rank])
+    one.schedule(work.fail_or_not, ["fail_storage", "fail_value"][rank])
     raised = one.error_of()
     one.queue.close()
     return raised
@@ -192,7 +188,7 @@ def _one_is_ahead(rank: int, world_size: int) -> Any:
     one.schedule(None, name=f"first of {rank}")
     if rank == 0:
         one.schedule(None, name="second of 0")
-    raised = one.error_of(blocking=False)
+    raised = one.error_of()
     one.queue.close()
     return raised, one.finalized
 
@@ -232,7 +228,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> N
         (kind, text), seconds, failed, left = results[rank]
         assert kind == "PeerLostError"
         assert f"rank {absent}" in text
-        assert seconds < 1.3
+        assert seconds < 1.0 + 0.5
         assert failed == [(kind, text)]
         assert left == 0
 
@@ -272,7 +268,7 @@ def _one_hangs(rank: int, world_size: int, directory: Path) -> Any:
     seconds = time.monotonic() - start
     one.schedule(work.nothing, name="b")
     one.queue.close()
-    return raised, one.failed, one.finalized, seconds < 1.6, work.await_end(pid)
+    return raised, one.failed, one.finalized, seconds < 1.5 + 0.5, work.await_end(pid)
 
 
 def test_a_call_that_hangs_on_one_rank_is_an_error_on_every_rank_that_names_it(
@@ -351,14 +347,16 @@ def test_an_empty_queue_asks_nobody() -> None:
     assert run_ranks(_polls_nothing, 2) == [True, True]
 
 
-def _many_calls(rank: int, world_size: int) -> Any:
+def _many_calls(rank: int, world_size: int, directory: Path) -> Any:
     one = Rank()
     keys = []
-    for _ in range(6):
+    for number in range(20):
+        gate = directory / f"{rank}-{number}.gate"
+        one.schedule(work.write_in_trainer_when, directory / f"{rank}-{number}", gate)
         for _ in range(10):
-            one.schedule(work.note_pid, [])
-            while one.queue.get_num_unfinalized_calls():
-                one.queue.maybe_finalize_async_calls()
+            one.queue.maybe_finalize_async_calls()
+        work.write(gate)
+        one.queue.maybe_finalize_async_calls(blocking=True)
         dist.barrier()
         keys.append(_get_default_store().num_keys())
         dist.barrier()
@@ -366,10 +364,10 @@ def _many_calls(rank: int, world_size: int) -> Any:
     return keys
 
 
-def test_the_store_does_not_grow_with_the_calls() -> None:
-    keys, _ = run_ranks(_many_calls, 2)
+def test_the_store_does_not_grow_with_the_calls(tmp_path: Path) -> None:
+    keys, _ = run_ranks(_many_calls, 2, tmp_path)
 
-    assert keys[-1] - keys[1] < 40
+    assert keys[-1] == keys[4]
 
 
 def _without_the_others(rank: int, world_size: int) -> Any:
@@ -380,6 +378,7 @@ def _without_the_others(rank: int, world_size: int) -> Any:
         one.queue.close()
         with contextlib.suppress(CheckpointingException):
             one.schedule(None)
+    dist.barrier()
     return one.finalized
 
 
@@ -396,6 +395,7 @@ def _without_dist_fails(rank: int, world_size: int) -> Any:
         return told(error)
     finally:
         one.queue.close()
+        dist.barrier()
     return None
 
 
@@ -409,9 +409,10 @@ def test_no_dist_names_this_rank() -> None:
 def _in_a_group(rank: int, world_size: int) -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     one = Rank(process_group=groups[rank % 2])
-    one.schedule(_fail_or_not, "fail_storage" if rank == 3 else "nothing", name="a")
+    one.schedule(work.fail_or_not, "fail_storage" if rank == 3 else "nothing", name="a")
     raised = one.error_of()
     one.queue.close()
+    dist.barrier()
     return raised, one.finalized
 
 
@@ -427,7 +428,7 @@ def test_only_the_ranks_of_the_group_agree() -> None:
 def _made_before_the_group(rank: int, world_size: int) -> Any:
     one = Rank()
     dist.init_process_group("gloo")
-    one.schedule(_fail_or_not, "fail_storage" if rank == 1 else "nothing")
+    one.schedule(work.fail_or_not, "fail_storage" if rank == 1 else "nothing")
     raised = one.error_of()
     one.queue.close()
     dist.destroy_process_group()

@@ -82,7 +82,9 @@ def test_execute_sync_does_everything_in_order() -> None:
 def test_what_preload_returns_stands_in_for_the_second_argument() -> None:
     seen: list[Any] = []
 
-    AsyncRequest(lambda *a: seen.append(a), (1, 2, 3), [], preload_fn=lambda: "staged").execute_sync()
+    AsyncRequest(
+        lambda *a: seen.append(a), (1, 2, 3), [], preload_fn=lambda: "staged"
+    ).execute_sync()
 
     assert seen == [(1, "staged", 3)]
 
@@ -103,9 +105,15 @@ def test_execute_sync_without_a_function_still_finalizes() -> None:
 @pytest.mark.parametrize("where", ["preload_fn", "async_fn"])
 def test_execute_sync_that_fails_tells_the_owner_and_does_not_finalize(where: str) -> None:
     seen: list[Any] = []
+    functions: dict[str, Any] = {"preload_fn": None, "async_fn": work.nothing}
+    functions[where] = work.fail_storage
     request = AsyncRequest(
-        work.nothing, (), [lambda: seen.append("finalized")], failure_fns=[seen.append]
-    )._replace(**{where: work.fail_storage})
+        functions["async_fn"],
+        (),
+        [lambda: seen.append("finalized")],
+        preload_fn=functions["preload_fn"],
+        failure_fns=[seen.append],
+    )
 
     with pytest.raises(StorageError, match="no space left") as raised:
         request.execute_sync()

@@ -63,6 +63,11 @@ def fail_value() -> None:
     raise ValueError("a number is wrong")
 
 
+def fail_or_not(function: str) -> None:
+    """One call on all ranks that fails on some."""
+    globals()[function]()
+
+
 class UnrebuildableError(Exception):
     def __init__(self, *, needed: str) -> None:
         super().__init__(f"kept apart: {needed}")

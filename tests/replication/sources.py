@@ -59,7 +59,7 @@ class FailingSource(ScratchSource):
 
 
 class SignallingSource(ScratchSource):
-    """Sends its own process a signal once it is asked for the bytes from ``at`` on."""
+    """Sends its own process one signal, when it is asked for the bytes from ``at`` on."""
 
     def __init__(self, content: bytes, at: int, number: signal.Signals) -> None:
         super().__init__(content)
@@ -68,5 +68,6 @@ class SignallingSource(ScratchSource):
 
     def read(self, start: int, stop: int) -> memoryview:
         if stop > self._at:
+            self._at = self.nbytes
             os.kill(os.getpid(), self._number)
         return super().read(start, stop)

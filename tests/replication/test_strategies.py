@@ -335,18 +335,20 @@ def test_a_plan_that_moves_nothing_needs_no_other_rank() -> None:
 
 def _fail_to_retrieve(rank: int, world_size: int, case: str) -> tuple[str, str]:
     strategy = NoReplication(20.0)
-    held = {0: [], 1: [CkptID(3, 0, "s")], 2: []}
-    plan = strategy.retrieve_plan(held, {0: [(3, 0, "s")]})  # type: ignore
+    held: dict[int, list[CkptID]] = {0: [], 1: [CkptID(3, 0, "s")], 2: []}
+    plan = strategy.retrieve_plan(held, {0: [CkptID(3, 0, "s")]})
     content = _image_of((3, 0, "s"))
-    sources = {
-        "open": _refuse(StorageError("gone")),
-        "read": lambda _: FailingSource(content, 1, CorruptShardError("bad")),
-    }
-    open_source = sources.get(case, lambda _: ScratchSource(content))
     accept = _refuse(StorageError("full")) if case == "accept" else _Memory().accept
 
+    def open_source(id_: CkptID) -> ShardSource:
+        if case == "open":
+            raise StorageError("gone")
+        return FailingSource(
+            content, 1 if case == "read" else _NBYTES * 2, CorruptShardError("bad")
+        )
+
     with pytest.raises(CheckpointingException) as raised:
-        strategy.retrieve_image(plan, lambda id_: open_source(id_, 0) if case == "open" else open_source(id_), accept)  # fmt: skip # noqa: E501
+        strategy.retrieve_image(plan, open_source, accept)
 
     memory = _Memory()
     strategy.retrieve_image(plan, lambda _: ScratchSource(content), memory.accept)
@@ -432,26 +434,24 @@ def _exchange_state_dicts(rank: int, world_size: int) -> None:
     assert ids == [(5, rank, "s"), (5, rank ^ 1, "s")]
     _assert_state_of(states[1], rank ^ 1)
 
-    # Ranks 0 and 1 restart with nothing, and change places with 2 and 3, which hold all.
-    held = {r: ([(5, o, "s") for o in range(4)] if r >= 2 else []) for r in range(4)}
-    everything = {(5, o, "s"): _state_of(o) for o in range(4)} if rank >= 2 else {}
-    plan = strategy.retrieve_plan(held, [(5, rank, "s")])
-    got = strategy.retrieve_execute(plan, everything)  # type: ignore
+    # Ranks 0 and 1 restart with nothing; 2 and 3 hold all.
+    ids = [CkptID(5, owner, "s") for owner in range(world_size)]
+    held = {r: ids if r >= 2 else [] for r in range(world_size)}
+    everything = {id_: _state_of(id_.rank) for id_ in held[rank]}
+    plan = strategy.retrieve_plan(held, [ids[rank]])
+    got = strategy.retrieve_execute(plan, everything)
 
-    assert list(got) == [(5, rank, "s")]
-    _assert_state_of(got[CkptID(5, rank, "s")], rank)
+    assert list(got) == [ids[rank]]
+    _assert_state_of(got[ids[rank]], rank)
 
-    with pytest.raises(CheckpointingException, match="rank 1: "):
-        strategy.replicate(BasicTensorAwareStateDict({"f": _Odd()}) if rank == 1 else own, (6, rank, "s")) if rank < 2 else _fail_alike()  # fmt: skip # noqa: E501
+    odd = BasicTensorAwareStateDict({"f": _Odd()})
+    with pytest.raises(CheckpointingException, match=f"rank {rank // 2 * 2}: .*_Odd"):
+        strategy.replicate(odd if rank % 2 == 0 else own, (6, rank, "s"))
     strategy.close()
 
 
 class _Odd:
     """Not on the list of what may be saved."""
-
-
-def _fail_alike() -> None:
-    raise CheckpointingException("rank 1: is in the other clique")
 
 
 def test_state_dicts_are_replicated_and_retrieved() -> None:

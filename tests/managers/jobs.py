@@ -1,0 +1,184 @@
+"""What the tests of the managers have in common: states, managers on nodes, and what lies there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import localckpt
+
+__all__ = [
+    "KINDS",
+    "MAX_S",
+    "Recorder",
+    "assert_same",
+    "await_true",
+    "damage",
+    "error_of",
+    "files",
+    "iterations_on",
+    "make_manager",
+    "our_threads",
+    "resume",
+    "save",
+    "state_of",
+]
+
+KINDS = ("disk", "memory")
+MAX_S = 20.0
+"""Timeout of managers, strategies and queues where no timeout is to be seen."""
+
+
+def state_of(rank: int, iteration: int, nbytes: int = 4000) -> dict[str, Any]:
+    """A state like no other's: values depend on rank and iteration, sizes on the rank."""
+    random = torch.Generator().manual_seed(1000 * iteration + rank)
+    numel = nbytes // 4 + 17 * rank
+    return {
+        "model": {
+            "weight": torch.randn(numel, generator=random),
+            "bias": torch.randn(3, 5 + rank, generator=random).to(torch.bfloat16),
+        },
+        "optimizer": {"step": torch.tensor(float(iteration)), "empty": torch.zeros(0)},
+        "random": random.get_state(),
+        "iteration": iteration,
+        "rank": rank,
+        "losses": (1.5, [iteration, None]),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal bit for bit, in type, shape and dtype, whatever the containers."""
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.device == expected.device
+        left, right = (t.detach().contiguous().flatten() for t in (found, expected))
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for left, right in zip(found, expected, strict=True):
+            assert_same(left, right)
+    else:
+        assert found == expected
+
+
+def make_manager(
+    kind: str,
+    root: Path,
+    session_id: str = "",
+    repl_strategy: Any = None,
+    **options: Any,
+) -> Any:
+    """A manager of a kind, whose store is ``root``."""
+    options = {"timeout": MAX_S} | options
+    if kind == "disk":
+        return localckpt.LocalCheckpointManager(root, session_id, repl_strategy, **options)
+    return localckpt.InMemoryCheckpointManager(session_id, repl_strategy, root=root, **options)
+
+
+def cliques(jump: int, factor: int, timeout_s: float = MAX_S) -> Any:
+    """The replication strategy; collective."""
+    return localckpt.CliqueReplicationStrategy.from_replication_params(
+        jump, factor, timeout_s=timeout_s
+    )
+
+
+def save(
+    manager: Any, state: Any, iteration: int, queue: localckpt.AsyncCallsQueue | None = None
+) -> None:
+    """Save and finalize; behind training if there is a queue."""
+    if queue is None:
+        assert manager.save(state, iteration) is None
+        return
+    queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+def resume(manager: Any, rank: int, iteration: int) -> str:
+    """Find and load that iteration and nothing else, bit for bit; where the shard came from."""
+    assert manager.find_latest() == iteration
+    state, ckpt_id = manager.load()
+    assert ckpt_id == (iteration, rank, manager.session_id)
+    assert_same(state, state_of(rank, iteration))
+    assert manager.last_load.iteration == iteration
+    assert manager.last_load.nbytes > 0
+    return str(manager.last_load.source)
+
+
+def error_of(
+    call: Callable[[], Any], kind: type[Exception] = localckpt.CheckpointingException
+) -> str:
+    """Message of the error that a call must raise; its type stands before it."""
+    with pytest.raises(kind) as raised:
+        call()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def files(*roots: Path) -> list[str]:
+    """All files in stores but those that tell who is here, relative to their root."""
+    administration = {"node-token", ".lock", ".owner"}
+    return sorted(
+        str(path.relative_to(root))
+        for root in roots
+        for path in root.rglob("*")
+        if path.is_file() and path.name not in administration
+    )
+
+
+def iterations_on(*roots: Path) -> set[int]:
+    """Iterations that stores have files of, in whatever condition, spares left out."""
+    names = (name.rpartition("/")[2] for name in files(*roots))
+    return {int(name.partition(".")[0]) for name in names if not name.endswith(".spare")}
+
+
+def damage(path: Path, position: float = 0.5) -> None:
+    """Flip one bit of a file, at a fraction of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(position * (len(content) - 1))] ^= 0x10
+    path.write_bytes(content)
+
+
+def our_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("localckpt")]
+
+
+def our_children() -> list[str]:
+    return [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+
+
+def await_true(holds: Callable[[], Any], what: str, timeout_s: float = MAX_S) -> Any:
+    """Poll until it is true; give what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := holds()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
+        time.sleep(0.01)
+    return result
+
+
+class Recorder:
+    """Runs steps one after the other and keeps what each gave, for the test to look at."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        self.results[name] = value
+
+
+def subsets(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    from itertools import combinations
+
+    return list(combinations(ranks, size))

@@ -44,8 +44,9 @@ class Training:
 
     @property
     def loads(self) -> list[Event]:
-        """One for each rank, in rank order."""
-        return sorted(self.of_kind("load"), key=lambda event: event.rank)
+        """The last of each rank, in rank order."""
+        last = {event.rank: event for event in self.of_kind("load")}
+        return [last[rank] for rank in sorted(last)]
 
     @property
     def resumed_at(self) -> int:
@@ -55,7 +56,7 @@ class Training:
     @property
     def reached(self) -> int:
         """The last iteration that any rank had finished when the node was lost."""
-        first_load = min(event.at for event in self.loads)
+        first_load = min(event.at for event in self.of_kind("load"))
         return max(
             int(event.values["iteration"])
             for event in self.of_kind("iteration")

@@ -31,6 +31,7 @@ __all__ = [
     "ImageHeader",
     "header_length",
     "parse_header",
+    "parse_safetensors",
     "render_header",
     "render_slots",
 ]
@@ -126,8 +127,31 @@ def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
     return start
 
 
+def parse_safetensors(header: memoryview | bytes) -> tuple[Any, list[TensorSlot]]:
+    """Read what any safetensors header says: its metadata, and its tensors in order of offset.
+
+    Raises:
+        CorruptShardError: It is no such header, or its tensors overlap or leave holes.
+    """
+    try:
+        entries = json.loads(bytes(header[8:]).decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"its header is not JSON: {error}", error)
+    if not isinstance(entries, dict):
+        _refuse("its header is not a JSON object")
+    metadata = entries.pop(METADATA, None)
+    slots = [_parse_entry(name, entry) for name, entry in entries.items()]
+    slots.sort(key=lambda slot: (slot.offset, slot.nbytes))
+    end = 0
+    for slot in slots:
+        if slot.offset != end:
+            _refuse(f"tensor {slot.name!r} starts at byte {slot.offset}, not at {end}")
+        end += slot.nbytes
+    return metadata, slots
+
+
 def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
-    """Read and check a header.
+    """Read and check an image's header.
 
     Args:
         header: The first :func:`header_length` bytes.
@@ -136,19 +160,9 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
     Raises:
         CorruptShardError: The header does not describe an image of that size.
     """
-    try:
-        entries = json.loads(bytes(header[8:]).decode(), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        _refuse(f"its header is not JSON: {error}", error)
-    if not isinstance(entries, dict):
-        _refuse("its header is not a JSON object")
-    identity = _parse_identity(entries.pop(METADATA, None))
-    slots = [_parse_entry(name, entry) for name, entry in entries.items()]
-    end = 0
-    for slot in sorted(slots, key=lambda s: (s.offset, s.nbytes)):
-        if slot.offset != end:
-            _refuse(f"tensor {slot.name!r} starts at byte {slot.offset}, not at {end}")
-        end += slot.nbytes
+    metadata, slots = parse_safetensors(header)
+    identity = _parse_identity(metadata)
+    end = sum(slot.nbytes for slot in slots)
     by_name = {slot.name: slot for slot in slots}
     skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
     if skeleton is None or digests is None:
@@ -176,8 +190,10 @@ def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int
 def _parse_entry(name: str, entry: Any) -> TensorSlot:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            good = dtype in ITEM_NBYTES and all(type(n) is int and n >= 0 for n in shape)
-            if good and 0 <= begin and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
+            # JSON's true is an int to Python.
+            numbers = (*shape, begin, end)
+            good = dtype in ITEM_NBYTES and all(type(n) is int and n >= 0 for n in numbers)
+            if good and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
                 return TensorSlot(name, dtype, tuple(shape), begin)
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 

@@ -50,12 +50,13 @@ class ImagePlanner:
 
     Args:
         allowed: What the skeleton may name. A state that could not be read back is refused when its
-            structure is first seen, not at the restart.
+            structure and its classes are first seen, not at the restart.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
         self._allowed = allowed or SafeGlobals()
         self._plan: _Plan | None = None
+        self._checked: frozenset[str] = frozenset()
         self.layouts_made = 0
         """How many layouts have been computed."""
 
@@ -66,15 +67,17 @@ class ImagePlanner:
             CheckpointingException: The state holds something that cannot be saved.
             UnsafeGlobalError: It holds a class that could not be loaded.
         """
-        skeleton, tensors = take_tensors(state)
+        skeleton, tensors, named = take_tensors(state)
         root = vars(state) if isinstance(state, TensorAwareStateDict) else state
         names: dict[int, str] = {}
         for path, tensor in named_tensors(root):
             names.setdefault(id(tensor), path.removeprefix("state_dict."))
         found = signature(tensors, names)
         plan = self._plan
-        if plan is None or plan.signature != found:
+        if plan is None or plan.signature != found or not named <= self._checked:
             insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
+            self._checked = named
+        if plan is None or plan.signature != found:
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
             plan = _Plan(found, table, layout, render_slots(layout), table.to_json())

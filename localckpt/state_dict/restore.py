@@ -20,7 +20,7 @@ from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.skeleton import insert_tensors
+from localckpt.state_dict.skeleton import check_names, insert_tensors
 from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.tensor_table import (
     TableEntry,
@@ -82,6 +82,8 @@ class ImageReader:
             UnsafeGlobalError: The skeleton names something that is not allowed.
         """
         entries, skeleton = self._read_skeleton()
+        # Before anything is allocated, and while the given tensors are as they were.
+        check_names(skeleton, self._allowed)
         if into is not None:
             table, tensors = into
             _check_same_structure(entries, table.entries)
@@ -92,10 +94,8 @@ class ImageReader:
         else:
             bases = self._make_bases(entries, map_location)
             tensors = [_make_tensor(entry, bases) for entry in entries]
-        # Before the bytes are read, so a refusal leaves the given tensors as they were.
-        state = insert_tensors(skeleton, _tensor_by_number(tensors), self._allowed)
         self._fill(bases)
-        return state
+        return insert_tensors(skeleton, _tensor_by_number(tensors), self._allowed)
 
     def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], bytes]:
         header = self.header

@@ -33,7 +33,11 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
     "torch": ("Size", "device", "Tensor"),
     "torch.nn.parameter": ("Parameter", "Buffer"),
-    "torch._utils": ("_rebuild_sparse_tensor", "_rebuild_wrapper_subclass"),
+    "torch._utils": (
+        "_rebuild_sparse_tensor",
+        "_rebuild_nested_tensor",
+        "_rebuild_wrapper_subclass",
+    ),
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
     "numpy": ("ndarray", "dtype"),

@@ -17,13 +17,17 @@ import torch
 from localckpt.errors import CheckpointingException, CorruptShardError
 from localckpt.state_dict.safe_globals import SafeGlobals
 
-__all__ = ["insert_tensors", "take_tensors"]
+__all__ = ["check_names", "insert_tensors", "take_tensors"]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Split an object graph into a pickle without tensors and its distinct tensors.
+def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor], frozenset[str]]:
+    """Split an object graph.
+
+    Returns:
+        A pickle without tensors, the distinct tensors, and the names of the classes and functions
+        that the pickle refers to.
 
     Raises:
         CheckpointingException: The object holds something that cannot be saved; it is named.
@@ -38,19 +42,34 @@ def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor]]:
         raise CheckpointingException(
             f"the state cannot be saved, because a value in it cannot be pickled: {error}"
         ) from error
-    return buffer.getvalue(), pickler.tensors
+    return buffer.getvalue(), pickler.tensors, frozenset(pickler.globals)
 
 
-def insert_tensors(
-    skeleton: bytes | memoryview, tensor: Callable[[int], torch.Tensor], allowed: SafeGlobals
-) -> Any:
-    """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
+def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals) -> None:
+    """Look through a skeleton without making any object that it describes.
 
     Raises:
         UnsafeGlobalError: It names a class or function that is not allowed.
         CorruptShardError: It is not a skeleton.
     """
-    unpickler = _SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed)
+    _load(_NamesOnly(io.BytesIO(skeleton), lambda _: _Inert(), allowed))
+
+
+def insert_tensors(
+    skeleton: bytes | memoryview, tensor: Callable[[int], Any], allowed: SafeGlobals
+) -> Any:
+    """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
+
+    The tensors should hold their values: a class may look at them while it is rebuilt.
+
+    Raises:
+        UnsafeGlobalError: It names a class or function that is not allowed.
+        CorruptShardError: It is not a skeleton.
+    """
+    return _load(_SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed))
+
+
+def _load(unpickler: _SkeletonUnpickler) -> Any:
     try:
         return unpickler.load()
     except CheckpointingException:
@@ -64,6 +83,7 @@ class _SkeletonPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
+        self.globals: set[str] = set()
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -76,20 +96,23 @@ class _SkeletonPickler(pickle.Pickler):
         return number
 
     def reducer_override(self, obj: Any) -> Any:
+        name = getattr(obj, "__qualname__", None)
+        if name is not None:
+            self.globals.add(f"{getattr(obj, '__module__', None)}.{name}")
         if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):
             raise CheckpointingException(
                 "the state holds a bare storage or a tensor of a kind that cannot be saved "
                 "(quantized, for instance): save its dense values instead"
             )
-        if isinstance(obj, torch.Tensor) and obj.layout is torch.strided and not _dispatches(obj):
+        if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
             base = obj.detach().as_subclass(torch.Tensor)
-            return _restore_subclass, (type(obj), base, dict(vars(obj)))
+            return _restore_subclass, (type(obj), base, obj.requires_grad, dict(vars(obj)))
         return NotImplemented
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, tensor: Callable[[int], torch.Tensor], allowed: SafeGlobals
+        self, file: io.BytesIO, tensor: Callable[[int], Any], allowed: SafeGlobals
     ) -> None:
         super().__init__(file)
         self._tensor = tensor
@@ -98,18 +121,50 @@ class _SkeletonUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return self._allowed.find(module, name)
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not int:
             raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
         return self._tensor(pid)
 
 
+class _NamesOnly(_SkeletonUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        super().find_class(module, name)
+        return _Inert
+
+
+class _Inert:
+    """Stands for every class, function and object while only the names matter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, item: Any) -> None:
+        pass
+
+    def extend(self, items: Any) -> None:
+        pass
+
+    def add(self, item: Any) -> None:
+        pass
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in _PLAIN_TENSORS
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-    )
+    return type(tensor) in _PLAIN_TENSORS and _has_own_bytes(tensor)
+
+
+def _has_own_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its value is what its storage holds, and not made of other tensors or scales."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _dispatches(tensor: torch.Tensor) -> bool:
@@ -118,8 +173,11 @@ def _dispatches(tensor: torch.Tensor) -> bool:
 
 
 def _restore_subclass(
-    kind: type[torch.Tensor], base: torch.Tensor, attributes: dict[str, Any]
+    kind: type[torch.Tensor],
+    base: torch.Tensor,
+    requires_grad: bool,
+    attributes: dict[str, Any],
 ) -> torch.Tensor:
-    result = base.as_subclass(kind)
+    result = base.as_subclass(kind).requires_grad_(requires_grad)
     vars(result).update(attributes)
     return result

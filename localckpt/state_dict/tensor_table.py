@@ -136,7 +136,7 @@ def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tupl
                 tensor.shape,
                 tensor.device,
                 tensor.requires_grad,
-                type(tensor),
+                _kind(tensor),
                 group,
                 tensor.storage_offset(),
                 tensor.stride(),
@@ -160,7 +160,8 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
 
     def add_slot(number: int, span: tuple[int, int] | None) -> TensorSlot:
         tensor = tensors[number]
-        wanted = names.get(id(tensor)) or f"tensor.{number}"
+        # A name that is no text (half of a surrogate pair) would keep other tools from the file.
+        wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
         if span is not None:
             slot = TensorSlot(_free_name(f"shared:{wanted}", taken), "U8", (span[1] - span[0],))
         else:
@@ -184,7 +185,9 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
         else:
             spans = [_span(tensors[number]) for number in cluster]
             start = min(s for s, _ in spans) // _BLOB_ALIGN * _BLOB_ALIGN
-            slot = add_slot(cluster[0], (start, max(e for _, e in spans)))
+            # Storages that begin at the same byte (two arrays of numpy) may differ in length.
+            longest = max(cluster, key=lambda n: tensors[n].untyped_storage().nbytes())
+            slot = add_slot(longest, (start, max(e for _, e in spans)))
         for number in cluster:
             tensor = tensors[number]
             whole = base is not None and _same_view(tensor, tensors[base])
@@ -204,16 +207,21 @@ def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tens
 def _entry(
     tensor: torch.Tensor, slot: str | None, view: tuple[int, tuple[int, ...]] | None
 ) -> TableEntry:
-    kind = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}.get(type(tensor), "tensor")
     return TableEntry(
         slot,
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
         str(tensor.device),
-        kind,
+        _kind(tensor),
         tensor.requires_grad,
         view,
     )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) is torch.nn.Parameter:
+        return "parameter"
+    return "buffer" if isinstance(tensor, torch.nn.Buffer) else "tensor"
 
 
 def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

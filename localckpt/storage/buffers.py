@@ -89,15 +89,15 @@ class PrivateBuffer(Buffer):
     def __init__(self, nbytes: int) -> None:
         size = round_up(max(nbytes, 1), _HUGE_PAGE_NBYTES)
         # One page more, to start on a 2 MiB boundary.
-        self._map = mmap.mmap(
+        memory = mmap.mmap(
             -1, size + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        whole = memoryview(self._map)
+        whole = memoryview(memory)
         skip = -address_of(whole) % _HUGE_PAGE_NBYTES
         self.view = whole[skip : skip + size]
         whole.release()
-        _advise(self._map, mmap.MADV_HUGEPAGE)
-        if not _advise(self._map, _MADV_POPULATE_WRITE):
+        _advise(memory, mmap.MADV_HUGEPAGE)
+        if not _advise(memory, _MADV_POPULATE_WRITE):
             for start in range(0, size, PAGE_NBYTES):
                 self.view[start] = 0
         self._in_use = False
@@ -140,8 +140,7 @@ class SharedBuffer(Buffer):
         self.path = path
         self._nbytes = nbytes
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
-        self._map = map_shared(path, size + PAGE_NBYTES, create=create)
-        self._whole = memoryview(self._map)
+        self._whole = memoryview(map_shared(path, size + PAGE_NBYTES, create=create))
         self.view = self._whole[:size]
         self._flag = size
 
@@ -158,8 +157,9 @@ class SharedBuffer(Buffer):
 
     def close(self) -> None:
         self._unpin()
-        self.view = self._whole = memoryview(b"\0")
-        self._flag = 0
+        self.view = memoryview(b"")
+        # Whoever was still using it may give it back later.
+        self._whole, self._flag = memoryview(bytearray(1)), 0
         self.path.unlink(missing_ok=True)
 
     def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -15,7 +16,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
-from localckpt.storage.store import Store
+from localckpt.storage.store import DIRTY, Store
 from localckpt.storage.write import Digests, ShardWrite
 
 __all__ = ["DiskStore"]
@@ -100,12 +101,16 @@ class DiskStore(Store):
     def _remove_orphaned_buffers(self) -> None:
         for path in self._shared_memory.glob(f"{_STAGING_PREFIX}*"):
             owner = Owner.parse(path.name.removeprefix(_STAGING_PREFIX).partition(".")[0])
-            if owner is not None and not owner.is_alive() and path.stat().st_uid == os.getuid():
-                logger.info("removing %s, which a process that is gone left behind", path)
-                path.unlink(missing_ok=True)
+            if owner is None or owner.is_alive():
+                continue
+            # Other ranks that start now remove the same files.
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_uid == os.getuid():
+                    path.unlink()
+                    logger.info("removed %s, which a process that is gone left behind", path)
 
     def _takes_direct_io(self) -> bool:
-        path = self.folder / f"probe.{Owner.me()}"
+        path = self.folder / f"probe{DIRTY}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with storage_errors("write to", self.folder):
             try:

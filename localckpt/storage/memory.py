@@ -108,7 +108,7 @@ class _MappedFile(Buffer):
 
     def resize(self, path: Path, nbytes: int) -> None:
         """Make it the image of another shard, of another size, under another name."""
-        if round_up(nbytes, PAGE_NBYTES) > len(self._map):
+        if nbytes > len(self._map):
             self.close()
             self._open(path, nbytes, create=False)
             return
@@ -128,7 +128,8 @@ class _MappedFile(Buffer):
 
     def _open(self, path: Path, nbytes: int, *, create: bool) -> None:
         self._path, self._nbytes = path, nbytes
-        self._map: mmap.mmap = map_shared(path, nbytes, create=create)
+        # Whole pages, so that an image that is a little larger fits the next time.
+        self._map: mmap.mmap = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create)
         self.view = memoryview(self._map)[:nbytes]
         os.truncate(path, nbytes)
 

@@ -50,7 +50,7 @@ class Owner:
         """Read what ``str()`` of an owner gave; ``None`` for anything else."""
         boot, _, rest = text.partition("-")
         pid, _, started = rest.partition("-")
-        if not (boot and pid.isdigit() and started.isdigit()):
+        if not (boot and pid.isdecimal() and started.isdecimal()):
             return None
         return cls(boot, int(pid), int(started))
 

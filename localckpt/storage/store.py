@@ -28,11 +28,14 @@ from localckpt.storage.files import FileSource
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import Digests, ShardWrite
 
-__all__ = ["Store"]
+__all__ = ["DIRTY", "Store"]
 
 logger = logging.getLogger(__name__)
 
-_SHARD, _DIRTY, _SPARE, _CORRUPT = ".safetensors", ".dirty", ".spare", ".corrupt"
+DIRTY = ".dirty"
+"""Ends the name of whatever is being written; what a dead process left of it is removed."""
+
+_SHARD, _SPARE, _CORRUPT = ".safetensors", ".spare", ".corrupt"
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
 _POLL_S = 0.05
@@ -157,8 +160,19 @@ class Store(ABC):
         """
         adopted = {self._session / str(rank) for rank in adopted_ranks}
         for identity, path in list(self._shards.items()):
-            if identity.version < older_than and path.parent in {self.folder, *adopted}:
+            if identity.version >= older_than:
+                continue
+            if path.parent == self.folder:
                 self._to_spare(identity, path)
+            elif path.parent in adopted:
+                # No save of this rank needs them as spares: it has those of its own.
+                del self._shards[identity]
+                with storage_errors("remove", path):
+                    path.unlink(missing_ok=True)
+        for folder in adopted:
+            with storage_errors("remove spares in", folder):
+                for spare in folder.glob(f"*{_SPARE}"):
+                    spare.unlink(missing_ok=True)
 
     def discard(self, identities: Iterable[ShardIdentity]) -> None:
         """Remove what a failed save has committed or begun here."""
@@ -186,9 +200,8 @@ class Store(ABC):
         with storage_errors("clean up", self.folder):
             for path in self.folder.glob(f"*{_SPARE}"):
                 path.unlink(missing_ok=True)
-            owner = self.folder / _OWNER_NAME
-            if owner.exists() and Owner.parse(owner.read_text()) == self._owner:
-                owner.unlink()
+            if _owner_of(self.folder) == self._owner:
+                (self.folder / _OWNER_NAME).unlink()
 
     def _path(self, identity: ShardIdentity) -> Path:
         epoch, sequence = identity.generation
@@ -196,7 +209,7 @@ class Store(ABC):
         return self.folder / f"{stem}{_SHARD}"
 
     def _dirty(self, identity: ShardIdentity) -> Path:
-        return self._path(identity).with_suffix(f"{_SHARD}{_DIRTY}")
+        return self._path(identity).with_suffix(f"{_SHARD}{DIRTY}")
 
     def _claim_spare(self, identity: ShardIdentity) -> str | None:
         """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
@@ -242,10 +255,14 @@ class Store(ABC):
     def _read_token(self) -> str:
         path = self.root / _TOKEN_NAME
         if not path.exists():
-            fresh = path.with_suffix(f".{secrets.token_hex(4)}")
-            fresh.write_text(secrets.token_hex(16))
+            # Nobody else is here: the lock is held.
+            fresh = path.with_suffix(".new")
+            with open(fresh, "w") as file:
+                file.write(secrets.token_hex(16))
+                file.flush()
+                os.fsync(file.fileno())
             os.rename(fresh, path)
-        token = path.read_text().strip()
+        token = path.read_text(errors="replace").strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
             raise StorageError(
                 f"{path} does not hold a node's name: remove it if nobody else uses {self.root}"
@@ -253,8 +270,7 @@ class Store(ABC):
         return token
 
     def _take_folder(self, timeout_s: float) -> None:
-        path = self.folder / _OWNER_NAME
-        owner = Owner.parse(path.read_text()) if path.exists() else None
+        owner = _owner_of(self.folder)
         deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
         while owner is not None and owner != self._owner and owner.is_alive():
             if time.monotonic() < deadline:
@@ -264,8 +280,22 @@ class Store(ABC):
                 f"{self.folder} is in use by process {owner.pid} of a job that is still running: "
                 f"end it, or give this job another session_id or directory"
             )
-        if owner != self._owner:
-            for leftover in self.folder.glob(f"*{_DIRTY}"):
-                logger.info("removing %s, which a process that is gone left behind", leftover)
-                leftover.unlink(missing_ok=True)
-        path.write_text(str(self._owner))
+        # All folders, because the rank of a dead process may start on another node now.
+        for entry in os.scandir(self._session):
+            if entry.is_dir(follow_symlinks=False):
+                _remove_leftovers(Path(entry.path))
+        (self.folder / _OWNER_NAME).write_text(str(self._owner))
+
+
+def _owner_of(folder: Path) -> Owner | None:
+    path = folder / _OWNER_NAME
+    return Owner.parse(path.read_text(errors="replace")) if path.exists() else None
+
+
+def _remove_leftovers(folder: Path) -> None:
+    owner = _owner_of(folder)
+    if owner is not None and owner.is_alive():
+        return
+    for leftover in folder.glob(f"*{DIRTY}"):
+        logger.info("removing %s, which a process that is gone left behind", leftover)
+        leftover.unlink(missing_ok=True)

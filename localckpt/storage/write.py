@@ -6,6 +6,7 @@ process without torch. After any error the file is dead: it is removed, never wr
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
@@ -23,6 +25,8 @@ from localckpt.storage.failures import storage_errors
 __all__ = ["Digests", "ShardWrite", "sync_folder", "write_shards"]
 
 _WRITE_NBYTES = 16 << 20
+# How often in a row a write may take nothing before the device counts as broken.
+_FRUITLESS_WRITES = 8
 
 Digests = Literal["compute", "check", "done"]
 """Whether an image still needs its digests, came with digests to check, or is complete."""
@@ -69,15 +73,19 @@ def write_shards(writes: Sequence[ShardWrite]) -> float:
         CorruptShardError: An image that came from a peer is not what the peer sent.
     """
     for write in writes:
+        # Closing the buffer of a save that is given up must not pull it away from under this one.
+        view = write.buffer.view
         try:
+            if len(view) < write.nbytes:
+                raise StorageError(f"{write.identity} is not written: its save was given up")
             with ThreadPoolExecutor(1, "localckpt-hash") as hasher:
-                hashing = hasher.submit(_settle_digests, write)
+                hashing = hasher.submit(_settle_digests, write, view[: write.nbytes])
                 if write.in_place:
                     hashing.result()
                     with storage_errors("commit", write.final):
                         os.rename(write.dirty, write.final)
                 else:
-                    _write_file(write, hashing.result)
+                    _write_file(write, view, hashing.result)
         finally:
             write.buffer.give_back()
     return time.monotonic()
@@ -92,8 +100,7 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _settle_digests(write: ShardWrite) -> None:
-    image = write.buffer.view[: write.nbytes]
+def _settle_digests(write: ShardWrite, image: memoryview) -> None:
     hasher = BlockHasher(write.identity)
     if write.digests == "compute":
         hasher.fill(image, write.covered_nbytes)
@@ -101,7 +108,7 @@ def _settle_digests(write: ShardWrite) -> None:
         hasher.check(0, image[: write.covered_nbytes], image[write.covered_nbytes :])
 
 
-def _write_file(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
+def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[], None]) -> None:
     with storage_errors("write", write.dirty):
         fd = _open_dirty(write)
         try:
@@ -109,9 +116,9 @@ def _write_file(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
                 # First of all, so that a full disk is an error before anything is overwritten.
                 os.posix_fallocate(fd, 0, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
-                _write_range(fd, write, 0, written)
+                _write_range(fd, view, 0, written, direct=write.direct)
                 digests_settled()
-                _write_range(fd, write, written, write.nbytes)
+                _write_range(fd, view, written, write.nbytes, direct=write.direct)
                 os.ftruncate(fd, write.nbytes)
                 os.fsync(fd)
             finally:
@@ -132,12 +139,16 @@ def _open_dirty(write: ShardWrite) -> int:
     return os.open(write.dirty, flags)
 
 
-def _write_range(fd: int, write: ShardWrite, start: int, stop: int) -> None:
+def _write_range(fd: int, view: memoryview, start: int, stop: int, *, direct: bool) -> None:
     """Write ``[start, stop)``; O_DIRECT needs whole pages, and the buffer has them."""
-    end = round_up(stop, PAGE_NBYTES) if write.direct else stop
-    view = write.buffer.view
+    end = round_up(stop, PAGE_NBYTES) if direct else stop
+    fruitless = 0
     while start < end:
-        start += os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
-        if write.direct and start < end:
+        reached = start + os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
+        if direct and reached < end:
             # A short write may end inside a page, where O_DIRECT cannot go on.
-            start = start // PAGE_NBYTES * PAGE_NBYTES
+            reached = reached // PAGE_NBYTES * PAGE_NBYTES
+        fruitless = fruitless + 1 if reached == start else 0
+        if fruitless == _FRUITLESS_WRITES:
+            raise OSError(errno.EIO, f"no byte after {start} is taken")
+        start = reached

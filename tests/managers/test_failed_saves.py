@@ -20,7 +20,6 @@ from tests.managers.jobs import (
     KINDS,
     MAX_S,
     assert_same,
-    await_true,
     cliques,
     error_of,
     files,
@@ -31,7 +30,7 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.ranks import DeadRank, announce, await_announced, node_store, run_ranks, start_ranks
+from tests.ranks import DeadRank, node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
 
@@ -40,10 +39,11 @@ class _Trouble:
     """Makes a manager's ``_save`` fail when it is asked to."""
 
     trouble: str | None = None
+    refused_iteration: int | None = None
 
     def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
-        if self.trouble == "refuses":
-            raise StorageError(f"this disk is bad, said for {ckpt_id.iteration}")
+        if self.trouble == "refuses" or ckpt_id.iteration == self.refused_iteration:
+            raise StorageError("this disk is bad")
         if self.trouble == "raises":
             raise ZeroDivisionError("a mistake of the user's")
         if self.trouble == "does nothing":
@@ -88,45 +88,43 @@ def _fail_in_every_way(
     ):
         queue = queues if is_async else None
         save(manager, state_of(rank, 0), 0, queue)
-        good, iteration = 0, 1
+        saved = [0]
         for how in _SAID:
             if how == "forgets the replica" and not replicated:
                 continue
             for bad_rank in range(world_size):
-                before = files(node_store())
-                state = state_of(rank, iteration)
+                failing, kept_before = saved[-1] + 1, _kept()
+                state = state_of(rank, failing)
                 if rank == bad_rank:
                     manager.trouble = how
                     if how == "cannot be pickled":
                         state["model"]["hook"] = lambda: None
 
                 told[how, bad_rank] = error_of(
-                    lambda i=iteration, s=state: save(manager, s, i, queue)
+                    lambda i=failing, s=state: save(manager, s, i, queue)
                 )
 
                 manager.trouble = None
-                assert iterations_on(node_store()) == {good} | {max(good - 2, 0)}
-                kept = [name for name in files(node_store()) if not name.endswith(".spare")]
-                assert kept == [name for name in before if not name.endswith(".spare")]
-                assert resume(manager, rank, good) == "own node"
-                # Both the failed iteration and a later one can be saved now.
-                iteration = good = good + 2
-                if how == "raises":
-                    save(manager, state_of(rank, iteration - 1), iteration - 1, queue)
-                save(manager, state_of(rank, iteration), iteration, queue)
-                if how == "raises":
-                    assert iterations_on(node_store()) == {iteration - 1, iteration}
-                    iteration = good = good + 2
+                assert _kept() == kept_before
+                if bad_rank == 0:
+                    assert resume(manager, rank, saved[-1]) == "own node"
+                # What failed can be saved again, and so can what comes after it.
+                for iteration in (failing, failing + 1):
                     save(manager, state_of(rank, iteration), iteration, queue)
-                assert resume(manager, rank, good) == "own node"
-                iteration += 1
+                    saved.append(iteration)
+                assert iterations_on(node_store()) == set(saved[-2:])
+                assert resume(manager, rank, saved[-1]) == "own node"
     if repl:
         repl.close()
     # Nothing that failed counts for those who come after.
     with make_manager(kind, node_store(), "job") as manager:
-        assert resume(manager, rank, good) == "own node"
+        assert resume(manager, rank, saved[-1]) == "own node"
     assert our_threads() == []
     return told
+
+
+def _kept() -> list[str]:
+    return [name for name in files(node_store()) if not name.endswith(".spare")]
 
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
@@ -148,3 +146,253 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_go
             "refuses": "StorageError",
             "raises": "CheckpointingException",
         }.get(how, "SaveFailedError")
+
+
+def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) -> None:
+    manager = _troubled_manager(kind, cliques(1, 2), keep_last=9)
+    with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue, manager:
+        save(manager, state_of(rank, 0), 0, queue)
+        manager.refused_iteration = 1 if rank == 1 else None
+        for iteration in (1, 2):
+            request = manager.save(state_of(rank, iteration), iteration, is_async=True)
+            queue.schedule_async_request(request)
+        failed = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        assert "rank 1: StorageError: this disk is bad" in failed
+        assert queue.maybe_finalize_async_calls(blocking=True) == [2]
+        save(manager, state_of(rank, 3), 3, queue)
+
+        assert iterations_on(node_store()) == {0, 2, 3}
+        assert resume(manager, rank, 3) == "own node"
+        own = [name.split(".") for name in _kept() if name.split(".")[1] == str(rank)]
+        generations = [(epoch, sequence) for _, _, epoch, sequence, *_ in own]
+        assert len(set(generations)) == len(generations) == 3
+        manager.repl_strategy.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_that_fails_takes_nothing_with_it_that_was_begun_after_it(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    run_ranks(_two_under_way_and_the_first_fails, 2, kind, store_per_node=nodes)
+
+
+class SlowManager(localckpt.LocalCheckpointManager):
+    """Writes when it is told to."""
+
+    go = threading.Event()
+    first = True
+
+    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
+        if self.first:
+            self.first = False
+            self.go.wait(MAX_S)
+        super()._save(state_dict, ckpt_id)
+
+
+def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dirs) -> None:
+    root = node_dirs(1)[0]
+    manager = SlowManager(root, keep_last=5, timeout=MAX_S)
+    SlowManager.go.clear()
+    queue = localckpt.AsyncCallsQueue(timeout_s=0.5)
+    late = error_of(lambda: save(manager, state_of(0, 1), 1, queue))
+    writers = [t for t in threading.enumerate() if "AsyncCaller" in t.name]
+
+    # It gets the buffer's and the file's names back to write to while others are written.
+    for iteration in (2, 3):
+        save(manager, state_of(0, iteration), iteration)
+    SlowManager.go.set()
+    for writer in writers:
+        writer.join(5.0)
+    alive = [writer.name for writer in writers if writer.is_alive()]
+
+    assert "was not over" in late
+    assert writers
+    assert alive == []
+    assert iterations_on(root) == {2, 3}
+    assert resume(manager, 0, 3) == "own node"
+    queue.close()
+    manager.close()
+    assert [name for name in files(root) if "000001." in name] == []
+
+
+# Killed workers and trainers.
+
+
+def _worker() -> psutil.Process:
+    """This rank's worker process."""
+    found = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any("localckpt.async_save.worker" in word for word in child.cmdline())
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
+    told = []
+    repl = cliques(1, 2)
+    options = {"keep_last": 2, "async_worker": "process"}
+    with (
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        make_manager(kind, node_store(), "job", repl, **options) as manager,
+    ):
+        save(manager, state_of(rank, 0), 0, queue)
+        for bad_rank in range(world_size):
+            good = 2 * bad_rank
+            if rank == bad_rank:
+                _worker().suspend()
+            request = manager.save(state_of(rank, good + 1), good + 1, is_async=True)
+            queue.schedule_async_request(request)
+            assert queue.maybe_finalize_async_calls(blocking=False) == []
+            if rank == bad_rank:
+                _worker().kill()
+
+            told.append(error_of(lambda: queue.maybe_finalize_async_calls(blocking=True)))
+
+            assert iterations_on(node_store()) == {good, good - 2} - {-2}
+            assert resume(manager, rank, good) == "own node"
+            save(manager, state_of(rank, good + 2), good + 2, queue)
+            assert resume(manager, rank, good + 2) == "own node"
+        buffers = [p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name]
+        assert len(buffers) <= 4
+    repl.close()
+    assert not [p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name]
+    assert psutil.Process().children(recursive=True) == []
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_killed_is_an_error_on_all_ranks_and_is_replaced(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_worker_is_killed, 2, kind, store_per_node=nodes)
+
+    assert told[0] == told[1]
+    for bad_rank, text in enumerate(told[0]):
+        assert text.startswith("WorkerDiedError")
+        assert f"rank {bad_rank}" in text
+        assert "SIGKILL" in text
+
+
+def _worker_is_killed_at_some_moment(rank: int, world_size: int) -> list[bool]:
+    succeeded = []
+    options = {"keep_last": 9, "async_worker": "process"}
+    with (
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        make_manager("disk", node_store(), "job", **options) as manager,
+    ):
+        save(manager, _large_state(rank, 0), 0, queue)
+        for attempt, delay_s in enumerate((0.0, 0.001, 0.003, 0.008, 0.02)):
+            iteration = 2 * attempt + 1
+            request = manager.save(_large_state(rank, iteration), iteration, is_async=True)
+            queue.schedule_async_request(request)
+            if rank == 1:
+                time.sleep(delay_s)
+                _worker().kill()
+            try:
+                queue.maybe_finalize_async_calls(blocking=True)
+            except CheckpointingException as error:
+                assert "rank 1" in str(error)
+                assert iteration not in iterations_on(node_store())
+                succeeded.append(False)
+            else:
+                assert manager.find_latest() == iteration
+                succeeded.append(True)
+            # With a new worker, to be killed in the next attempt.
+            save(manager, _large_state(rank, iteration + 1), iteration + 1, queue)
+            assert manager.find_latest() == iteration + 1
+        state, _ = manager.load()
+        assert_same(state, _large_state(rank, 10))
+    return succeeded
+
+
+def _large_state(rank: int, iteration: int) -> dict[str, Any]:
+    return {"large": torch.full((1_500_000,), 1000.0 * rank + iteration)}
+
+
+def test_whenever_a_worker_is_killed_all_ranks_have_the_checkpoint_or_none_has(
+    node_dirs: Dirs,
+) -> None:
+    told = run_ranks(_worker_is_killed_at_some_moment, 2, store_per_node=node_dirs(2))
+
+    assert told[0] == told[1]
+
+
+_TIMEOUT_S = 3.0
+
+
+def _die_at(rank: int, world_size: int, kind: str, point: str, victim: int) -> tuple[str, float]:
+    repl = cliques(1, world_size, _TIMEOUT_S)
+    # Not a context: whoever lives leaves with an error, as a trainer would.
+    manager = make_manager(kind, node_store(), "job", repl, timeout=_TIMEOUT_S)
+    queue = localckpt.AsyncCallsQueue(timeout_s=_TIMEOUT_S)
+    save(manager, state_of(rank, 0), 0, queue)
+    if point == "find_latest":
+        step = manager.find_latest
+    elif point == "load":
+        manager.find_latest()
+        step = manager.load
+    elif point == "save":
+        step = lambda: manager.save(state_of(rank, 1), 1)  # noqa: E731
+    else:
+        queue.schedule_async_request(manager.save(state_of(rank, 1), 1, is_async=True))
+        step = lambda: queue.maybe_finalize_async_calls(blocking=True)  # noqa: E731
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    lost = error_of(step, PeerLostError)
+    took_s = time.monotonic() - started
+    queue.close(abort=True)
+    manager.close()
+    repl.close()
+    assert our_threads() == []
+    return lost, took_s
+
+
+def _resume_after_a_death(rank: int, world_size: int, kind: str, latest: list[int]) -> int:
+    with make_manager(kind, node_store(), "job", cliques(1, world_size)) as manager:
+        found = manager.find_latest()
+        assert found in latest
+        assert resume(manager, rank, found) == "own node"
+        manager.save(state_of(rank, 5), 5)
+        manager.repl_strategy.close()
+        left = [name for name in files(node_store()) if name.endswith(".dirty")]
+        assert left == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "victim"),
+    [
+        ("disk", "finalize", 2),
+        ("disk", "finalize", 0),
+        ("memory", "finalize", 1),
+        ("disk", "save", 1),
+        ("memory", "find_latest", 2),
+        ("disk", "load", 1),
+    ],
+)
+def test_a_rank_that_dies_is_named_by_the_others_in_time_and_the_next_start_is_good(
+    kind: str, point: str, victim: int, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(3)
+
+    told = run_ranks(_die_at, 3, kind, point, victim, expect_dead=[victim], store_per_node=nodes)
+
+    assert told[victim] == DeadRank(victim, -signal.SIGKILL)
+    for rank, outcome in enumerate(told):
+        if rank != victim:
+            lost, took_s = outcome
+            assert f"rank {victim}" in lost
+            # A save meets the others twice: to replicate, and to agree that it failed.
+            assert took_s < (2 if point == "save" else 1) * _TIMEOUT_S + 2.0
+
+    latest = [0, 1] if point == "finalize" else [0]
+    found = run_ranks(_resume_after_a_death, 3, kind, latest, store_per_node=nodes)
+
+    assert len(set(found)) == 1

@@ -383,7 +383,8 @@ class BaseCheckpointManager(ABC):
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         problems = save_problems(outcomes)
         if problems:
-            self._saves = max(outcome.generation.sequence for outcome in outcomes)
+            # Not below its own count: a later save may be under way, and no number is used twice.
+            self._saves = max(self._saves, *(o.generation.sequence for o in outcomes))
             self._take_back(save)
             raise SaveFailedError(
                 f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "

@@ -6,6 +6,7 @@ place, or of another save, does not verify. They find accidents, not forgeries.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from struct import Struct
 
 import xxhash
@@ -38,7 +39,7 @@ class BlockHasher:
 
     def digest(self, index: int, block: memoryview | bytes) -> int:
         """The 64-bit digest of block ``index``."""
-        return xxhash.xxh3_64_intdigest(block, (self._seed + index) & 0xFFFFFFFFFFFFFFFF)
+        return xxhash.xxh3_64_intdigest(block, self._seed_of(index))
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:
         """Write the digests of ``image[:covered_nbytes]`` right behind it."""
@@ -48,23 +49,46 @@ class BlockHasher:
                 image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block)
             )
 
-    def check(self, start: int, blocks: memoryview, digests: memoryview) -> None:
+    def check(self, start: int, parts: Iterable[memoryview], digests: memoryview) -> None:
         """Verify whole blocks.
 
         Args:
-            start: Where ``blocks`` begins in the image; a multiple of the block size.
-            blocks: Bytes of one or more blocks; only the image's last block may be short.
+            start: Where the parts begin in the image; a multiple of the block size.
+            parts: Bytes of one or more blocks, wherever they lie; only the image's last block may
+                be short.
             digests: The image's digests.
 
         Raises:
             CorruptShardError: A block is not what was saved; it names the block.
         """
-        first = start // BLOCK_NBYTES
-        for i, begin in enumerate(range(0, len(blocks), BLOCK_NBYTES)):
-            found = self.digest(first + i, blocks[begin : begin + BLOCK_NBYTES])
-            (wanted,) = _DIGEST.unpack_from(digests, (first + i) * DIGEST_NBYTES)
+        for index, found in enumerate(self._digests_of(parts, start // BLOCK_NBYTES)):
+            index += start // BLOCK_NBYTES
+            (wanted,) = _DIGEST.unpack_from(digests, index * DIGEST_NBYTES)
             if found != wanted:
                 raise CorruptShardError(
-                    f"{self._identity} is damaged: bytes {start + begin} to "
-                    f"{start + begin + BLOCK_NBYTES} do not match their digest"
+                    f"{self._identity} is damaged: the {BLOCK_NBYTES} bytes from "
+                    f"{index * BLOCK_NBYTES} on do not match their digest"
                 )
+
+    def _digests_of(self, parts: Iterable[memoryview], index: int) -> Iterator[int]:
+        """Digests of consecutive blocks; a block in several parts is hashed part by part."""
+        begun, missing = None, 0
+        for part in parts:
+            while len(part):
+                if begun is None and len(part) >= BLOCK_NBYTES:
+                    yield self.digest(index, part[:BLOCK_NBYTES])
+                    index, part = index + 1, part[BLOCK_NBYTES:]
+                    continue
+                if begun is None:
+                    begun, missing = xxhash.xxh3_64(seed=self._seed_of(index)), BLOCK_NBYTES
+                begun.update(part[:missing])
+                taken = min(missing, len(part))
+                missing, part = missing - taken, part[taken:]
+                if not missing:
+                    yield begun.intdigest()
+                    index, begun = index + 1, None
+        if begun is not None:
+            yield begun.intdigest()
+
+    def _seed_of(self, index: int) -> int:
+        return (self._seed + index) & 0xFFFFFFFFFFFFFFFF

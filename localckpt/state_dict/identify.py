@@ -30,5 +30,5 @@ def read_verified_identity(source: ShardSource) -> ShardIdentity:
     header = read_header(source)
     digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
     stop = min(round_up(header.data_start, BLOCK_NBYTES), header.digests_start)
-    BlockHasher(header.identity).check(0, source.read(0, stop), digests)
+    BlockHasher(header.identity).check(0, [source.read(0, stop)], digests)
     return header.identity

@@ -25,6 +25,7 @@ from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.tensor_table import (
     TensorTable,
+    as_integers,
     build_table,
     is_flat,
     signature,
@@ -205,6 +206,7 @@ def unpack(
 
 
 def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:
+    tensor = as_integers(tensor)
     flat = torch.frombuffer(place, dtype=torch.uint8)
     flat.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 

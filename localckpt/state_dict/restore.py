@@ -7,7 +7,7 @@ copy of the state is made.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.copying import address_of
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
@@ -25,6 +24,7 @@ from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.tensor_table import (
     TableEntry,
     TensorTable,
+    as_integers,
     is_flat,
     parse_entries,
     slot_bytes,
@@ -101,7 +101,7 @@ class ImageReader:
         header = self.header
         start = header.skeleton_start // BLOCK_NBYTES * BLOCK_NBYTES
         blocks = self._source.read(start, header.digests_start)
-        self._hasher.check(start, blocks, self._digests)
+        self._hasher.check(start, [blocks], self._digests)
         framed = bytes(blocks[header.skeleton_start - start :])
         table_nbytes = int.from_bytes(framed[:8], "little")
         if 8 + table_nbytes > len(framed):
@@ -131,26 +131,40 @@ class ImageReader:
             targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
             starts = [target.start for target in targets]
 
-            def consume(offset: int, piece: memoryview) -> None:
-                self._hasher.check(offset, piece, self._digests)
-                first = max(0, bisect_right(starts, offset) - 1)
-                end = offset + len(piece)
-                source = address_of(piece) if not piece.readonly else None
-                for target in targets[first:]:
-                    if target.start >= end:
-                        break
-                    target.write(offset, piece, source)
+            def overlapping(start: int, stop: int) -> list[_Target]:
+                return targets[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
 
-            self._source.stream(self.header.digests_start, consume)
+            def places(start: int, stop: int) -> list[memoryview]:
+                parts = []
+                done = start
+                for target in overlapping(start, stop):
+                    begin, end = max(start, target.start), min(stop, target.stop)
+                    if target.memory is not None and begin < end:
+                        if done < begin:
+                            parts.append(memoryview(bytearray(begin - done)))
+                        parts.append(target.memory[begin - target.start : end - target.start])
+                        done = end
+                if done < stop:
+                    parts.append(memoryview(bytearray(stop - done)))
+                return parts
+
+            def filled(start: int, parts: list[memoryview]) -> None:
+                self._hasher.check(start, parts, self._digests)
+                stop = start + sum(map(len, parts))
+                for target in overlapping(start, stop):
+                    if target.memory is None:
+                        target.copy_to_device(start, parts)
+
+            self._source.stream(self.header.digests_start, places, filled)
             for target in targets:
                 target.finish()
 
 
 class _Target:
-    """A tensor that is filled from the pieces it lies in.
+    """A tensor that is filled from the pieces of the image that it lies in.
 
-    Contiguous host memory is written directly, contiguous device memory by torch; anything else
-    through a copy of its own size.
+    Contiguous host memory is written directly, contiguous device memory piece by piece; anything
+    else through a copy of its own size.
     """
 
     def __init__(self, slot: TensorSlot, data_start: int, tensor: torch.Tensor) -> None:
@@ -158,29 +172,31 @@ class _Target:
         self.stop = self.start + slot.nbytes
         self._tensor = tensor.detach()
         self._direct = is_flat(tensor)
-        filled = (
-            self._tensor
-            if self._direct
-            else torch.empty_like(self._tensor, memory_format=torch.contiguous_format, device="cpu")
-        )
-        self._filled = filled
-        self._flat = filled.view(-1).view(torch.uint8)
-        self._address = filled.data_ptr() if filled.device.type == "cpu" else None
+        self._filled = self._tensor
+        if not self._direct:
+            self._filled = torch.empty_like(
+                self._tensor, memory_format=torch.contiguous_format, device="cpu"
+            )
+        self.memory: memoryview | None = None
+        """The bytes of the tensor, if they are in host memory."""
+        if self._filled.device.type == "cpu":
+            array = (ctypes.c_char * slot.nbytes).from_address(self._filled.data_ptr())
+            self.memory = memoryview(array).cast("B")
 
-    def write(self, offset: int, piece: memoryview, source: int | None) -> None:
-        begin = max(offset, self.start)
-        end = min(offset + len(piece), self.stop)
-        if begin >= end:
-            return
-        if self._address is not None and source is not None:
-            ctypes.memmove(self._address + begin - self.start, source + begin - offset, end - begin)
-        else:
-            data = torch.frombuffer(piece, dtype=torch.uint8)[begin - offset : end - offset]
-            self._flat[begin - self.start : end - self.start].copy_(data)
+    def copy_to_device(self, start: int, parts: list[memoryview]) -> None:
+        """Take what belongs to the tensor from the image's bytes from ``start`` on."""
+        flat = self._filled.view(-1).view(torch.uint8)
+        for part in parts:
+            begin, end = max(start, self.start), min(start + len(part), self.stop)
+            if begin < end:
+                data = torch.frombuffer(part, dtype=torch.uint8)[begin - start : end - start]
+                flat[begin - self.start : end - self.start].copy_(data)
+            start += len(part)
 
     def finish(self) -> None:
+        """Bring what was filled to where it belongs."""
         if not self._direct:
-            self._tensor.copy_(self._filled)
+            as_integers(self._tensor).copy_(as_integers(self._filled))
 
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:

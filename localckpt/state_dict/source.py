@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-__all__ = ["PIECE_NBYTES", "MemorySource", "ShardSource"]
+from localckpt.state_dict.copying import address_of
+
+__all__ = ["PIECE_NBYTES", "Filled", "MemorySource", "Places", "ShardSource", "scatter"]
 
 PIECE_NBYTES = 4 << 20
 """Bytes that are handled at a time: whole digest blocks, and few enough for the cache."""
+
+
+Places = Callable[[int, int], list[memoryview]]
+"""``places(start, stop)``: writable memory for these bytes of an image, in order, in parts."""
+Filled = Callable[[int, list[memoryview]], None]
+"""``filled(start, parts)``: what :data:`Places` gave now holds the image's bytes."""
+
+
+def scatter(piece: memoryview, parts: list[memoryview]) -> None:
+    """Copy a piece to the parts it belongs to, with the GIL released."""
+    source = address_of(piece)
+    for part in parts:
+        ctypes.memmove(address_of(part), source, len(part))
+        source += len(part)
 
 
 class ShardSource(Protocol):
@@ -29,11 +46,16 @@ class ShardSource(Protocol):
         """
         ...
 
-    def stream(self, stop: int, consume: Callable[[int, memoryview], None]) -> None:
-        """Call ``consume(offset, piece)`` once for each piece of ``[0, stop)``.
+    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+        """Copy ``[0, stop)`` piece by piece to where the reader wants it.
 
-        Offsets are multiples of :data:`PIECE_NBYTES`; calls come in any order and from several
-        threads. What ``consume`` raises ends the stream and is raised here.
+        Pieces begin at multiples of :data:`PIECE_NBYTES` and come in any order, from several
+        threads.
+
+        Args:
+            stop: End of what is wanted.
+            places: Asked for the memory that the bytes ``[start, stop)`` are to be copied to.
+            filled: Told that they have been. What it raises ends the stream and is raised here.
         """
         ...
 
@@ -61,9 +83,12 @@ class MemorySource:
     def read(self, start: int, stop: int) -> memoryview:
         return self.view[start:stop]
 
-    def stream(self, stop: int, consume: Callable[[int, memoryview], None]) -> None:
-        def handle(offset: int) -> None:
-            consume(offset, self.view[offset : min(offset + PIECE_NBYTES, stop)])
+    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+        def handle(start: int) -> None:
+            end = min(start + PIECE_NBYTES, stop)
+            parts = places(start, end)
+            scatter(self.view[start:end], parts)
+            filled(start, parts)
 
         with ThreadPoolExecutor(self._threads, "localckpt-read") as pool:
             for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):

@@ -20,6 +20,7 @@ from localckpt.state_dict.layout import TensorSlot
 __all__ = [
     "TableEntry",
     "TensorTable",
+    "as_integers",
     "build_table",
     "is_flat",
     "parse_entries",
@@ -45,6 +46,8 @@ _LABELS = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # A blob of shared bytes starts on this boundary of its storage, which suits every dtype.
 _BLOB_ALIGN = 16
@@ -202,6 +205,13 @@ def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tens
         return tensor
     result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width: torch cannot copy values of every dtype."""
+    if _is_lazy(tensor) or tensor.itemsize not in _INTEGERS:
+        return tensor
+    return tensor.view(_INTEGERS[tensor.itemsize])
 
 
 def _entry(

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from localckpt.errors import CorruptShardError
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
-from localckpt.state_dict.source import PIECE_NBYTES
+from localckpt.state_dict.source import PIECE_NBYTES, Filled, Places, scatter
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 
@@ -23,6 +23,8 @@ __all__ = ["FileSource"]
 _THREADS_COLD = 4
 _THREADS_WARM = 2
 _PROBES = 16
+# The kernel takes at most this many parts in one read (IOV_MAX).
+_MAX_PARTS = 1024
 
 
 class FileSource:
@@ -59,43 +61,66 @@ class FileSource:
             self._read_into(self._fd, start, view)
         return view
 
-    def stream(self, stop: int, consume: Callable[[int, memoryview], None]) -> None:
+    def stream(self, stop: int, places: Places, filled: Filled) -> None:
         with storage_errors("read", self.path):
             direct = None if self._is_cached() else self._open_direct()
-        threads = _THREADS_WARM if direct is None else _THREADS_COLD
-        bounce = PrivateBuffer(threads * PIECE_NBYTES)
+        if direct is None:
+            self._stream(_THREADS_WARM, stop, self._fill, places, filled)
+            return
+        bounce = PrivateBuffer(_THREADS_COLD * PIECE_NBYTES)
         free: SimpleQueue[memoryview] = SimpleQueue()
-        for i in range(threads):
+        for i in range(_THREADS_COLD):
             free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
 
-        def handle(offset: int) -> None:
+        def fill(start: int, parts: list[memoryview]) -> None:
             slot = free.get()
             try:
-                nbytes = min(PIECE_NBYTES, stop - offset)
-                with storage_errors("read", self.path):
-                    if direct is None:
-                        self._read_into(self._fd, offset, slot[:nbytes])
-                    else:
-                        # Past the end of the file the last page is not filled, nor looked at.
-                        whole = slot[: round_up(nbytes, PAGE_NBYTES)]
-                        self._read_into(direct, offset, whole, nbytes)
-                consume(offset, slot[:nbytes])
+                nbytes = sum(map(len, parts))
+                # Past the end of the file the last page is not filled, nor looked at.
+                self._read_into(direct, start, slot[: round_up(nbytes, PAGE_NBYTES)], nbytes)
+                scatter(slot[:nbytes], parts)
             finally:
                 free.put(slot)
 
         try:
-            with ThreadPoolExecutor(threads, "localckpt-read") as pool:
-                for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):
-                    pass
+            self._stream(_THREADS_COLD, stop, fill, places, filled)
         finally:
-            if direct is not None:
-                os.close(direct)
+            os.close(direct)
             bounce.close()
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _stream(
+        self,
+        threads: int,
+        stop: int,
+        fill: Callable[[int, list[memoryview]], None],
+        places: Places,
+        filled: Filled,
+    ) -> None:
+        def handle(start: int) -> None:
+            parts = places(start, min(start + PIECE_NBYTES, stop))
+            with storage_errors("read", self.path):
+                fill(start, parts)
+            filled(start, parts)
+
+        with ThreadPoolExecutor(threads, "localckpt-read") as pool:
+            for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):
+                pass
+
+    def _fill(self, start: int, parts: list[memoryview]) -> None:
+        """Read through the page cache, straight to where the bytes belong."""
+        for first in range(0, len(parts), _MAX_PARTS):
+            batch = parts[first : first + _MAX_PARTS]
+            done = os.preadv(self._fd, batch, start)
+            for part in batch:
+                # After a short read, what is missing comes one part at a time.
+                have = min(done, len(part))
+                self._read_into(self._fd, start + have, part[have:])
+                start, done = start + len(part), done - have
 
     def _read_into(self, fd: int, offset: int, view: memoryview, wanted: int | None = None) -> None:
         wanted = len(view) if wanted is None else wanted

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, map_shared
@@ -42,10 +43,15 @@ class MemoryStore(Store):
         with storage_errors("recycle a file in", self.folder):
             claimed = self._claim_spare(identity)
         buffer = self._spares.pop(claimed, None) if claimed is not None else None
-        if buffer is None:
-            buffer = _MappedFile(path, nbytes, create=claimed is None)
-        else:
-            buffer.resize(path, nbytes)
+        try:
+            if buffer is None:
+                buffer = _MappedFile(path, nbytes, create=claimed is None)
+            else:
+                buffer.resize(path, nbytes)
+        except StorageError:
+            # The spare's space goes back to the node, which has too little.
+            path.unlink(missing_ok=True)
+            raise
         self._staged[identity] = buffer
         return buffer
 

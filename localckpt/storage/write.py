@@ -105,7 +105,7 @@ def _settle_digests(write: ShardWrite, image: memoryview) -> None:
     if write.digests == "compute":
         hasher.fill(image, write.covered_nbytes)
     elif write.digests == "check":
-        hasher.check(0, image[: write.covered_nbytes], image[write.covered_nbytes :])
+        hasher.check(0, [image[: write.covered_nbytes]], image[write.covered_nbytes :])
 
 
 def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[], None]) -> None:

@@ -108,10 +108,7 @@ class HookShelf(Shelf):
             source = pack(state, identity)
         else:
             source = MemorySource(arrived)
-        into = None
-        if options.into is not None:
-            capture = self._planner.capture(options.into)
-            into = (capture.table, capture.tensors)
+        into = None if options.into is None else self._planner.targets(options.into)
         state = ImageReader(source, self._allowed, identity).restore(into, options.map_location)
         if options == LoadOptions():
             state.restore_tensor_device(non_blocking=False)

@@ -125,10 +125,7 @@ class StoreShelf(Shelf):
     ) -> tuple[Any, int]:
         source = self.store.open(identity) if arrived is None else MemorySource(arrived)
         try:
-            into = None
-            if options.into is not None:
-                capture = self.planner.capture(options.into)
-                into = (capture.table, capture.tensors)
+            into = None if options.into is None else self.planner.targets(options.into)
             reader = ImageReader(source, self._allowed, identity)
             return reader.restore(into, options.map_location), source.nbytes
         finally:

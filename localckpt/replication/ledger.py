@@ -1,4 +1,4 @@
-"""How far each peer came in one exchange, and whom to name when it fails.
+"""What the transports share: how an exchange is cut up, how far each peer came, whom to name.
 
 Kept apart from the transports, which move the bytes and report each step here.
 """
@@ -6,16 +6,19 @@ Kept apart from the transports, which move the bytes and report each step here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 
-__all__ = ["Ledger", "Message", "PeerFailed", "first_line"]
+__all__ = ["CHUNK_NBYTES", "Ledger", "PeerFailed", "chunks", "first_line", "numbered"]
+
+CHUNK_NBYTES = 32 << 20
+
+T = TypeVar("T")
 
 
 class Ledger:
@@ -29,38 +32,34 @@ class Ledger:
         self._sent: dict[int, list[int]] = {}
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
+        """So many bytes are to come from a peer, and to go to it."""
         self._received.setdefault(peer, [0, 0])[1] += received
         self._sent.setdefault(peer, [0, 0])[1] += sent
 
     def count(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
+        """So many more bytes have come, and gone."""
         self._received[peer][0] += received
         self._sent[peer][0] += sent
 
     def left(self) -> timedelta:
-        # Zero would mean no limit, to torch.
+        """Time until the deadline; never zero, which torch would take for no limit."""
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
     def is_over(self) -> bool:
+        """Whether the deadline is past."""
         return time.monotonic() > self._deadline
 
     def blaming(self, *peers: int) -> _Blaming:
+        """What the process group raises inside is the fault of these peers."""
         return _Blaming(peers)
 
-    def settle(self, message: Message) -> None:
-        """Wait for a message. Once only: gloo would wait for another one the second time."""
-        with self.blaming(message.peer):
-            message.work.wait(self.left())
-        self._count(message)
-
-    def settle_if_done(self, message: Message) -> None:
-        """Count a message that was complete when the connections were closed."""
-        try:
-            message.work.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
-        self._count(message)
+    def wait(self, peer: int, work: dist.Work) -> None:
+        """Wait for a gloo operation; once only, since a second time it would wait for another."""
+        with self.blaming(peer):
+            work.wait(self.left())
 
     def explain(self, failed: PeerFailed) -> PeerLostError:
+        """The error for the caller, now that all that came has been counted."""
         cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
         what = f"did not finish within {self._timeout_s:g} s" if self.is_over() else "was lost"
         named = list(failed.peers)
@@ -73,13 +72,6 @@ class Ledger:
             f"else restart the job."
         )
 
-    def _count(self, message: Message) -> None:
-        nbytes = message.chunk.numel()
-        if message.received:
-            self.count(message.peer, received=nbytes)
-        else:
-            self.count(message.peer, sent=nbytes)
-
     def _lacks(self, peer: int) -> bool:
         return any(done < total for done, total in (self._received[peer], self._sent[peer]))
 
@@ -90,6 +82,34 @@ class Ledger:
             f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
             f"it took {went:,} of {of_went:,})"
         )
+
+
+class PeerFailed(Exception):
+    """Stops an exchange; becomes a PeerLostError once it is known how far each peer came."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        super().__init__(peers)
+        self.peers = peers
+
+
+def numbered(items: Sequence[tuple[int, T]]) -> Iterator[tuple[int, int, T]]:
+    """``(peer, number, item)``: the first image between two ranks is 0, the next 1."""
+    seen: dict[int, int] = {}
+    for peer, item in items:
+        number = seen.get(peer, 0)
+        seen[peer] = number + 1
+        yield peer, number, item
+
+
+def chunks(nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of each piece of so many bytes."""
+    for start in range(0, nbytes, chunk_nbytes):
+        yield start, min(start + chunk_nbytes, nbytes)
+
+
+def first_line(error: BaseException) -> str:
+    """The start of a library's error text, without the place in its source."""
+    return str(error).strip().split("\n", 1)[0].rsplit("] ", 1)[-1].split(". ", 1)[0][:200]
 
 
 class _Blaming:
@@ -104,26 +124,3 @@ class _Blaming:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise PeerFailed(self._peers) from error
-
-
-class PeerFailed(Exception):
-    """Stops an exchange; becomes a PeerLostError once it is known how far each peer came."""
-
-    def __init__(self, peers: Sequence[int]) -> None:
-        super().__init__(peers)
-        self.peers = peers
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A chunk under way; keeps the memory it is read from or written to alive."""
-
-    work: dist.Work
-    peer: int
-    chunk: torch.Tensor
-    received: bool
-
-
-def first_line(error: BaseException) -> str:
-    """The start of a library's error text, without the place in its source."""
-    return str(error).strip().split("\n", 1)[0].rsplit("] ", 1)[-1][:200]

@@ -69,10 +69,7 @@ class ImagePlanner:
             UnsafeGlobalError: It holds a class that could not be loaded.
         """
         skeleton, tensors, named = take_tensors(state)
-        root = vars(state) if isinstance(state, TensorAwareStateDict) else state
-        names: dict[int, str] = {}
-        for path, tensor in named_tensors(root):
-            names.setdefault(id(tensor), path.removeprefix("state_dict."))
+        names = _names(state)
         found = signature(tensors, names)
         plan = self._plan
         if plan is None or plan.signature != found or not named <= self._checked:
@@ -87,6 +84,18 @@ class ImagePlanner:
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
         return Capture(plan.table, plan.layout, plan.slots_json, framed, tensors)
+
+    def targets(self, state: Any) -> tuple[TensorTable, list[torch.Tensor]]:
+        """The tensors of a state that is to be filled, and their table.
+
+        Raises:
+            CheckpointingException: The state holds something that cannot have been saved.
+        """
+        _, tensors, _ = take_tensors(state)
+        names = _names(state)
+        if self._plan is not None and self._plan.signature == signature(tensors, names):
+            return self._plan.table, tensors
+        return build_table(tensors, names), tensors
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,14 @@ def unpack(
     """
     reader = ImageReader(source, allowed or SafeGlobals(), expect)
     return reader.restore(map_location=map_location)
+
+
+def _names(state: Any) -> dict[int, str]:
+    root = vars(state) if isinstance(state, TensorAwareStateDict) else state
+    names: dict[int, str] = {}
+    for path, tensor in named_tensors(root):
+        names.setdefault(id(tensor), path.removeprefix("state_dict."))
+    return names
 
 
 def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:

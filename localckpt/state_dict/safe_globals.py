@@ -92,8 +92,11 @@ class SafeGlobals:
             or (issubclass(found, tuple) and hasattr(found, "_fields"))
         ):
             return found
-        if module == "torch" and isinstance(found, _TORCH_CONSTANTS):
-            return found
+        # A memory format is pickled as "torch.channels_last" of some module that imports torch.
+        if module == "torch" or name.startswith("torch."):
+            constant = _resolve("torch", name.removeprefix("torch."))
+            if isinstance(constant, _TORCH_CONSTANTS):
+                return constant
         raise UnsafeGlobalError(
             f"the state refers to {module}.{name}, which may not be loaded from a file. If you "
             f"trust it, pass safe_globals=[{name}] to the manager or call "

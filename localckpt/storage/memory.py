@@ -118,11 +118,14 @@ class _MappedFile(Buffer):
             self.close()
             self._open(path, nbytes, create=False)
             return
+        before = self._nbytes
         self._path, self._nbytes = path, nbytes
         with storage_errors("reserve shared memory in", path):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                os.posix_fallocate(fd, 0, nbytes)
+                if nbytes > before:
+                    # Only what is new: the kernel looks at every page that it is asked for.
+                    os.posix_fallocate(fd, before, nbytes - before)
                 os.ftruncate(fd, nbytes)
             finally:
                 os.close(fd)

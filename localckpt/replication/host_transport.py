@@ -1,0 +1,285 @@
+"""Images from host memory or files, over gloo, with an answer for every chunk.
+
+gloo does not tell whoever waits for a message that was half sent or half received when its
+connection broke: the wait lasts until the deadline. So nobody waits for such a message here. Each
+chunk is followed by an empty message, its mark, which cannot arrive in part; when the mark is there
+the chunk is, and the receiver answers with another empty message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from localckpt.coordination import _default_store
+from localckpt.errors import MismatchError, PeerLostError
+from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.ledger import (
+    CHUNK_NBYTES,
+    Ledger,
+    PeerFailed,
+    chunks,
+    first_line,
+    numbered,
+)
+from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
+
+__all__ = ["HostTransport"]
+
+# One chunk travels while the next is read.
+_BOUNCES = 3
+
+
+class HostTransport:
+    """Sends and receives images at once; see :class:`Transport`.
+
+    Every chunk that is to come is asked for at the start, so a peer can send at any time; a source
+    that is slow to read holds up nobody but those it is sent to.
+
+    A source whose views stay valid after the next ``read`` says so by an attribute ``views_last``
+    that is true; it is sent from where it lies. Others are copied once.
+
+    Args:
+        group: The ranks that take part; it must support host memory.
+        timeout_s: Deadline of a whole exchange, in seconds.
+        chunk_nbytes: Largest single message; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: GroupWrapper | dist.ProcessGroup | _OwnGloo | None = None,
+        timeout_s: float = 300.0,
+        *,
+        chunk_nbytes: int = CHUNK_NBYTES,
+    ) -> None:
+        members = group if isinstance(group, _OwnGloo) else GroupWrapper.wrap(group)
+        self._connections: Any = members.group
+        self._ranks = list(members.ranks)
+        self._rank = members.my_global_rank
+        self._chunk_nbytes = chunk_nbytes
+        self.timeout_s = timeout_s
+        self.broken = False
+
+    @classmethod
+    def connect(
+        cls, name: str, ranks: Sequence[int], rank: int, timeout_s: float = 300.0
+    ) -> HostTransport:
+        """A transport with connections of its own, so that its failure touches no other group.
+
+        Only the ranks that take part call it, together. It works beside any default group.
+
+        Args:
+            name: Has not been used before in this job.
+            ranks: The ranks of the job that take part, in the same order everywhere.
+            rank: This rank of the job.
+            timeout_s: Deadline for connecting, and of each exchange, in seconds.
+
+        Raises:
+            PeerLostError: Some rank did not come.
+        """
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"localckpt/transport/{name}", _default_store()
+        )
+        try:
+            gloo = dist.ProcessGroupGloo(
+                store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
+                f"({first_line(error)}). Shards kept on this node are untouched; restart the job "
+                f"if one of these ranks has died."
+            ) from error
+        return cls(_OwnGloo(gloo, tuple(ranks), rank), timeout_s)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, ShardSource]],
+        receives: Sequence[tuple[int, memoryview]],
+    ) -> None:
+        if self.broken:
+            raise PeerLostError(
+                f"rank {self._rank} cannot exchange shards: these connections broke before"
+            )
+        ledger = Ledger(self._rank, self.timeout_s)
+        failures: list[BaseException] = []
+        receivers: list[threading.Thread] = []
+        try:
+            for peer, source in sends:
+                ledger.expect(peer, sent=source.nbytes)
+            for peer, arrivals in self._ask(receives, ledger).items():
+                # One each, so that a peer that is slow does not hold back answers to another.
+                receiver = threading.Thread(
+                    target=self._receive,
+                    args=(peer, arrivals, ledger, failures),
+                    name=f"localckpt-receive-{peer}",
+                    daemon=True,
+                )
+                receiver.start()
+                receivers.append(receiver)
+            self._send(sends, ledger)
+        except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
+            failures.append(error)
+            self._disconnect()
+        for receiver in receivers:
+            receiver.join()
+        if failures:
+            # That a peer was lost may be the consequence of what went wrong here.
+            own = [failure for failure in failures if not isinstance(failure, PeerFailed)]
+            first = own[0] if own else failures[0]
+            if isinstance(first, PeerFailed):
+                raise ledger.explain(first) from first.__cause__
+            raise first
+
+    def close(self) -> None:
+        # Connections of our own end with the last reference; a caller's group is the caller's.
+        self._connections = None
+        self.broken = True
+
+    def _ask(
+        self, receives: Sequence[tuple[int, memoryview]], ledger: Ledger
+    ) -> dict[int, list[_Chunk]]:
+        """Ask for all that is to come; a mark always after its chunk, on both sides."""
+        asked: dict[int, list[_Chunk]] = {}
+        for peer, number, view in numbered(receives):
+            ledger.expect(peer, received=len(view))
+            for start, stop in chunks(len(view), self._chunk_nbytes):
+                with ledger.blaming(peer):
+                    data = self._post("recv", _tensor(view[start:stop]), peer, number, _Kind.DATA)
+                    mark = self._post("recv", _nothing(), peer, number, _Kind.MARK)
+                asked.setdefault(peer, []).append(_Chunk(peer, number, stop - start, data, mark))
+        return asked
+
+    def _receive(
+        self, peer: int, arrivals: list[_Chunk], ledger: Ledger, failures: list[BaseException]
+    ) -> None:
+        """Answer one peer's chunks; runs in a thread of its own."""
+        answers: list[dist.Work] = []
+        arrived = 0
+        try:
+            for chunk in arrivals:
+                ledger.wait(peer, chunk.mark)
+                arrived += 1
+                ledger.wait(peer, chunk.data)
+                ledger.count(peer, received=chunk.nbytes)
+                with ledger.blaming(peer):
+                    answers.append(self._post("send", _nothing(), peer, chunk.number, _Kind.ANSWER))
+            for answer in answers:
+                ledger.wait(peer, answer)
+        except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
+            failures.append(failure)
+            self._disconnect()
+            for chunk in arrivals[arrived:]:
+                # Complete chunks whose mark was not looked at any more.
+                with contextlib.suppress(RuntimeError):
+                    chunk.data.wait(timedelta(milliseconds=1))
+                    ledger.count(peer, received=chunk.nbytes)
+
+    def _send(self, sends: Sequence[tuple[int, ShardSource]], ledger: Ledger) -> None:
+        unanswered: deque[_Chunk] = deque()
+        bounces: list[memoryview] = []
+        bounced = 0
+        for peer, number, source in numbered(sends):
+            for start, stop in chunks(source.nbytes, self._chunk_nbytes):
+                view = source.read(start, stop) if _views_last(source) else None
+                if view is None or view.readonly:
+                    while len(unanswered) >= _BOUNCES:
+                        self._settle(unanswered.popleft(), ledger)
+                    if not bounces:
+                        largest = max(source.nbytes for _, source in sends)
+                        nbytes = min(self._chunk_nbytes, largest)
+                        bounces = [memoryview(bytearray(nbytes)) for _ in range(_BOUNCES)]
+                    view = bounces[bounced % _BOUNCES][: stop - start]
+                    bounced += 1
+                    # In pieces, so that they are still in the processor's cache when copied.
+                    for at, end in chunks(stop - start, PIECE_NBYTES):
+                        view[at:end] = source.read(start + at, start + end)
+                with ledger.blaming(peer):
+                    answer = self._post("recv", _nothing(), peer, number, _Kind.ANSWER)
+                    data = self._post("send", _tensor(view), peer, number, _Kind.DATA)
+                    mark = self._post("send", _nothing(), peer, number, _Kind.MARK)
+                unanswered.append(_Chunk(peer, number, stop - start, data, mark, answer))
+        for chunk in unanswered:
+            self._settle(chunk, ledger)
+
+    def _settle(self, sent: _Chunk, ledger: Ledger) -> None:
+        if sent.answer is not None:
+            ledger.wait(sent.peer, sent.answer)
+        ledger.wait(sent.peer, sent.data)
+        ledger.wait(sent.peer, sent.mark)
+        ledger.count(sent.peer, sent=sent.nbytes)
+
+    def _post(
+        self, method: str, tensor: torch.Tensor, peer: int, number: int, kind: _Kind
+    ) -> dist.Work:
+        tag = number * len(_Kind) + kind
+        work: dist.Work = getattr(self._connections, method)([tensor], self._place(peer), tag)
+        return work
+
+    def _disconnect(self) -> None:
+        """Close all connections, so that peers stop waiting and late bytes go nowhere."""
+        self.broken = True
+        for peer in self._ranks:
+            # A wait that runs out is gloo's one way to close every connection of a group; on a
+            # connection that is closed already, there is no wait.
+            with contextlib.suppress(RuntimeError):
+                if peer != self._rank:
+                    self._post("recv", _nothing(), peer, 0, _Kind.NEVER).wait(
+                        timedelta(milliseconds=1)
+                    )
+
+    def _place(self, peer: int) -> int:
+        if peer not in self._ranks:
+            raise MismatchError(f"rank {peer} is not among the ranks {self._ranks} that exchange")
+        return self._ranks.index(peer)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnGloo:
+    """Connections that no torch.distributed function knows of; what GroupWrapper says of others."""
+
+    group: Any
+    ranks: tuple[int, ...]
+    my_global_rank: int
+
+
+class _Kind(IntEnum):
+    """Which messages of one image belong together; part of their tags."""
+
+    DATA = 0
+    MARK = 1
+    ANSWER = 2
+    NEVER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk under way. gloo drops a message whose work object is dropped before it was sent."""
+
+    peer: int
+    number: int
+    nbytes: int
+    data: dist.Work
+    mark: dist.Work
+    answer: dist.Work | None = None
+
+
+def _views_last(source: ShardSource) -> bool:
+    return isinstance(source, MemorySource) or getattr(source, "views_last", False)
+
+
+def _tensor(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,265 @@
+"""Copies that went bad are found out, set aside, and replaced: by a replica, or by an older state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import MismatchError, NoReplicasAvailableError
+from tests.managers.jobs import (
+    KINDS,
+    assert_same,
+    cliques,
+    damage,
+    error_of,
+    files,
+    iterations_on,
+    make_manager,
+)
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+# Several digest blocks, so that damage can lie where finding the shard does not look.
+_NBYTES = 3 << 20
+_BEGINNING, _MIDDLE, _END = 0.0001, 0.6, 1.0
+
+
+def _large(rank: int, iteration: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(100 * iteration + rank)
+    return {"large": torch.randn(_NBYTES // 4, generator=random), "iteration": iteration}
+
+
+def _save_iterations(rank: int, world_size: int, kind: str, replicated: bool) -> None:
+    repl = cliques(1, 2) if replicated else None
+    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+        for iteration in (7, 8):
+            manager.save(_large(rank, iteration), iteration)
+    if repl:
+        repl.close()
+
+
+def _load(rank: int, world_size: int, kind: str, replicated: bool) -> tuple[int, int, str]:
+    """What find_latest said, what was loaded and was right, and where it came from."""
+    repl = cliques(1, 2) if replicated else None
+    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+        found = manager.find_latest()
+        state, ckpt_id = manager.load()
+        assert manager.last_load.iteration == manager.latest_iteration == ckpt_id.iteration
+        assert_same(state, _large(rank, ckpt_id.iteration))
+        # Loading again gives the same, whatever had to be found out the first time.
+        again, same_id = manager.load()
+        assert same_id == ckpt_id
+        assert_same(again, state)
+        source = manager.last_load.source
+    if repl:
+        repl.close()
+    return found, ckpt_id.iteration, source
+
+
+def _copy(node: Path, owner: int, iteration: int) -> Path:
+    (found,) = (
+        path
+        for path in node.rglob("*.safetensors")
+        if path.name.startswith(f"{iteration:012d}.{owner}.")
+    )
+    return found
+
+
+def _set_aside(*nodes: Path) -> list[tuple[int, int]]:
+    """(iteration, owner) of the copies that were set aside."""
+    names = (n.rpartition("/")[2].split(".") for n in files(*nodes) if n.endswith(".corrupt"))
+    return [(int(iteration), int(owner)) for iteration, owner, *_ in names]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
+    return (node_dirs if kind == "disk" else shm_roots)(2)
+
+
+@pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE, _END], ids=["start", "middle", "end"])
+def test_a_bad_own_copy_is_set_aside_and_the_replica_is_taken(
+    kind: str, position: float, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    damage(_copy(nodes[1], 1, 8), position)
+    before = len(files(*nodes))
+
+    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+
+    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+    assert _set_aside(nodes[1]) == [(8, 1)]
+    assert _set_aside(nodes[0]) == []
+    # Nothing is deleted by a restart.
+    assert len(files(*nodes)) == before
+
+
+@pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE], ids=["start", "middle"])
+def test_a_bad_replica_does_no_harm_while_the_own_copy_is_good(
+    kind: str, position: float, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    damage(_copy(nodes[0], 1, 8), position)
+
+    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+
+    assert told == [(8, 8, "own node")] * 2
+
+
+def test_a_replica_that_turns_out_bad_on_its_way_is_set_aside_where_it_is_kept(
+    kind: str, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    _copy(nodes[1], 1, 8).unlink()
+    damage(_copy(nodes[0], 1, 8), _MIDDLE)
+
+    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+    found_again = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+
+    assert told == [(8, 7, "own node")] * 2
+    assert _set_aside(nodes[0]) == [(8, 1)]
+    assert found_again == [(7, 7, "own node")] * 2
+
+
+@pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "alone"])
+def test_when_no_copy_is_good_all_ranks_take_the_older_checkpoint(
+    kind: str, replicated: bool, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, replicated, store_per_node=nodes)
+    damage(_copy(nodes[1], 1, 8), _MIDDLE)
+    if replicated:
+        damage(_copy(nodes[0], 1, 8), _MIDDLE)
+
+    told = run_ranks(_load, 2, kind, replicated, store_per_node=nodes)
+
+    assert told == [(8, 7, "own node")] * 2
+    assert (8, 1) in _set_aside(nodes[1])
+    assert (8, 0) not in _set_aside(*nodes)
+
+
+def _all_is_bad(rank: int, world_size: int, kind: str) -> list[str]:
+    repl = cliques(1, 2)
+    told = []
+    with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
+        assert manager.find_latest() == 8
+        told.append(error_of(manager.load, NoReplicasAvailableError))
+        manager.latest_iteration = -1
+        assert manager.find_latest() == -1
+        told.append(error_of(manager.load, NoReplicasAvailableError))
+        # The job can begin anew.
+        manager.save(_large(rank, 1), 1)
+        assert manager.find_latest() == 1
+        assert_same(manager.load()[0], _large(rank, 1))
+    repl.close()
+    return told
+
+
+def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(
+    kind: str, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    for iteration in (7, 8):
+        for node in nodes:
+            damage(_copy(node, 1, iteration), _MIDDLE)
+
+    told = run_ranks(_all_is_bad, 2, kind, store_per_node=nodes)
+
+    assert told[0] == told[1]
+    for text in told[0]:
+        assert "iteration 8 (generation 1.2, 2 ranks) lacks the shards of ranks 1" in text
+        assert "iteration 7 (generation 1.1, 2 ranks) lacks the shards of ranks 1" in text
+
+
+def _go_on_after_a_fall_back(rank: int, world_size: int, kind: str) -> None:
+    with make_manager(kind, node_store(), "job", keep_last=2) as manager:
+        assert manager.find_latest() == 8
+        assert manager.load()[1].iteration == 7
+        # 8 is no more than a name now, so 7 is one of the two that are kept.
+        manager.save(_large(rank, 9), 9)
+        assert {7, 9} <= iterations_on(node_store())
+        manager.save(_large(rank, 10), 10)
+    with make_manager(kind, node_store(), "job", keep_last=2) as manager:
+        assert manager.find_latest() == 10
+        assert_same(manager.load()[0], _large(rank, 10))
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_not_counted_among_those_that_are_kept(
+    kind: str, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, False, store_per_node=nodes)
+    damage(_copy(nodes[1], 1, 8), _MIDDLE)
+
+    run_ranks(_go_on_after_a_fall_back, 2, kind, store_per_node=nodes)
+
+
+def test_a_good_file_in_the_place_of_another_is_refused(kind: str, nodes: list[Path]) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    # Rank 0's shard under the name of rank 1's, in both places; 7 under the name of 8.
+    for node in nodes:
+        _copy(node, 1, 8).write_bytes(_copy(node, 0, 8).read_bytes())
+
+    told = run_ranks(_load, 2, kind, True, store_per_node=nodes)
+
+    assert told == [(7, 7, "own node")] * 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 1 << 20, (2 << 20) + 17])
+def test_a_file_that_was_cut_is_replaced_by_its_replica(length: int, node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save_iterations, 2, "disk", True, store_per_node=nodes)
+    with _copy(nodes[1], 1, 8).open("r+b") as file:
+        file.truncate(length)
+
+    told = run_ranks(_load, 2, "disk", True, store_per_node=nodes)
+
+    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+
+
+def _save_as_another_number_of_ranks(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), "job", keep_last=9) as manager:
+        manager.save(_large(rank, 5), 5)
+
+
+def _load_where_only_another_number_of_ranks_is_left(rank: int, world_size: int) -> list[str]:
+    told = []
+    with make_manager("disk", node_store(), "job", keep_last=9) as manager:
+        assert manager.find_latest() == 5
+        told.append(error_of(manager.load, MismatchError))
+        manager.latest_iteration = -1
+        told.append(error_of(manager.find_latest, MismatchError))
+    return told
+
+
+def test_a_job_never_falls_back_to_the_state_of_another_number_of_ranks(node_dirs: Dirs) -> None:
+    nodes = node_dirs(1)
+    run_ranks(_save_as_another_number_of_ranks, 2, store_per_node=nodes)
+    run_ranks(_save_as_another_number_of_ranks, 1, store_per_node=nodes)
+    (newest,) = (p for p in nodes[0].rglob("*.safetensors") if p.name.split(".")[2] == "2")
+    damage(newest, _MIDDLE)
+
+    (told,) = run_ranks(
+        _load_where_only_another_number_of_ranks_is_left, 1, store_per_node=nodes
+    )
+
+    for text in told:
+        assert "saved by 2 ranks, and this job has 1" in text
+
+
+def test_damage_that_a_person_wants_to_see_is_kept(kind: str, nodes: list[Path]) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+    victim = _copy(nodes[1], 1, 8)
+    damage(victim, _MIDDLE)
+    content = victim.read_bytes()
+
+    run_ranks(_load, 2, kind, True, store_per_node=nodes)
+
+    assert Path(f"{victim}.corrupt").read_bytes() == content

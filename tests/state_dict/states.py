@@ -1,0 +1,133 @@
+"""What the tests of this room share: shards in memory, and a comparison down to the bit."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import struct
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.image import Capture, ImagePlanner, pack, seal, unpack
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
+
+IDENTITY = ShardIdentity("a session", Generation(2, 7), 40, 3, 8)
+
+
+class Point(NamedTuple):
+    """A named tuple that whoever loads has imported."""
+
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Settings:
+    """A dataclass that has to be allowed."""
+
+    value: Any
+    name: str = "settings"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSettings:
+    """A frozen dataclass that has to be allowed."""
+
+    value: Any
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass without behaviour of its own."""
+
+
+class TaggedParameter(torch.nn.Parameter):
+    """A parameter subclass without behaviour of its own."""
+
+
+ALLOWED = SafeGlobals([Settings, FrozenSettings, Tagged, TaggedParameter])
+
+
+def round_trip(state: Any, **options: Any) -> Any:
+    """Save a state to an image in memory, and load it."""
+    planner = ImagePlanner(ALLOWED)
+    return unpack(pack(state, IDENTITY, planner), expect=IDENTITY, allowed=ALLOWED, **options)
+
+
+def image_of(state: Any, identity: ShardIdentity = IDENTITY) -> bytearray:
+    """A state's image."""
+    return bytearray(pack(state, identity, ImagePlanner(ALLOWED)).view)
+
+
+def source_of(image: bytes | bytearray) -> MemorySource:
+    """A source of a copy of the bytes."""
+    return MemorySource(memoryview(bytearray(image)))
+
+
+def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
+    """The sealed image of a capture, which a test may have tampered with."""
+    image = bytearray(capture.nbytes(identity))
+    view = memoryview(image)
+    seal(view, capture.write(view, identity, Copier(1)), identity)
+    return image
+
+
+def with_pickle(pickled: bytes, identity: ShardIdentity = IDENTITY) -> bytearray:
+    """An image that is intact, and whose skeleton is whatever somebody made up."""
+    capture = ImagePlanner().capture({})
+    table = b"[]"
+    framed = len(table).to_bytes(8, "little") + table + pickled
+    return written(dataclasses.replace(capture, skeleton=framed), identity)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's values."""
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    if flat.itemsize in (1, 2, 4, 8):
+        widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        flat = flat.view(widths[flat.itemsize])
+    return bytes(flat.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Types, order and bits are the same, all the way down."""
+    assert type(found) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        _assert_same_tensor(found, wanted)
+    elif isinstance(wanted, numpy.ndarray):
+        assert found.dtype == wanted.dtype
+        assert found.shape == wanted.shape
+        if wanted.dtype == object:
+            assert_same(found.tolist(), wanted.tolist())
+        else:
+            assert found.tobytes() == wanted.tobytes()
+    elif isinstance(wanted, float):
+        assert struct.pack("<d", found) == struct.pack("<d", wanted)
+    elif isinstance(wanted, complex):
+        assert_same((found.real, found.imag), (wanted.real, wanted.imag))
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert_same(found[key], value)
+    elif isinstance(wanted, list | tuple | collections.deque):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif dataclasses.is_dataclass(wanted):
+        assert_same(vars(found), vars(wanted))
+    else:
+        assert found == wanted
+
+
+def _assert_same_tensor(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    assert found.device == wanted.device
+    assert found.requires_grad == wanted.requires_grad
+    assert found.layout == wanted.layout
+    if not wanted.is_meta:
+        assert bits(found) == bits(wanted)

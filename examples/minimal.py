@@ -13,8 +13,10 @@ world_size = os.environ.get("WORLD_SIZE", "1")
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 
-with localckpt.LocalCheckpointManager("/tmp/localckpt-minimal", f"{world_size}-ranks") as manager:
-    queue, start = localckpt.AsyncCallsQueue(), 0
+directory, session = "/tmp/localckpt-minimal", f"{world_size}-ranks"
+manager = localckpt.LocalCheckpointManager(directory, session)
+with manager, localckpt.AsyncCallsQueue() as queue:
+    start = 0
     if manager.find_latest() >= 0:
         state, ckpt_id = manager.load()
         model.load_state_dict(state["model"])
@@ -28,6 +30,4 @@ with localckpt.LocalCheckpointManager("/tmp/localckpt-minimal", f"{world_size}-r
         if iteration % 10 == 9:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-        queue.maybe_finalize_async_calls(blocking=False)
-    queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
+        queue.maybe_finalize_async_calls()

@@ -134,7 +134,7 @@ class Coordinator:
     def _wait(self, keys: list[str], phase: str, waited_for: list[int] | None = None) -> None:
         assert self._store is not None
         try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+            self._store.wait(keys, timedelta(seconds=max(0.001, self.timeout_s)))
         except dist.DistStoreError as error:
             asked = zip(waited_for or range(self.world_size), keys, strict=True)
             late = [rank for rank, key in asked if not self._store.check([key])]

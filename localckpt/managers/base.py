@@ -93,7 +93,8 @@ class BaseCheckpointManager(ABC):
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         self.repl_strategy = repl_strategy
-        self._coordinator = Coordinator(f"manager/{session_id}", process_group, timeout)
+        # Without the session in its name: ranks with different ones must meet, to be told.
+        self._coordinator = Coordinator("manager", process_group, timeout)
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
@@ -242,7 +243,9 @@ class BaseCheckpointManager(ABC):
         recovery = Recovery(
             self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
         )
-        for checkpoint in self._complete:
+        while self._complete:
+            judge_newest(self._complete, self.world_size)
+            checkpoint = self._complete[0]
             with record_function("localckpt.load"):
                 loaded = recovery.load(checkpoint, self.session_id, options)
             if loaded is None:
@@ -250,6 +253,8 @@ class BaseCheckpointManager(ABC):
                     "iteration %d cannot be had any more; trying an older one",
                     checkpoint.iteration,
                 )
+                # It must not count among those that are kept, and push out one that can be had.
+                del self._complete[0]
                 continue
             seconds = time.monotonic() - called
             self.latest_iteration = self._newest_iteration = checkpoint.iteration
@@ -267,6 +272,7 @@ class BaseCheckpointManager(ABC):
             return _unwrapped(loaded.state), CkptID(
                 checkpoint.iteration, self.rank, self.session_id
             )
+        self.latest_iteration = -1
         raise NoReplicasAvailableError(
             f"there is no complete checkpoint to load: {describe_incomplete(self._holdings)}. "
             f"Start from the beginning, or from a checkpoint on shared storage"

@@ -18,7 +18,7 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     StorageError,
 )
-from localckpt.ids import CkptID, ShardRecord
+from localckpt.ids import CkptID, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import Checkpoint
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.exchange import ExchangePlan
@@ -94,13 +94,16 @@ class Recovery:
                 return None
             sources, outcome = self._open_what_others_need(plan, checkpoint, session_id)
             try:
-                if plan.transfers and not self._all_well("open what peers need", outcome):
+                if plan.transfers and not self._all_well(
+                    "open what peers need", outcome, checkpoint, session_id
+                ):
                     continue
                 loaded, outcome = self._load_own(plan, checkpoint, session_id, sources, options)
             finally:
                 for source in sources.values():
                     source.close()
-            if self._all_well(f"load iteration {checkpoint.iteration}", outcome):
+            phase = f"load iteration {checkpoint.iteration}"
+            if self._all_well(phase, outcome, checkpoint, session_id):
                 return loaded
 
     def _plan(self, checkpoint: Checkpoint, session_id: str) -> ExchangePlan[CkptID]:
@@ -164,7 +167,9 @@ class Recovery:
             return None, _Outcome(refused=(type(error).__name__, str(error)))
         return Loaded(state, nbytes, came_from), _Outcome()
 
-    def _all_well(self, phase: str, mine: _Outcome) -> bool:
+    def _all_well(
+        self, phase: str, mine: _Outcome, checkpoint: Checkpoint, session_id: str
+    ) -> bool:
         """Tell each other how it went, and leave out the copies that were bad."""
         gathered = self._coordinator.all_gather(phase, mine.to_json())
         outcomes = [_Outcome.from_json(fields) for fields in gathered]
@@ -174,13 +179,16 @@ class Recovery:
             kind = kinds.pop() if len(kinds) == 1 else ""
             raised = getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
             raise raised("; ".join(f"rank {rank}: {text}" for rank, (_, text) in refusals))
-        bad = [copy for outcome in outcomes for copy in outcome.bad]
-        for holder, owner, _ in bad:
-            self._leave_out(holder, owner)
+        bad = [(rank, *copy) for rank, outcome in enumerate(outcomes) for copy in outcome.bad]
+        for rank, holder, owner, why in bad:
+            identity = checkpoint.shard(owner, session_id)
+            self._leave_out(holder, identity)
+            if holder == self._coordinator.rank != rank:
+                self._shelf.doubt(identity, f"sent to rank {rank}, where {why}")
         return not bad
 
-    def _leave_out(self, holder: int, owner: int) -> None:
+    def _leave_out(self, holder: int, identity: ShardIdentity) -> None:
         domain = self._domains[holder]
         for rank, records in self._holdings.items():
             if self._domains[rank] == domain:
-                self._holdings[rank] = [r for r in records if r.identity.rank != owner]
+                self._holdings[rank] = [r for r in records if r.identity != identity]

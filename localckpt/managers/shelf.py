@@ -113,5 +113,9 @@ class Shelf(ABC):
         """Keep a bad copy from being found again."""
 
     @abstractmethod
+    def doubt(self, identity: ShardIdentity, why: str) -> None:
+        """Another rank got a bad copy from here: set it aside if it is bad here, too."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what the shelf holds open."""

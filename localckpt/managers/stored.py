@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from typing import Any
 
 import torch
 
-from localckpt.errors import MismatchError
+from localckpt.errors import CorruptShardError, MismatchError, StorageError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.identify import read_header, verify
 from localckpt.state_dict.image import Capture, ImagePlanner, seal
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -24,6 +25,8 @@ from localckpt.storage.store import Store
 from localckpt.storage.write import write_shards
 
 __all__ = ["StoreShelf"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -133,6 +136,19 @@ class StoreShelf(Shelf):
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         self.store.set_aside(identity, why)
+
+    def doubt(self, identity: ShardIdentity, why: str) -> None:
+        # A rank with bad memory must not talk the others out of their good copies.
+        try:
+            source = self.store.open(identity)
+            try:
+                verify(source, identity)
+            finally:
+                source.close()
+        except (StorageError, CorruptShardError) as error:
+            self.store.set_aside(identity, str(error))
+        else:
+            logger.warning("%s is good here, but not when it was %s", identity, why)
 
     def close(self) -> None:
         self._sealer.shutdown()

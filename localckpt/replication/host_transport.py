@@ -36,7 +36,7 @@ from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
 __all__ = ["HostTransport"]
 
 # One chunk travels while the next is read.
-_BOUNCES = 3
+_BOUNCES = 2
 
 
 class HostTransport:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.header import ImageHeader, header_length, parse_header
 from localckpt.state_dict.layout import round_up
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
-__all__ = ["read_header", "read_verified_identity"]
+__all__ = ["read_header", "read_verified_identity", "verify"]
 
 
 def read_header(source: ShardSource) -> ImageHeader:
@@ -32,3 +33,19 @@ def read_verified_identity(source: ShardSource) -> ShardIdentity:
     stop = min(round_up(header.data_start, BLOCK_NBYTES), header.digests_start)
     BlockHasher(header.identity).check(0, [source.read(0, stop)], digests)
     return header.identity
+
+
+def verify(source: ShardSource, identity: ShardIdentity) -> None:
+    """Read a whole image, and check that it is what was saved.
+
+    Raises:
+        CorruptShardError: It is damaged, or another shard's.
+    """
+    header = read_header(source)
+    if header.identity != identity:
+        raise CorruptShardError(f"expected {identity}, and found {header.identity}")
+    digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+    hasher = BlockHasher(identity)
+    for start in range(0, header.digests_start, PIECE_NBYTES):
+        stop = min(start + PIECE_NBYTES, header.digests_start)
+        hasher.check(start, [source.read(start, stop)], digests)

@@ -27,6 +27,7 @@ from localckpt.state_dict.tensor_table import (
     TensorTable,
     as_integers,
     build_table,
+    flat_bytes,
     is_flat,
     signature,
     slot_bytes,
@@ -175,8 +176,8 @@ class Capture:
             if tensor.device != bucket.device or not is_flat(tensor):
                 continue
             _copy_up(bucket[done - start : begin - start], image[done:begin])
-            flat = tensor.view(-1).view(torch.uint8)
-            bucket[begin - start : end - start].copy_(flat[begin - offset : end - offset])
+            data = flat_bytes(tensor)[begin - offset : end - offset]
+            bucket[begin - start : end - start].copy_(data)
             done = end
         _copy_up(bucket[done - start :], image[done:stop])
 

@@ -25,6 +25,7 @@ from localckpt.state_dict.tensor_table import (
     TableEntry,
     TensorTable,
     as_integers,
+    flat_bytes,
     is_flat,
     parse_entries,
     slot_bytes,
@@ -185,7 +186,7 @@ class _Target:
 
     def copy_to_device(self, start: int, parts: list[memoryview]) -> None:
         """Take what belongs to the tensor from the image's bytes from ``start`` on."""
-        flat = self._filled.view(-1).view(torch.uint8)
+        flat = flat_bytes(self._filled)
         for part in parts:
             begin, end = max(start, self.start), min(start + len(part), self.stop)
             if begin < end:

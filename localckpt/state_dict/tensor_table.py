@@ -22,6 +22,7 @@ __all__ = [
     "TensorTable",
     "as_integers",
     "build_table",
+    "flat_bytes",
     "is_flat",
     "parse_entries",
     "signature",
@@ -205,6 +206,12 @@ def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tens
         return tensor
     result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor; ``view`` cannot give them where a dimension of 1 has stride 0."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return slot_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

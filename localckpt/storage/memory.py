@@ -101,6 +101,9 @@ class MemoryStore(Store):
 class _MappedFile(Buffer):
     """A shard's file in shared memory, mapped. Closing it leaves the file."""
 
+    _path: Path
+    _nbytes: int
+
     def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
         self._open(path, nbytes, create=create)
 

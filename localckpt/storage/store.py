@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity
 from localckpt.storage.buffers import Buffer
@@ -186,9 +186,7 @@ class Store(ABC):
         """Rename a bad shard, so that it is not found again but can be looked at."""
         path = self._shards.pop(identity, None)
         if path is not None:
-            logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
-            with storage_errors("set aside", path):
-                os.rename(path, f"{path}{_CORRUPT}")
+            _set_aside(path, why)
 
     def ranks_with_folders(self) -> set[int]:
         """Ranks that have ever written here in this session."""
@@ -244,6 +242,10 @@ class Store(ABC):
                 record = ShardRecord(identity, source.nbytes)
             finally:
                 source.close()
+        except CorruptShardError as error:
+            # Under its name it would be read at every start, and never be retired.
+            _set_aside(path, str(error))
+            return None
         except CheckpointingException as error:
             logger.warning("%s is not counted: %s", path, error)
             return None
@@ -285,6 +287,15 @@ class Store(ABC):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path))
         (self.folder / _OWNER_NAME).write_text(str(self._owner))
+
+
+def _set_aside(path: Path, why: str) -> None:
+    logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
+    with storage_errors("set aside", path):
+        try:
+            os.rename(path, f"{path}{_CORRUPT}")
+        except FileNotFoundError:
+            logger.info("%s is gone: another rank set it aside, or it was removed", path)
 
 
 def _owner_of(folder: Path) -> Owner | None:

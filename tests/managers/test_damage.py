@@ -152,7 +152,6 @@ def _all_is_bad(rank: int, world_size: int, kind: str) -> list[str]:
     with make_manager(kind, node_store(), "job", repl, keep_last=2) as manager:
         assert manager.find_latest() == 8
         told.append(error_of(manager.load, NoReplicasAvailableError))
-        manager.latest_iteration = -1
         assert manager.find_latest() == -1
         told.append(error_of(manager.load, NoReplicasAvailableError))
         # The job can begin anew.
@@ -246,12 +245,74 @@ def test_a_job_never_falls_back_to_the_state_of_another_number_of_ranks(node_dir
     (newest,) = (p for p in nodes[0].rglob("*.safetensors") if p.name.split(".")[2] == "2")
     damage(newest, _MIDDLE)
 
-    (told,) = run_ranks(
-        _load_where_only_another_number_of_ranks_is_left, 1, store_per_node=nodes
-    )
+    (told,) = run_ranks(_load_where_only_another_number_of_ranks_is_left, 1, store_per_node=nodes)
 
     for text in told:
         assert "saved by 2 ranks, and this job has 1" in text
+
+
+def _lose_a_file_before_loading(rank: int, world_size: int, kind: str) -> tuple[int, int, str]:
+    repl = cliques(1, 2)
+    with make_manager(kind, node_store(), "job", repl) as manager:
+        assert manager.find_latest() == 8
+        if rank == 1:
+            _copy(node_store(), 1, 8).unlink()
+        state, ckpt_id = manager.load()
+        assert_same(state, _large(rank, 8))
+    repl.close()
+    return 8, ckpt_id.iteration, manager.last_load.source
+
+
+def test_a_copy_that_is_gone_when_it_is_to_be_loaded_is_replaced_by_its_replica(
+    kind: str, nodes: list[Path]
+) -> None:
+    run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
+
+    told = run_ranks(_lose_a_file_before_loading, 2, kind, store_per_node=nodes)
+
+    assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
+
+
+def _receive_badly(rank: int, world_size: int) -> str:
+    repl = cliques(1, 3)
+    with make_manager("disk", node_store(), "job", repl) as manager:
+        manager.save(_large(rank, 3), 3)
+        if rank == 2:
+            _copy(node_store(), 2, 3).unlink()
+        assert manager.find_latest() == 3
+        receive = repl.retrieve_image
+        tries = []
+
+        def spoil_the_first(plan: Any, open_source: Any, accept: Any) -> Any:
+            rooms = []
+
+            def room(id_: Any, nbytes: int) -> memoryview:
+                rooms.append(accept(id_, nbytes))
+                return rooms[-1]
+
+            received = receive(plan, open_source, room)
+            tries.append([entry.sender for entry in plan.transfers])
+            if rank == 2 and len(tries) == 1:
+                rooms[0][_NBYTES // 2] ^= 1
+            return received
+
+        repl.retrieve_image = spoil_the_first
+        state, _ = manager.load()
+        assert_same(state, _large(rank, 3))
+        assert tries == [[0], [1]]
+    repl.close()
+    return str(manager.last_load.source)
+
+
+def test_a_copy_that_was_spoiled_on_its_way_is_not_set_aside_where_it_is_good(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(3)
+
+    told = run_ranks(_receive_badly, 3, store_per_node=nodes)
+
+    assert told == ["own node", "own node", "peer rank 1"]
+    assert _set_aside(*nodes) == []
 
 
 def test_damage_that_a_person_wants_to_see_is_kept(kind: str, nodes: list[Path]) -> None:

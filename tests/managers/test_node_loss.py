@@ -314,5 +314,3 @@ def test_another_number_of_ranks_is_an_error_that_says_what_to_do(node_dirs: Dir
         assert "saved by 4 ranks, and this job has 2" in text
         assert "Start with 4 ranks" in text
     assert set(before) <= set(files(base))
-
-

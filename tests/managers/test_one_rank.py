@@ -425,9 +425,7 @@ def test_a_save_and_a_load_are_one_line_each_in_the_log(
     assert "GB/s" in loaded
 
 
-def test_a_root_that_cannot_be_used_is_a_storage_error_with_the_path(
-    kind: str, root: Path
-) -> None:
+def test_a_root_that_cannot_be_used_is_a_storage_error_with_the_path(kind: str, root: Path) -> None:
     in_the_way = root / "file"
     in_the_way.write_text("")
 

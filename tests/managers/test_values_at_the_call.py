@@ -98,8 +98,9 @@ def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
             assert_same(found["model"], expected[iteration]["model"])
             for key in ("random", "scalars", "history", "view"):
                 assert_same(found[key], expected[iteration][key])
-            assert found["optimizer"]["param_groups"] == (
-                expected[iteration]["optimizer"]["param_groups"]
+            assert (
+                found["optimizer"]["param_groups"]
+                == (expected[iteration]["optimizer"]["param_groups"])
             )
 
 

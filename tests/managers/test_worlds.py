@@ -68,7 +68,9 @@ def _assert_copies(
     nodes: list[Path], world_size: int, params: tuple[int, int] | None, iterations: set[int]
 ) -> None:
     """Every rank keeps, in its own folder, the shards of its clique and nothing else."""
-    groups = parse_group_sequence(*params, world_size) if params else [[r] for r in range(world_size)]
+    groups = (
+        parse_group_sequence(*params, world_size) if params else [[r] for r in range(world_size)]
+    )
     expected = sorted(
         (rank, owner, iteration)
         for clique in groups

@@ -408,7 +408,7 @@ def test_a_rank_that_dies_while_it_sends_is_named() -> None:
     for rank in (0, 2):
         told, took = results[rank]
         assert "rank 1 (" in told
-        assert took < 5.0
+        assert took < 15.0
 
 
 def _state_of(rank: int) -> BasicTensorAwareStateDict:

@@ -90,7 +90,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     if flat.itemsize in (1, 2, 4, 8):
         widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = flat.view(widths[flat.itemsize])
-    return bytes(flat.contiguous().reshape(-1).view(torch.uint8).numpy())
+    # A clone, because a dimension of 1 may have any stride and still count as contiguous.
+    flat = flat.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return bytes(flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def assert_same(found: Any, wanted: Any) -> None:

@@ -1,0 +1,265 @@
+"""The interface of TensorAwareStateDict, and that a wrapper never changes what it was given."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import BasicTensorAwareStateDict, TensorAwareStateDict
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.state_dict.basic import PlainState
+from localckpt.state_dict.containers import map_tensors, named_tensors
+from tests.state_dict.states import FrozenSettings, Point, Settings, assert_same, round_trip
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "dict": {"a": torch.rand(2, 3), "b": 5},
+        "ordered": collections.OrderedDict([("z", torch.ones(1)), ("a", torch.zeros(0))]),
+        "default": collections.defaultdict(list, {"k": [torch.ones(2)]}),
+        "list": [torch.arange(3), None, ("text", torch.tensor(1.5))],
+        "point": Point(torch.ones(4), Point(1, torch.zeros(2))),
+        "dataclass": Settings(torch.ones(3)),
+        "frozen": FrozenSettings([torch.ones(5)]),
+        "size": torch.Size([1, 2]),
+    }
+
+
+def identities(value: Any) -> list[Any]:
+    """Which objects stand where, all the way down."""
+    inner: list[Any] = []
+    if isinstance(value, dict):
+        inner = [identities(v) for v in value.values()]
+    elif isinstance(value, list | tuple):
+        inner = [identities(v) for v in value]
+    elif dataclasses.is_dataclass(value):
+        inner = [identities(v) for v in vars(value).values()]
+    return [id(value), inner]
+
+
+@pytest.mark.parametrize("kind", [BasicTensorAwareStateDict, PlainState])
+def test_pop_and_insert_are_inverse(kind: type[BasicTensorAwareStateDict]) -> None:
+    given = nested()
+    state = kind(given)
+    seen = list(state.tensors)
+
+    popped = state.pop_tensors()
+
+    assert [id(t) for t in popped] == [id(t) for t in seen]
+    assert state.is_hollow
+    assert not any(isinstance(t, torch.Tensor) for _, t in named_tensors(state.state_dict))
+    state.insert_tensors(popped)
+    assert not state.is_hollow
+    assert_same(state.to_state_dict(), given)
+    assert [id(t) for t in state.tensors] == [id(t) for t in seen]
+
+
+def test_the_containers_that_were_given_are_never_changed() -> None:
+    given = nested()
+    before = identities(given)
+    state = BasicTensorAwareStateDict(given)
+
+    state.copy_tensors_to_cpu()
+    state.insert_tensors([t + 1 for t in state.pop_tensors()])
+    state.restore_tensor_device()
+
+    assert identities(given) == before
+    assert state.state_dict is not given
+
+
+def test_a_hollow_state_refuses_what_needs_tensors() -> None:
+    state = BasicTensorAwareStateDict(nested())
+    state.pop_tensors()
+
+    for action in (
+        lambda: state.tensors,
+        state.pop_tensors,
+        state.copy_tensors_to_cpu,
+        state.restore_tensor_device,
+    ):
+        with pytest.raises(CheckpointingException, match="hollow"):
+            action()
+    assert state.is_hollow
+
+
+def test_a_state_with_its_tensors_refuses_others() -> None:
+    state = BasicTensorAwareStateDict(nested())
+
+    with pytest.raises(CheckpointingException, match="pop_tensors"):
+        state.insert_tensors([])
+    with pytest.raises(CheckpointingException, match="pop_tensors"):
+        state.init_tensors()
+
+
+@pytest.mark.parametrize("change", [lambda t: t[:-1], lambda t: [*t, t[0]], lambda t: []])
+def test_a_wrong_number_of_tensors_is_refused_and_the_state_stays_hollow(change: Any) -> None:
+    state = BasicTensorAwareStateDict(nested())
+    popped = state.pop_tensors()
+
+    with pytest.raises(MismatchError, match=f"for {len(popped)} places"):
+        state.insert_tensors(change(popped))
+
+    state.insert_tensors(iter(popped))
+    assert_same(list(state.tensors), popped)
+
+
+def test_init_tensors_gives_tensors_of_the_same_shape_dtype_and_device() -> None:
+    state = BasicTensorAwareStateDict(
+        [torch.zeros(2, 3, dtype=torch.bfloat16), torch.empty(5, device="meta"), torch.tensor(1)]
+    )
+    popped = state.pop_tensors()
+
+    state.init_tensors()
+
+    assert not state.is_hollow
+    for made, old in zip(state.tensors, popped, strict=True):
+        assert (made.shape, made.dtype, made.device) == (old.shape, old.dtype, old.device)
+        assert made is not old
+
+
+def test_a_copy_in_host_memory_is_a_copy() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    state = BasicTensorAwareStateDict({"weight": weight})
+
+    state.copy_tensors_to_cpu(non_blocking=True)
+
+    with torch.no_grad():
+        weight.fill_(1)
+    (copied,) = state.tensors
+    assert copied.tolist() == [0, 0, 0]
+    assert not copied.requires_grad
+
+
+def test_tensors_go_back_to_the_device_they_came_from() -> None:
+    # The meta device is the only other one that is always here.
+    original = BasicTensorAwareStateDict([torch.empty(2, device="meta"), torch.ones(2)])
+    state = BasicTensorAwareStateDict([torch.ones(2), torch.ones(2)])
+    state.remember_devices(original)
+
+    state.restore_tensor_device(non_blocking=False)
+
+    assert [str(tensor.device) for tensor in state.tensors] == ["meta", "cpu"]
+    state.restore_tensor_device()
+    assert [str(tensor.device) for tensor in state.tensors] == ["meta", "cpu"]
+
+
+def test_a_state_without_tensors_can_be_hollow_too() -> None:
+    state = BasicTensorAwareStateDict({"iteration": 5})
+
+    assert state.pop_tensors() == []
+    assert state.is_hollow
+    state.insert_tensors([])
+    assert state.to_state_dict() == {"iteration": 5}
+
+
+def test_a_tensor_in_two_places_is_taken_out_once_for_each() -> None:
+    weight = torch.rand(2)
+    state = BasicTensorAwareStateDict([weight, {"again": weight}])
+
+    popped = state.pop_tensors()
+
+    assert [id(t) for t in popped] == [id(weight)] * 2
+
+
+def test_a_container_in_two_places_stays_one() -> None:
+    shared = [torch.ones(1)]
+    state = BasicTensorAwareStateDict({"a": shared, "b": shared})
+
+    state.copy_tensors_to_cpu()
+
+    assert state.state_dict["a"] is state.state_dict["b"]
+    assert state.state_dict["a"] is not shared
+
+
+def test_a_container_that_holds_itself_is_walked_once() -> None:
+    given: dict[str, Any] = {"weight": torch.ones(1)}
+    given["self"] = given
+
+    names = [name for name, _ in named_tensors(given)]
+    mapped = map_tensors(given, lambda t: t + 1)
+
+    assert names == ["weight"]
+    assert mapped["self"] is mapped
+    assert mapped["weight"].item() == 2
+
+
+def test_names_are_paths_through_the_containers() -> None:
+    names = [name for name, _ in named_tensors(nested())]
+
+    assert names[:2] == ["dict.a", "ordered.z"]
+    assert {"list.2.1", "point.x", "point.y.y", "dataclass.value", "frozen.value.0"} <= set(names)
+
+
+@pytest.mark.parametrize("kind", [BasicTensorAwareStateDict, PlainState])
+@pytest.mark.parametrize("hollow", [False, True])
+def test_a_wrapper_is_saved_and_loaded_as_it_is(
+    kind: type[BasicTensorAwareStateDict], hollow: bool
+) -> None:
+    state = kind({"weight": torch.rand(2), "step": 3})
+    popped = state.pop_tensors() if hollow else []
+
+    loaded = round_trip(state)
+
+    assert type(loaded) is kind
+    assert loaded.is_hollow == hollow
+    if hollow:
+        loaded.insert_tensors(popped)
+        state.insert_tensors(popped)
+    assert_same(loaded.to_state_dict(), state.to_state_dict())
+
+
+class OnlyWhatMustBe(TensorAwareStateDict):
+    """Keeps tensors in attributes of its own, and its methods do nothing."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+        self.extra = (torch.arange(3), "x")
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        return []
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+    @property
+    def is_hollow(self) -> bool:
+        return False
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def init_tensors(self) -> None:
+        pass
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        pass
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        pass
+
+
+def test_a_users_own_class_is_saved_whole_whatever_its_methods_do() -> None:
+    state = OnlyWhatMustBe(weight=torch.rand(3), step=5)
+
+    loaded = round_trip(state)
+
+    assert type(loaded) is OnlyWhatMustBe
+    assert_same(loaded.values, state.values)
+    assert_same(loaded.extra, state.extra)
+
+
+def test_a_frozen_dataclass_can_be_hollow() -> None:
+    given = FrozenSettings({"weight": torch.ones(2)})
+    state = BasicTensorAwareStateDict(given)
+
+    state.insert_tensors([t * 2 for t in state.pop_tensors()])
+
+    assert state.state_dict.value["weight"].tolist() == [2, 2]
+    assert given.value["weight"].tolist() == [1, 1]
+    assert dataclasses.is_dataclass(state.state_dict)

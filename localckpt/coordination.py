@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.errors import PeerLostError
+from localckpt.errors import MismatchError, PeerLostError
 
 __all__ = ["Coordinator"]
 
@@ -68,6 +69,7 @@ class Coordinator:
         Raises:
             PeerLostError: Some rank did not come in time. It names them, and the phase that each
                 of them was last seen in.
+            MismatchError: The ranks are in different phases.
         """
         if self._store is None:
             return [json.loads(json.dumps(record))]
@@ -75,16 +77,17 @@ class Coordinator:
         self._gathers += 1
         with _store_errors(phase):
             store.set(f"last/{self.rank}", phase)
-            store.set(f"gather/{number}/{self.rank}", json.dumps(record))
+            store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
             keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
             self._wait(keys, phase)
             extended = store.has_extended_api()  # type: ignore[attr-defined]
             values = store.multi_get(keys) if extended else map(store.get, keys)
-            records = [json.loads(value) for value in values]
+            phases, records = zip(*(json.loads(value) for value in values), strict=True)
             if number >= 2:
                 # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
                 store.delete_key(f"gather/{number - 2}/{self.rank}")
-        return records
+        self._require_same_phase(phases)
+        return list(records)
 
     def barrier(self, phase: str) -> None:
         """Return once every rank has called it; raises as :meth:`all_gather`."""
@@ -140,6 +143,15 @@ class Coordinator:
             late = [rank for rank, key in asked if not self._store.check([key])]
             if late:
                 raise PeerLostError(self._describe_late(late, phase)) from error
+
+    def _require_same_phase(self, phases: Sequence[str]) -> None:
+        # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
+        if len({re.sub(r"\d+", "", phase) for phase in phases}) > 1:
+            at = zip(self.global_ranks, phases, strict=True)
+            raise MismatchError(
+                f"the ranks do not do the same: {', '.join(f'rank {r}: {p}' for r, p in at)}. All "
+                f"ranks must make the same calls in the same order. What was saved before stands"
+            )
 
     def _describe_late(self, late: list[int], phase: str) -> str:
         seen = []

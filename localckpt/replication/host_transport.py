@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -180,12 +180,34 @@ class HostTransport:
             self._disconnect()
             for chunk in arrivals[arrived:]:
                 # Complete chunks whose mark was not looked at any more.
-                with contextlib.suppress(RuntimeError):
-                    chunk.data.wait(timedelta(milliseconds=1))
+                if _is_done(chunk.data):
                     ledger.count(peer, received=chunk.nbytes)
 
     def _send(self, sends: Sequence[tuple[int, ShardSource]], ledger: Ledger) -> None:
         unanswered: deque[_Chunk] = deque()
+        try:
+            for peer, number, nbytes, view in self._read(sends, unanswered, ledger):
+                with ledger.blaming(peer):
+                    answer = self._post("recv", _nothing(), peer, number, _Kind.ANSWER)
+                    data = self._post("send", _tensor(view), peer, number, _Kind.DATA)
+                    mark = self._post("send", _nothing(), peer, number, _Kind.MARK)
+                unanswered.append(_Chunk(peer, number, nbytes, data, mark, answer))
+            while unanswered:
+                self._settle(unanswered.popleft(), ledger)
+        except BaseException:
+            self._disconnect()
+            for chunk in unanswered:
+                if chunk.answer is not None and _is_done(chunk.answer):
+                    ledger.count(chunk.peer, sent=chunk.nbytes)
+            raise
+
+    def _read(
+        self,
+        sends: Sequence[tuple[int, ShardSource]],
+        unanswered: deque[_Chunk],
+        ledger: Ledger,
+    ) -> Iterator[tuple[int, int, int, memoryview]]:
+        """Chunks in the order of sending: ``(peer, number, nbytes, view)``."""
         bounces: list[memoryview] = []
         bounced = 0
         for peer, number, source in numbered(sends):
@@ -203,13 +225,7 @@ class HostTransport:
                     # In pieces, so that they are still in the processor's cache when copied.
                     for at, end in chunks(stop - start, PIECE_NBYTES):
                         view[at:end] = source.read(start + at, start + end)
-                with ledger.blaming(peer):
-                    answer = self._post("recv", _nothing(), peer, number, _Kind.ANSWER)
-                    data = self._post("send", _tensor(view), peer, number, _Kind.DATA)
-                    mark = self._post("send", _nothing(), peer, number, _Kind.MARK)
-                unanswered.append(_Chunk(peer, number, stop - start, data, mark, answer))
-        for chunk in unanswered:
-            self._settle(chunk, ledger)
+                yield peer, number, stop - start, view
 
     def _settle(self, sent: _Chunk, ledger: Ledger) -> None:
         if sent.answer is not None:
@@ -279,6 +295,15 @@ def _views_last(source: ShardSource) -> bool:
 
 def _tensor(view: memoryview) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Whether a message arrived before the connections were closed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _nothing() -> torch.Tensor:

@@ -80,7 +80,7 @@ class Ledger:
         went, of_went = self._sent.get(peer, (0, 0))
         return (
             f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
-            f"it took {went:,} of {of_went:,})"
+            f"it confirmed {went:,} of {of_went:,})"
         )
 
 

@@ -25,8 +25,8 @@ from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.tensor_table import (
     TensorTable,
-    as_integers,
     build_table,
+    copy_values,
     flat_bytes,
     is_flat,
     signature,
@@ -224,9 +224,9 @@ def _names(state: Any) -> dict[int, str]:
 
 
 def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:
-    tensor = as_integers(tensor)
     flat = torch.frombuffer(place, dtype=torch.uint8)
-    flat.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    target = flat.view(tensor.dtype).view(tensor.shape)
+    copy_values(target, tensor, non_blocking=True)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -24,7 +24,7 @@ from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.tensor_table import (
     TableEntry,
     TensorTable,
-    as_integers,
+    copy_values,
     flat_bytes,
     is_flat,
     parse_entries,
@@ -197,7 +197,7 @@ class _Target:
     def finish(self) -> None:
         """Bring what was filled to where it belongs."""
         if not self._direct:
-            as_integers(self._tensor).copy_(as_integers(self._filled))
+            copy_values(self._tensor, self._filled)
 
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:

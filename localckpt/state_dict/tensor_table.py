@@ -20,8 +20,8 @@ from localckpt.state_dict.layout import TensorSlot
 __all__ = [
     "TableEntry",
     "TensorTable",
-    "as_integers",
     "build_table",
+    "copy_values",
     "flat_bytes",
     "is_flat",
     "parse_entries",
@@ -214,11 +214,13 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return slot_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width: torch cannot copy values of every dtype."""
-    if _is_lazy(tensor) or tensor.itemsize not in _INTEGERS:
-        return tensor
-    return tensor.view(_INTEGERS[tensor.itemsize])
+def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """``target.copy_(source)`` for two tensors of one dtype and shape, whatever the dtype."""
+    integers = _INTEGERS.get(source.itemsize)
+    if integers is not None and not _is_lazy(target) and not _is_lazy(source):
+        # torch has a dozen dtypes whose values it cannot copy.
+        target, source = target.view(integers), source.view(integers)
+    target.copy_(source, non_blocking=non_blocking)
 
 
 def _entry(

@@ -92,8 +92,7 @@ def test_ranks_that_save_different_iterations_are_named_and_can_go_on(
 ) -> None:
     told = run_ranks(_other_iterations, 2, replicated, store_per_node=node_dirs(2))
 
-    assert told[0] == told[1]
-    for first, text in zip((5, 15), told[0], strict=True):
+    for first, text in [*zip((5, 15), told[0], strict=True), *zip((5, 15), told[1], strict=True)]:
         assert "different iterations" in text
         assert f"'{first}' on rank 0" in text
         assert f"'{first + 1}' on rank 1" in text

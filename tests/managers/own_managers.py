@@ -1,0 +1,130 @@
+"""Managers as a user would write them: the five hooks, and a place of their own to keep shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+
+from localckpt import BaseCheckpointManager, CkptID, TensorAwareStateDict
+
+__all__ = ["DictManager", "FileManager", "FsspecManager", "TroubledDictManager"]
+
+
+class DictManager(BaseCheckpointManager):
+    """Keeps the last two checkpoints in a dict, which outlives the manager."""
+
+    def __init__(self, kept: dict[CkptID, TensorAwareStateDict], **options: Any) -> None:
+        super().__init__(**options)
+        self.kept = kept
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        return list(self.kept)
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        return self.kept[ckpt_id]
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        self.kept[ckpt_id] = state_dict
+
+    def _cleanup(self, iteration: int) -> None:
+        keep = sorted({ckpt_id.iteration for ckpt_id in self.kept})[-2:]
+        for ckpt_id in [i for i in self.kept if i.iteration not in keep]:
+            del self.kept[ckpt_id]
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        for ckpt_id in [i for i in self.kept if i.iteration == iteration]:
+            del self.kept[ckpt_id]
+
+
+class TroubledDictManager(DictManager):
+    """Fails when it is asked to."""
+
+    trouble: str | None = None
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        if self.trouble == "raises":
+            raise ValueError("no place for it")
+        if self.trouble == "raises for the replica" and ckpt_id.rank != self.rank:
+            raise ValueError("no place for it")
+        if self.trouble != "does nothing":
+            super()._save(state_dict, ckpt_id)
+
+
+class FsspecManager(BaseCheckpointManager):
+    """Writes objects with ``torch.save`` to a file system of fsspec's, as NVRx users do."""
+
+    def __init__(self, root: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.files = fsspec.filesystem("memory")
+        self.root = f"{root}/of rank {self.rank}"
+        self.files.makedirs(self.root, exist_ok=True)
+
+    def _path(self, ckpt_id: CkptID) -> str:
+        return f"{self.root}/{ckpt_id.iteration}_{ckpt_id.rank}_{ckpt_id.session_id}.pt"
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        for path in self.files.ls(self.root, detail=False):
+            iteration, rank, session_id = path.rpartition("/")[2].removesuffix(".pt").split("_")
+            yield CkptID(int(iteration), int(rank), session_id)
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        with self.files.open(self._path(ckpt_id), "rb") as file:
+            state: TensorAwareStateDict = torch.load(file, weights_only=False)
+        return state
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        with self.files.open(self._path(ckpt_id), "wb") as file:
+            torch.save(state_dict, file)
+
+    def _cleanup(self, iteration: int) -> None:
+        self._remove(lambda ckpt_id: ckpt_id.iteration < iteration)
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        self._remove(lambda ckpt_id: ckpt_id.iteration == iteration)
+
+    def _remove(self, which: Any) -> None:
+        for ckpt_id in filter(which, list(self._my_ckpt_ids())):
+            self.files.rm(self._path(ckpt_id))
+
+
+class FileManager(BaseCheckpointManager):
+    """Writes files, and notes which process did."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.folder = folder / f"rank{self.rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, ckpt_id: CkptID) -> Path:
+        return self.folder / f"{ckpt_id.iteration}_{ckpt_id.rank}_{ckpt_id.session_id}.pt"
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        for path in self.folder.glob("*.pt"):
+            iteration, rank, session_id = path.stem.split("_")
+            yield CkptID(int(iteration), int(rank), session_id)
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        state: TensorAwareStateDict = torch.load(self._path(ckpt_id), weights_only=False)
+        return state
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        if "refuse" in getattr(state_dict, "state_dict", ()):
+            raise OSError("this folder refuses")
+        torch.save(state_dict, self._path(ckpt_id))
+        command = Path("/proc/self/cmdline").read_text().replace("\0", " ")
+        (self.folder / "written by").write_text(f"{os.getpid()} {command}")
+
+    def _cleanup(self, iteration: int) -> None:
+        for ckpt_id in list(self._my_ckpt_ids()):
+            if ckpt_id.iteration < iteration:
+                self._path(ckpt_id).unlink()
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        for ckpt_id in list(self._my_ckpt_ids()):
+            if ckpt_id.iteration == iteration:
+                self._path(ckpt_id).unlink()

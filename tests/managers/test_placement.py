@@ -1,0 +1,126 @@
+"""Replicas that would be lost together with their originals are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import localckpt
+from localckpt import SameMachineReplicationException
+from tests.managers.jobs import (
+    KINDS,
+    MAX_S,
+    cliques,
+    error_of,
+    files,
+    make_manager,
+    our_threads,
+    resume,
+    state_of,
+)
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+def _share_a_node(rank: int, world_size: int, kind: str) -> list[str]:
+    told = []
+    neighbours = cliques(1, 2)
+    # When the manager is made, not when the first checkpoint is lost.
+    told.append(
+        error_of(
+            lambda: make_manager(kind, node_store(), "job", neighbours),
+            SameMachineReplicationException,
+        )
+    )
+    neighbours.close()
+
+    # A strategy that is built later says so when it is used first.
+    lazy = localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)
+    with make_manager(kind, node_store(), "job", lazy) as manager:
+        told.append(error_of(manager.find_latest, SameMachineReplicationException))
+    lazy.close()
+    lazy = localckpt.LazyCliqueReplicationStrategy(1, 2, timeout_s=MAX_S)
+    with make_manager(kind, node_store(), "job", lazy) as manager:
+        told.append(
+            error_of(lambda: manager.save(state_of(rank, 1), 1), SameMachineReplicationException)
+        )
+        assert manager.last_save is None
+    lazy.close()
+    assert files(node_store()) == []
+
+    # What the message says does work, whichever kind of strategy it is told to.
+    for session, across in (
+        ("eager", cliques(2, 2)),
+        ("lazy", localckpt.LazyCliqueReplicationStrategy(2, 2, timeout_s=MAX_S)),
+        # By default as many as there are ranks on the node, as torchrun tells it.
+        ("default", localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)),
+    ):
+        with make_manager(kind, node_store(), session, across) as manager:
+            assert manager.find_latest() == -1
+            manager.save(state_of(rank, 1), 1)
+            assert resume(manager, rank, 1) == "own node"
+        across.close()
+        owners = [n.split(".")[1] for n in files(node_store()) if f"-{session}/{rank}/" in n]
+        assert sorted(owners) == [str(rank % 2), str(rank % 2 + 2)]
+    assert our_threads() == []
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clique_on_one_node_is_refused_with_a_jump_that_works(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_share_a_node, 4, kind, store_per_node=nodes)
+
+    for text in (text for texts in told for text in texts):
+        assert "ranks [0, 1]" in text
+        assert "ranks [2, 3]" in text
+        assert "replication_jump=2" in text
+
+
+def _one_store_for_all(rank: int, world_size: int) -> str:
+    strategy = cliques(1, 2)
+    told = error_of(
+        lambda: make_manager("disk", node_store(), "job", strategy), SameMachineReplicationException
+    )
+    strategy.close()
+    return told
+
+
+def test_one_store_for_all_ranks_is_refused_whatever_the_jump(node_dirs: Dirs) -> None:
+    told = run_ranks(_one_store_for_all, 2, store_per_node=node_dirs(1))
+
+    assert len(set(told)) == 1
+    assert "repl_strategy=None" in told[0]
+
+
+def _explicit_groups(rank: int, world_size: int) -> tuple[str, str]:
+    same = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
+    refused = localckpt.CliqueReplicationStrategy(same, timeout_s=MAX_S)
+    told = error_of(
+        lambda: make_manager("disk", node_store(), "job", refused), SameMachineReplicationException
+    )
+    refused.close()
+    strategy = localckpt.CliqueReplicationStrategy(across, timeout_s=MAX_S)
+    with make_manager("disk", node_store(), "job", strategy) as manager:
+        manager.save(state_of(rank, 1), 1)
+        assert resume(manager, rank, 1) == "own node"
+    strategy.close()
+    return told, " ".join(n.rpartition("/")[2] for n in files(node_store()) if f"/{rank}/" in n)
+
+
+def test_groups_of_ones_own_are_checked_and_used_as_they_are(node_dirs: Dirs) -> None:
+    told = run_ranks(_explicit_groups, 4, store_per_node=node_dirs(2))
+
+    for rank, (text, names) in enumerate(told):
+        assert "ranks [0, 1]" in text
+        assert sorted(name.split(".")[1] for name in names.split()) == sorted(
+            [str(rank), str(3 - rank)]
+        )

@@ -1,0 +1,319 @@
+"""Reading a shard runs no code that the reader has not allowed; what is refused is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from tests.state_dict.states import (
+    IDENTITY,
+    Settings,
+    assert_same,
+    source_of,
+    with_pickle,
+    written,
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """Pickles as a call of any function."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.args
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """A file that is there only if something ran."""
+    path = tmp_path / "it-ran"
+
+    yield path
+
+    assert not path.exists()
+
+
+def test_a_pickle_that_runs_a_command_is_refused(marker: Path) -> None:
+    image = with_pickle(pickle.dumps(Call(os.system, (f"touch {marker}",))))
+
+    with pytest.raises(UnsafeGlobalError, match=r"(posix|nt|os)\.system"):
+        unpack(source_of(image))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("function", [eval, exec], ids=["eval", "exec"])
+def test_a_pickle_that_runs_python_is_refused(
+    function: Callable[..., Any], protocol: int, marker: Path
+) -> None:
+    code = f"open({str(marker)!r}, 'w')"
+    image = with_pickle(pickle.dumps([1, {"a": Call(function, (code,))}], protocol))
+
+    with pytest.raises(UnsafeGlobalError, match=rf"\.{function.__name__}\b"):
+        unpack(source_of(image))
+
+
+def test_a_chain_of_attributes_is_refused(marker: Path) -> None:
+    touch = Call(getattr, (Call(getattr, (marker, "parent")), "joinpath"))
+    image = with_pickle(pickle.dumps(touch))
+
+    with pytest.raises(UnsafeGlobalError, match=r"builtins\.getattr"):
+        unpack(source_of(image))
+
+
+def test_torch_load_is_refused(marker: Path) -> None:
+    inner = marker.with_name("inner.pt")
+    torch.save(Call(os.system, (f"touch {marker}",)), inner)
+    image = with_pickle(pickle.dumps(Call(torch.load, (str(inner),))))
+
+    with pytest.raises(UnsafeGlobalError, match=r"torch\.serialization\.load"):
+        unpack(source_of(image))
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle that refers to a global, as ``GLOBAL`` and ``STACK_GLOBAL`` do."""
+    return (
+        pickle.PROTO
+        + b"\x04"
+        + b"".join(
+            pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode() for text in (module, name)
+        )
+        + pickle.STACK_GLOBAL
+        + pickle.STOP
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "__import__"),
+        ("builtins", "type"),
+        ("builtins", "object"),
+        ("builtins", "dict.__class__"),
+        ("builtins", "dict.fromkeys.__self__"),
+        ("functools", "partial"),
+        ("operator", "attrgetter"),
+        ("importlib", "import_module"),
+        ("copyreg", "_reconstructor"),
+        ("copyreg", "__newobj__"),
+        ("collections", "abc.sys"),
+        ("collections", "namedtuple"),
+        ("datetime", "sys"),
+        ("pathlib", "os.system"),
+        ("pathlib", "Path.unlink"),
+        ("torch", "load"),
+        ("torch", "torch.load"),
+        ("torch", "os.system"),
+        ("torch", "jit.load"),
+        ("torch.nn.modules.linear", "Linear"),
+        ("torch.storage", "_load_from_bytes"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("numpy", "load"),
+        ("localckpt.state_dict.basic", "torch.load"),
+        ("localckpt.state_dict.skeleton", "pickle.loads"),
+        ("localckpt", "LocalCheckpointManager"),
+        ("localckpt.storage.disk", "DiskStore"),
+        ("tests.state_dict.states", "Point.__new__"),
+        ("tests.state_dict.states", "Settings"),
+        ("", ""),
+        ("no.such.module", "thing"),
+    ],
+)
+def test_a_global_that_is_not_on_the_list_is_refused_and_named(module: str, name: str) -> None:
+    image = with_pickle(named(module, name))
+
+    with pytest.raises(UnsafeGlobalError) as refused:
+        unpack(source_of(image))
+
+    assert f"{module}.{name}" in str(refused.value)
+    assert "safe_globals=" in str(refused.value)
+    assert "add_safe_globals" in str(refused.value)
+
+
+def test_a_constant_of_torch_is_found_in_whatever_module_pickle_saw_it() -> None:
+    image = with_pickle(named("numpy", "torch.channels_last"))
+
+    assert unpack(source_of(image)) is torch.channels_last
+
+
+def test_a_module_that_is_not_imported_stays_so(tmp_path: Path, marker: Path) -> None:
+    (tmp_path / "localckpt_test_bomb.py").write_text(f"open({str(marker)!r}, 'w')")
+    image = with_pickle(named("localckpt_test_bomb", "Thing"))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(UnsafeGlobalError, match="localckpt_test_bomb"):
+            unpack(source_of(image))
+    finally:
+        sys.path.remove(str(tmp_path))
+
+    assert "localckpt_test_bomb" not in sys.modules
+
+
+class Loud:
+    """Leaves a trace wherever an instance is made or changed."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, *args: Any) -> None:
+        self.made.append(args)
+
+    def __setstate__(self, state: Any) -> None:
+        self.made.append(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loud, (1,), {"a": 2}
+
+
+def test_a_refused_shard_makes_no_object_and_fills_no_tensor() -> None:
+    allowed = SafeGlobals([Loud])
+    target = torch.zeros(4)
+    state = {"weight": torch.ones(4), "loud": [Loud()], "settings": Settings(1)}
+    image = pack(state, IDENTITY, ImagePlanner(SafeGlobals([Loud, Settings])))
+    into = ImagePlanner(allowed).capture({"weight": target})
+    Loud.made.clear()
+
+    for given in (None, (into.table, into.tensors)):
+        with pytest.raises(UnsafeGlobalError, match=r"states\.Settings"):
+            ImageReader(image, allowed).restore(given)
+
+    assert Loud.made == []
+    assert target.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"",
+        b"\x80",
+        b"garbage",
+        b".",
+        pickle.dumps({"a": 1})[:-3],
+        b"Pnot a number\n.",
+        pickle.PROTO + b"\x04" + pickle.NONE + pickle.BINPERSID + pickle.STOP,
+        pickle.PROTO + b"\x04" + pickle.BININT1 + b"\x07" + pickle.BINPERSID + pickle.STOP,
+        pickle.PROTO + b"\x04" + pickle.BININT + b"\xff" * 4 + pickle.BINPERSID + pickle.STOP,
+        pickle.PROTO + b"\x04" + pickle.NEWTRUE + pickle.BINPERSID + pickle.STOP,
+        pickle.EXT1 + b"\x05" + pickle.STOP,
+        pickle.BINUNICODE8 + b"\xff" * 7 + b"\x7f" + pickle.STOP,
+        b"\x80\x05" + b"]" * 10,
+        pickle.EMPTY_LIST + pickle.BINGET + b"\x09" + pickle.STOP,
+    ],
+    ids=repr,
+)
+def test_a_skeleton_that_is_none_is_refused(pickled: bytes) -> None:
+    with pytest.raises(CorruptShardError):
+        unpack(source_of(with_pickle(pickled)))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"{}{",
+        b"5",
+        b"[5]",
+        b"[[]]",
+        b'[["a","float32",[-1],"cpu","tensor",0,null]]',
+        b'[["a","float32",[true],"cpu","tensor",0,null]]',
+        b'[["a","load",[1],"cpu","tensor",0,null]]',
+        b'[["a","float32",[1],"cpu","tensor",0,[0,[1,2]]]]',
+        b'[["a","float32",[1],"cpu","tensor",0,[-4,[1]]]]',
+        b'[["a","float32",[1],"cpu","tensor",0,[0,[-1]]]]',
+        b'[["a","float32",[5],"cpu","tensor",0,null]]',
+        b'[["a","float64",[4],"cpu","tensor",0,null]]',
+        b'[["a","float32",[2],"cpu","tensor",0,[12,[1]]]]',
+        b'[["a","float32",[3],"cpu","tensor",0,[2,[1]]]]',
+        b'[["a","float32",[2],"cpu","tensor",0,[0,[4]]]]',
+        b'[["a","float32",[100000000000],"cpu","tensor",0,null]]',
+        b'[["no such slot","float32",[4],"cpu","tensor",0,null]]',
+        b'[[5,"float32",[4],"cpu","tensor",0,null]]',
+    ],
+    ids=repr,
+)
+def test_a_table_that_reaches_outside_of_the_tensors_is_refused(table: bytes) -> None:
+    capture = ImagePlanner().capture({"a": torch.ones(4)})
+    pickled = capture.skeleton[8 + int.from_bytes(capture.skeleton[:8], "little") :]
+    framed = len(table).to_bytes(8, "little") + table + pickled
+
+    with pytest.raises(CorruptShardError):
+        unpack(source_of(written(dataclasses.replace(capture, skeleton=framed))))
+
+
+@pytest.mark.parametrize("framed", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"[]"])
+def test_a_skeleton_that_is_cut_short_is_refused(framed: bytes) -> None:
+    capture = dataclasses.replace(ImagePlanner().capture({}), skeleton=framed)
+
+    with pytest.raises(CorruptShardError):
+        unpack(source_of(written(capture)))
+
+
+def test_a_class_that_is_refused_is_refused_when_saving() -> None:
+    with pytest.raises(UnsafeGlobalError, match=r"tests\.state_dict\.states\.Settings"):
+        pack({"weight": torch.ones(1), "settings": Settings(1)}, IDENTITY)
+
+
+def test_a_class_that_comes_in_at_a_later_save_is_refused_at_that_save() -> None:
+    planner = ImagePlanner()
+    weight = torch.ones(1)
+    pack({"weight": weight, "other": None}, IDENTITY, planner)
+
+    with pytest.raises(UnsafeGlobalError, match="Settings"):
+        pack({"weight": weight, "other": Settings(1)}, IDENTITY, planner)
+
+    pack({"weight": weight, "other": 5}, IDENTITY, planner)
+
+
+def test_what_is_allowed_when_made_can_be_saved_and_loaded() -> None:
+    allowed = SafeGlobals([Settings])
+    state = {"settings": Settings(torch.ones(2))}
+
+    image = pack(state, IDENTITY, ImagePlanner(allowed))
+
+    assert_same(unpack(image, allowed=allowed), state)
+    with pytest.raises(UnsafeGlobalError, match="Settings"):
+        unpack(image)
+
+
+def test_what_torch_is_told_to_allow_can_be_saved_and_loaded() -> None:
+    state = {"settings": Settings(torch.ones(2))}
+    planner = ImagePlanner()
+
+    with torch.serialization.safe_globals([Settings]):
+        image = pack(state, IDENTITY, planner)
+        loaded = unpack(image)
+
+    assert_same(loaded, state)
+    with pytest.raises(UnsafeGlobalError, match="Settings"):
+        unpack(image)
+
+
+def test_a_class_can_be_allowed_under_another_name() -> None:
+    renamed = SafeGlobals([(Settings, "old_module.OldSettings")])
+    pickled = pickle.dumps(Settings(3), 2).replace(
+        b"ctests.state_dict.states\nSettings\n", b"cold_module\nOldSettings\n"
+    )
+
+    loaded = unpack(source_of(with_pickle(pickled)), allowed=renamed)
+
+    assert_same(loaded, Settings(3))
+
+
+def test_a_class_of_a_loader_that_fails_is_an_error_of_the_shard() -> None:
+    image = with_pickle(pickle.dumps(Call(int, ("not a number",))))
+
+    with pytest.raises(CheckpointingException, match="ValueError"):
+        unpack(source_of(image))

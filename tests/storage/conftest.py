@@ -1,0 +1,95 @@
+"""Stores of each kind, closed after the test, and small file systems to fill up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.memory import MemoryStore
+from localckpt.storage.store import Store
+
+KINDS = ["thread", "process", "memory"]
+
+
+class Node(Protocol):
+    """One node: ``node(rank, session)`` opens its store."""
+
+    root: Path
+    shared: Path
+    kind: str
+
+    def __call__(
+        self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
+    ) -> Store: ...
+
+
+class _Node:
+    def __init__(self, kind: str, root: Path, shared: Path) -> None:
+        self.kind, self.root, self.shared = kind, root, shared
+        self.stores: list[Store] = []
+
+    def __call__(
+        self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
+    ) -> Store:
+        store: Store
+        if self.kind == "memory":
+            store = MemoryStore(root or self.root, session, rank, timeout_s)
+        else:
+            writer = "thread" if self.kind == "thread" else "process"
+            store = DiskStore(
+                *(root or self.root, session, rank, timeout_s),
+                writer=writer,
+                shared_memory=self.shared,
+            )
+        self.stores.append(store)
+        return store
+
+
+@pytest.fixture(params=KINDS)
+def node(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    shm_roots: Callable[[int], list[Path]],
+) -> Iterator[Node]:
+    """A node of each kind: disk written by a thread, by a process, and shared memory."""
+    root, shared = shm_roots(2)
+    made = _Node(request.param, root if request.param == "memory" else tmp_path / "disk", shared)
+
+    yield made
+
+    for store in made.stores:
+        store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """``small_disk(options)`` mounts a tmpfs, such as ``size=8m``, and gives its directory."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("needs root, to mount a small file system")
+        path = tmp_path / f"small-{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "localckpt-test", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount
+
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], timeout=30, check=True)

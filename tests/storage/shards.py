@@ -1,0 +1,129 @@
+"""What the tests of this room share: shards of small states, and processes that hold a store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.image import ImagePlanner, unpack
+from localckpt.storage.store import Store
+from localckpt.storage.write import ShardWrite, write_shards
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+
+
+def identity(
+    iteration: int, rank: int = 0, session: str = "run", epoch: int = 1, sequence: int | None = None
+) -> ShardIdentity:
+    """A shard's identity; each iteration is its own save unless told otherwise."""
+    generation = Generation(epoch, iteration if sequence is None else sequence)
+    return ShardIdentity(session, generation, iteration, rank, 4)
+
+
+def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:
+    """A state that can be told from that of any other iteration, all through."""
+    words = torch.arange(nbytes // 8) * 1000 + iteration
+    return {"iteration": iteration, "weight": words, "bias": torch.tensor(float(iteration))}
+
+
+def staged(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrite:
+    """Stage a shard, and give back the job that writes it."""
+    capture = ImagePlanner().capture(state(who.iteration, nbytes))
+    size = capture.nbytes(who)
+    buffer = store.stage(who, size, 5.0)
+    covered = capture.write(buffer.view[:size], who, Copier(1))
+    return store.write_job(buffer, who, size, covered, "compute")
+
+
+def save(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardIdentity:
+    """Stage, write and find a shard."""
+    write_shards([staged(store, who, nbytes)])
+    assert store.holds(who)
+    return who
+
+
+def load(store: Store, who: ShardIdentity) -> dict[str, Any]:
+    """Read a shard, every block verified."""
+    source = store.open(who)
+    try:
+        loaded: dict[str, Any] = unpack(source, expect=who)
+        return loaded
+    finally:
+        source.close()
+
+
+def assert_loads(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> None:
+    """The store gives back exactly what was saved."""
+    loaded, saved = load(store, who), state(who.iteration, nbytes)
+    assert loaded.keys() == saved.keys()
+    assert torch.equal(loaded["weight"], saved["weight"])
+    assert torch.equal(loaded["bias"], saved["bias"])
+
+
+def found(store: Store) -> set[ShardIdentity]:
+    """All shards that a store finds on its node."""
+    return {record.identity for record in store.scan()}
+
+
+def names(folder: Path) -> set[str]:
+    """What lies in a folder, by the last part of each name."""
+    return {path.name.rpartition(".")[2] for path in folder.iterdir()}
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.memory import MemoryStore
+kind, root, session, rank, shared = sys.argv[1:6]
+if kind == "memory":
+    store = MemoryStore(root, session, int(rank), 5.0)
+else:
+    store = DiskStore(root, session, int(rank), 5.0, writer=kind, shared_memory=Path(shared))
+who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 4)
+buffer = store.stage(who, 100_000, 5.0)
+job = store.write_job(buffer, who, 100_000, 90_000, "compute")
+if kind != "memory":
+    job.dirty.write_bytes(b"half of a shard")
+assert "torch" not in sys.modules
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(
+    kind: str, root: Path, shared: Path, session: str = "run", rank: int = 0
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that has opened a store and is in the middle of a save; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, kind, str(root), session, str(rank), str(shared)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL, and wait until it is gone."""
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)

@@ -1,0 +1,259 @@
+"""Staging memory: aligned, reserved, used again, given back, and seen by the process it goes to."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.state_dict.copying import address_of
+from localckpt.storage.buffers import BufferPool, PrivateBuffer, SharedBuffer
+from tests.storage.shards import PATIENCE_S, ROOT
+
+MIB = 1 << 20
+
+
+def test_a_private_buffer_begins_on_a_huge_page_and_is_all_zero() -> None:
+    for nbytes in (0, 1, 2 * MIB, 2 * MIB + 1, 9 * MIB):
+        buffer = PrivateBuffer(nbytes)
+
+        assert address_of(buffer.view) % (2 * MIB) == 0
+        assert len(buffer.view) >= max(nbytes, 1)
+        assert len(buffer.view) % (2 * MIB) == 0
+        assert not buffer.view.readonly
+        assert not any(buffer.view[:4096])
+        buffer.close()
+
+
+def test_a_private_buffer_has_its_memory_from_the_start_and_frees_it_when_closed() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+
+    buffer = PrivateBuffer(128 * MIB)
+    during = process.memory_info().rss
+    buffer.close()
+    after = process.memory_info().rss
+
+    assert during - before > 120 * MIB
+    assert after - before < 30 * MIB
+    buffer.close()
+
+
+def test_a_slice_of_a_closed_buffer_stays_good() -> None:
+    buffer = PrivateBuffer(MIB)
+    piece = buffer.view[100:104]
+    piece[:] = b"kept"
+
+    buffer.close()
+
+    assert bytes(piece) == b"kept"
+    assert len(buffer.view) == 0
+
+
+def test_a_private_buffer_cannot_be_sent_and_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match="async_worker='process'"):
+        pickle.dumps(PrivateBuffer(1))
+
+
+@pytest.fixture
+def shared(shm_roots: Callable[[int], list[Path]]) -> Path:
+    return shm_roots(1)[0]
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+buffer = pickle.load(sys.stdin.buffer)
+assert "torch" not in sys.modules
+print(bytes(buffer.view[:5]).decode(), buffer.in_use, len(buffer.view))
+buffer.view[:5] = b"there"
+buffer.give_back()
+"""
+
+
+def test_a_shared_buffer_is_seen_by_another_process_with_its_state(shared: Path) -> None:
+    buffer = SharedBuffer(shared / "buffer", 10_000)
+    buffer.view[:5] = b"hello"
+    buffer.take()
+
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        input=pickle.dumps(buffer),
+        cwd=ROOT,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+    assert done.stdout.decode() == "hello True 12288\n"
+    assert bytes(buffer.view[:5]) == b"there"
+    assert not buffer.in_use
+    buffer.close()
+    assert list(shared.iterdir()) == []
+
+
+def test_a_shared_buffer_is_whole_pages_reserved_from_the_start(shared: Path) -> None:
+    buffer = SharedBuffer(shared / "buffer", 5 * MIB + 1)
+
+    status = buffer.path.stat()
+
+    assert len(buffer.view) % 4096 == 0
+    assert address_of(buffer.view) % 4096 == 0
+    assert status.st_blocks * 512 >= len(buffer.view)
+    assert status.st_mode & 0o077 == 0
+    buffer.close()
+
+
+def test_a_closed_shared_buffer_is_unmapped_and_may_be_given_back_late(shared: Path) -> None:
+    buffer = SharedBuffer(shared / "buffer", 4096)
+    buffer.take()
+
+    buffer.close()
+
+    assert str(shared) not in Path("/proc/self/maps").read_text()
+    buffer.give_back()
+    buffer.close()
+
+
+def test_a_shared_buffer_never_takes_over_a_file_that_is_there(shared: Path) -> None:
+    target = shared / "mine"
+    target.write_bytes(b"precious")
+    (shared / "link").symlink_to(target)
+
+    for name in ("mine", "link"):
+        with pytest.raises(StorageError, match=name):
+            SharedBuffer(shared / name, 4096)
+    with pytest.raises(StorageError, match="link"):
+        SharedBuffer(shared / "link", 4096, create=False)
+
+    assert target.read_bytes() == b"precious"
+
+
+def test_no_room_for_a_shared_buffer_is_an_error_and_leaves_nothing(
+    small_disk: Callable[[str], Path],
+) -> None:
+    disk = small_disk("size=1m")
+
+    with pytest.raises(StorageError, match=rf"{disk}/buffer.*it is full"):
+        SharedBuffer(disk / "buffer", 2 * MIB)
+
+    assert list(disk.iterdir()) == []
+
+
+def test_a_pool_gives_the_same_buffer_again() -> None:
+    pool = BufferPool(PrivateBuffer)
+    first = pool.take(0, 1000, 1.0)
+    first.give_back()
+
+    again = pool.take(0, 900, 1.0)
+
+    assert again is first
+    assert again.in_use
+    pool.close()
+
+
+def test_a_pool_has_at_most_as_many_buffers_as_saves_under_way() -> None:
+    pool = BufferPool(PrivateBuffer, depth=2)
+
+    buffers = [pool.take(0, 1000, 1.0) for _ in range(2)]
+    other = pool.take("another purpose", 1000, 1.0)
+
+    assert len({id(buffer) for buffer in (*buffers, other)}) == 3
+    assert pool.nbytes == 3 * len(other.view)
+    pool.close()
+    assert pool.nbytes == 0
+
+
+def test_a_pool_waits_for_an_older_save(caplog: pytest.LogCaptureFixture) -> None:
+    pool = BufferPool(PrivateBuffer, depth=1)
+    first = pool.take(0, 1000, 1.0)
+    timer = threading.Timer(0.2, first.give_back)
+    timer.start()
+    started = time.monotonic()
+
+    with caplog.at_level("INFO"):
+        second = pool.take(0, 1000, 10.0)
+
+    timer.join()
+    assert second is first
+    assert 0.1 < time.monotonic() - started < 5
+    assert "waiting for an older save" in caplog.text
+    pool.close()
+
+
+def test_a_pool_whose_buffers_stay_busy_gives_up_in_time_and_says_why() -> None:
+    pool = BufferPool(PrivateBuffer, depth=2)
+    for _ in range(2):
+        pool.take(0, 1000, 1.0)
+    started = time.monotonic()
+
+    with pytest.raises(CheckpointingException, match=r"the 2 saves before .* after 0\.1 s"):
+        pool.take(0, 1000, 0.1)
+
+    assert time.monotonic() - started < 5
+    pool.close()
+
+
+def test_a_pool_grows_a_buffer_that_is_too_small_without_keeping_both() -> None:
+    process = psutil.Process()
+    pool = BufferPool(PrivateBuffer)
+    pool.take(0, 64 * MIB, 1.0).give_back()
+    before = process.memory_info().rss
+
+    larger = pool.take(0, 96 * MIB, 1.0)
+
+    assert len(larger.view) >= 96 * MIB
+    assert pool.nbytes == len(larger.view)
+    assert process.memory_info().rss - before < 50 * MIB
+    pool.close()
+
+
+def test_a_pool_leaves_room_for_a_state_that_grows_a_little() -> None:
+    pool = BufferPool(PrivateBuffer)
+    first = pool.take(0, 64 * MIB, 1.0)
+    first.give_back()
+
+    assert pool.take(0, 64 * MIB + 100_000, 1.0) is first
+    pool.close()
+
+
+def test_more_than_there_is_memory_for_is_an_error_before_it_is_touched() -> None:
+    pool = BufferPool(PrivateBuffer)
+
+    with pytest.raises(StorageError, match="no memory for a staging buffer"):
+        pool.take(0, psutil.virtual_memory().total * 2, 1.0)
+
+    pool.close()
+
+
+def test_a_buffer_that_was_dropped_is_not_given_again() -> None:
+    pool = BufferPool(PrivateBuffer, depth=1)
+    first = pool.take(0, 1000, 1.0)
+
+    pool.drop(first)
+    second = pool.take(0, 1000, 1.0)
+
+    assert second is not first
+    pool.drop(first)
+    first.give_back()
+    pool.close()
+
+
+def test_the_lease_tells_whether_a_buffer_was_taken_again() -> None:
+    pool = BufferPool(PrivateBuffer, depth=1)
+    buffer = pool.take(0, 1000, 1.0)
+    lease = buffer.lease
+    buffer.give_back()
+
+    again = pool.take(0, 1000, 1.0)
+
+    assert again is buffer
+    assert again.lease != lease
+    pool.close()

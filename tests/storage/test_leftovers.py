@@ -1,0 +1,143 @@
+"""What a killed process left is removed at the next start; what a live one has is left alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.owner import Owner
+from tests.storage.conftest import Node
+from tests.storage.shards import another_process, assert_loads, found, identity, kill, names, save
+
+
+def files(*folders: Path) -> set[str]:
+    return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Node) -> None:
+    first = node()
+    save(first, identity(7))
+    first.close()
+    with another_process(node.kind, node.root, node.shared) as process:
+        folder = node.root / "session-run" / "0"
+        assert any(path.name.endswith(".dirty") for path in folder.iterdir())
+        kill(process)
+
+    store = node()
+
+    assert not [path for path in folder.iterdir() if path.name.endswith(".dirty")]
+    assert list(node.shared.iterdir()) == []
+    assert found(store) == {identity(7)}
+    assert_loads(store, identity(7))
+
+
+def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
+    with another_process(node.kind, node.root, node.shared, rank=3) as process:
+        kill(process)
+
+    node(rank=0)
+
+    assert not [name for name in files(node.root, node.shared) if name.endswith(".dirty")]
+    assert list(node.shared.iterdir()) == []
+
+
+def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
+    with another_process(node.kind, node.root, node.shared, rank=3):
+        before = files(node.root, node.shared)
+        assert any(name.endswith(".dirty") for name in before)
+
+        store = node(rank=0)
+        save(store, identity(1))
+        store.close()
+
+        assert before <= files(node.root, node.shared)
+
+
+def test_the_spares_of_a_killed_process_are_used_by_the_one_after_it(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+    (file,) = store.folder.glob("*.safetensors")
+    inode = file.stat().st_ino
+    store.retire((9, 9, 9), [])
+    # As if it had been killed here: nobody closes it.
+    (store.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
+
+    again = node()
+    save(again, identity(2))
+
+    assert next(again.folder.glob("*.safetensors")).stat().st_ino == inode
+    assert_loads(again, identity(2))
+
+
+def test_the_spares_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(node: Node) -> None:
+    gone = node(rank=3)
+    save(gone, identity(1, rank=3))
+    save(gone, identity(2, rank=3))
+    gone.retire(identity(2).version, [])
+    assert names(gone.folder) >= {"spare"}
+    store = node(rank=0)
+    store.scan()
+
+    store.retire((9, 9, 9), adopted_ranks=[3])
+
+    assert names(gone.folder) == {"owner"}
+
+
+@pytest.mark.parametrize("owner", [Owner("0123456789ab", 1, 1), Owner.me().__class__("b", 2, 3)])
+def test_an_owner_of_another_boot_or_before_it_is_dead(node: Node, owner: Owner) -> None:
+    folder = node.root / "session-run" / "0"
+    folder.mkdir(parents=True)
+    (folder / ".owner").write_text(str(owner))
+    (folder / "000000000001.0.1.1.safetensors.dirty").write_bytes(b"half")
+
+    node()
+
+    assert (folder / ".owner").read_text() == str(Owner.me())
+    assert names(folder) == {"owner"}
+
+
+def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
+    me = Owner.me()
+    folder = node.root / "session-run" / "0"
+    folder.mkdir(parents=True)
+    (folder / ".owner").write_text(str(Owner(me.boot, me.pid, me.started - 1)))
+
+    store = node()
+
+    save(store, identity(1))
+
+
+def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
+    tmp_path: Path,
+) -> None:
+    me, shared = Owner.me(), tmp_path / "shm"
+    shared.mkdir()
+    dead = f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
+    live = f"localckpt-staging-{me}.1.0"
+    odd = ["localckpt-staging-", "localckpt-staging-a-b-c.0", "somebody-elses", f"x{dead}"]
+    for name in (dead, live, *odd):
+        (shared / name).touch()
+    # What another rank removed in the same moment looks the same as a link to nothing.
+    (shared / f"{dead}.link").symlink_to(tmp_path / "nothing")
+
+    store = DiskStore(tmp_path / "disk", "run", 0, 5.0, shared_memory=shared)
+
+    assert {path.name for path in shared.iterdir()} == {live, *odd}
+    store.close()
+
+
+def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> None:
+    stores = [node(rank) for rank in range(2)]
+    for store, iteration in itertools.product(stores, range(4)):
+        save(store, identity(iteration, store.rank))
+        store.retire(identity(iteration).version, [])
+
+    for store in stores:
+        store.close()
+
+    left = files(node.root, node.shared)
+    assert {name for name in left if not name.endswith(".safetensors")} == {"node-token", ".lock"}
+    assert len(left) == 4

@@ -1,0 +1,417 @@
+"""What every store does, on disk and in shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from localckpt.errors import CorruptShardError, StorageError
+from tests.storage.conftest import Node
+from tests.storage.shards import (
+    another_process,
+    assert_loads,
+    found,
+    identity,
+    kill,
+    names,
+    save,
+    staged,
+)
+
+
+def test_what_is_saved_is_found_and_loads(node: Node) -> None:
+    store = node(rank=2)
+    shards = [save(store, identity(n, rank=2)) for n in (1, 2, 10)]
+
+    records = store.scan()
+
+    assert {record.identity for record in records} == set(shards)
+    for record in records:
+        assert record.nbytes > 100_000
+        assert_loads(store, record.identity)
+
+
+def test_a_save_that_was_not_written_is_not_there(node: Node) -> None:
+    store = node()
+
+    job = staged(store, identity(1))
+
+    assert not store.holds(identity(1))
+    assert found(store) == set()
+    with pytest.raises(StorageError, match="does not hold iteration 1"):
+        store.open(identity(1))
+    job.buffer.give_back()
+    store.abandon(job.buffer, job.buffer.lease, identity(1))
+    store.discard([identity(1)])
+
+
+def test_a_new_store_finds_what_an_older_one_saved(node: Node) -> None:
+    first = node()
+    save(first, identity(5))
+    first.close()
+
+    second = node()
+
+    assert found(second) == {identity(5)}
+    assert_loads(second, identity(5))
+
+
+def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
+    stores = [node(rank) for rank in range(3)]
+    # Rank 0 keeps a replica of rank 7, too.
+    shards = {save(store, identity(4, rank)) for rank, store in enumerate(stores)}
+    shards.add(save(stores[0], identity(4, rank=7)))
+
+    for store in stores:
+        assert found(store) == shards
+        assert_loads(store, identity(4, rank=7))
+
+    assert {store.token for store in stores} == {stores[0].token}
+    assert stores[1].ranks_with_folders() == {0, 1, 2}
+
+
+def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None:
+    one, other = node(session="one"), node(session="other")
+    mine = save(one, identity(1, session="one"))
+    theirs = save(other, identity(1, session="other"))
+
+    assert found(one) == {mine}
+    assert found(other) == {theirs}
+    one.retire((99, 0, 0), [])
+    assert found(other) == {theirs}
+    assert one.token == other.token
+
+
+NAMES = ["", ".", "..", "a/b", "a%2Fb", "../..", "a b\n", "漢字", "~", "-rf *", "x" * 200, "\0"]
+
+
+def test_any_name_of_a_session_gives_a_folder_of_its_own(node: Node) -> None:
+    for name in NAMES:
+        save(node(session=name), identity(1, session=name))
+
+    folders = [path for path in node.root.iterdir() if path.is_dir()]
+
+    assert len(folders) == len(NAMES)
+    for name in NAMES:
+        store = node(session=name)
+        assert found(store) == {identity(1, session=name)}
+        assert store.folder.parent.parent == node.root
+
+
+def test_a_name_too_long_for_a_file_is_an_error_that_says_so(node: Node) -> None:
+    with pytest.raises(StorageError, match="choose a shorter session_id"):
+        node(session="x" * 300)
+
+
+def test_files_are_for_this_user_alone(node: Node) -> None:
+    os.umask(os.umask(0))
+    store = node()
+    save(store, identity(1))
+
+    for path in (node.root, *node.root.rglob("*")):
+        if path.name in (".owner", "node-token"):
+            continue
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_the_token_stays_with_the_directory(node: Node) -> None:
+    first = node()
+    token = first.token
+    first.close()
+
+    assert node().token == token
+    shutil.rmtree(node.root)
+    assert node().token != token
+
+
+def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> None:
+    node().close()
+    for text in (b"", b"\xff\xfe", b"hello", b"z" * 32):
+        (node.root / "node-token").write_bytes(text)
+
+        with pytest.raises(StorageError, match="node-token does not hold a node's name: remove"):
+            node()
+
+    (node.root / "node-token").unlink()
+
+
+def test_what_a_shard_is_comes_from_the_file_not_from_its_name_or_folder(node: Node) -> None:
+    store = node()
+    for n in (1, 2, 3):
+        save(store, identity(n))
+    one, two, three = sorted(store.folder.glob("*.safetensors"))
+    elsewhere = store.folder.parent / "55"
+    elsewhere.mkdir()
+
+    os.rename(one, elsewhere / "anything.safetensors")
+    os.rename(two, two.with_name("tmp"))
+    os.rename(three, two)
+    os.rename(two.with_name("tmp"), three)
+
+    assert found(store) == {identity(n) for n in (1, 2, 3)}
+    for n in (1, 2, 3):
+        assert_loads(store, identity(n))
+
+
+def test_two_copies_of_a_shard_are_one(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+    (file,) = store.folder.glob("*.safetensors")
+
+    shutil.copy(file, file.with_name("copy.safetensors"))
+
+    assert [record.identity for record in store.scan()] == [identity(1)]
+
+
+def test_a_shard_of_another_session_is_not_counted(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = node(session="one"), node(session="other")
+    save(one, identity(1, session="one"))
+    (file,) = one.folder.glob("*.safetensors")
+
+    shutil.copy(file, other.folder)
+
+    assert found(other) == set()
+    assert "belongs to another session" in caplog.text
+
+
+def test_the_same_iteration_of_two_generations_is_two_shards(node: Node) -> None:
+    store = node()
+    old, new = identity(95, epoch=1), identity(95, epoch=2)
+
+    save(store, old)
+    save(store, new)
+
+    assert found(store) == {old, new}
+
+
+def test_retired_shards_go_and_younger_ones_stay(node: Node) -> None:
+    store = node()
+    for epoch, iteration in [(1, 80), (1, 100), (2, 90), (2, 95)]:
+        save(store, identity(iteration, epoch=epoch))
+    store.scan()
+
+    store.retire(identity(95, epoch=2).version, [])
+
+    assert found(store) == {identity(95, epoch=2)}
+    assert_loads(store, identity(95, epoch=2))
+
+
+def test_shards_of_other_folders_go_only_when_nobody_looks_after_them(node: Node) -> None:
+    stores = [node(rank) for rank in range(3)]
+    for rank, store in enumerate(stores):
+        save(store, identity(1, rank))
+    stores[1].close()
+    stores[0].scan()
+
+    stores[0].retire((9, 9, 9), adopted_ranks=[1])
+
+    assert found(stores[0]) == {identity(1, rank=2)}
+    assert names(stores[1].folder) == set()
+
+
+def test_a_retired_file_is_written_into_again(node: Node) -> None:
+    store = node()
+    inodes = set()
+    for iteration in range(1, 15):
+        # Of changing size: larger, smaller, and larger again.
+        nbytes = 100_000 + 40_000 * (iteration % 3)
+
+        save(store, identity(iteration), nbytes)
+
+        inodes |= {path.stat().st_ino for path in store.folder.glob("*.safetensors")}
+        assert_loads(store, identity(iteration), nbytes)
+        if iteration > 1:
+            assert_loads(store, identity(iteration - 1), 100_000 + 40_000 * ((iteration - 1) % 3))
+        store.retire(identity(iteration - 1).version, [])
+
+    assert len(inodes) == 3
+    assert sum(path.stat().st_size for path in store.folder.iterdir()) < 3 * 200_000
+
+
+def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+    committed = save(store, identity(2))
+    inode = next(store.folder.glob("*2.*.safetensors")).stat().st_ino
+    begun = staged(store, identity(3))
+
+    begun.buffer.give_back()
+    store.abandon(begun.buffer, begun.buffer.lease, identity(3))
+    store.discard([committed, identity(3)])
+
+    assert found(store) == {identity(1)}
+    assert not store.holds(committed)
+    assert_loads(store, identity(1))
+    save(store, identity(4))
+    assert next(store.folder.glob("*4.*.safetensors")).stat().st_ino == inode
+    assert_loads(store, identity(4))
+
+
+def test_discarding_what_is_not_there_does_nothing(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+
+    store.discard([identity(2), identity(3)])
+
+    assert found(store) == {identity(1)}
+
+
+def test_a_shard_that_is_set_aside_is_kept_but_not_found(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+    save(store, identity(2))
+    store.scan()
+    file = sorted(store.folder.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+
+    store.set_aside(identity(1), "a test says so")
+    store.set_aside(identity(1), "a second time")
+
+    assert found(store) == {identity(2)}
+    assert file.with_name(f"{file.name}.corrupt").read_bytes() == content
+    with pytest.raises(StorageError, match="does not hold"):
+        store.open(identity(1))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"garbage", None])
+def test_a_file_with_a_damaged_header_is_set_aside_and_the_others_are_found(
+    node: Node, damage: bytes | None
+) -> None:
+    store = node()
+    save(store, identity(1))
+    save(store, identity(2))
+    file = sorted(store.folder.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+
+    file.write_bytes(content[:-1] if damage is None else damage)
+
+    assert found(store) == {identity(2)}
+    assert names(store.folder) >= {"safetensors", "corrupt"}
+    assert_loads(store, identity(2))
+
+
+def test_damage_behind_the_header_is_seen_when_the_shard_is_loaded(node: Node) -> None:
+    store = node()
+    save(store, identity(1), nbytes=3 << 20)
+    (file,) = store.folder.glob("*.safetensors")
+    with open(file, "r+b") as f:
+        f.seek(2 << 20)
+        f.write(b"\xff")
+
+    assert found(store) == {identity(1)}
+    with pytest.raises(CorruptShardError, match="iteration 1 of rank 0"):
+        assert_loads(store, identity(1))
+
+
+def test_a_folder_is_given_up_by_close_and_the_shards_stay(node: Node) -> None:
+    store = node()
+    for n in (1, 2, 3):
+        save(store, identity(n))
+    store.retire(identity(3).version, [])
+
+    store.close()
+    store.close()
+
+    assert names(store.folder) == {"safetensors"}
+    assert list(node.shared.iterdir()) == []
+    assert found(node()) == {identity(3)}
+
+
+def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
+    with another_process(node.kind, node.root, node.shared) as other:
+        with pytest.raises(StorageError, match=rf"in use by process {other.pid} of a job"):
+            node(timeout_s=0.2)
+
+        # Another rank and another session are nobody's business.
+        node(rank=1).close()
+        node(session="another").close()
+        kill(other)
+
+        save(node(), identity(2))
+
+
+def test_a_garbled_owner_file_does_not_keep_anybody_out(node: Node) -> None:
+    for text in (b"", b"\xff\xfe\x00", b"a-b-c"):
+        store = node()
+        (store.folder / ".owner").write_bytes(text)
+
+        again = node()
+
+        again.close()
+
+
+def test_a_folder_that_is_a_symbolic_link_is_refused(node: Node, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    node().close()
+    (node.root / "session-linked").symlink_to(target)
+    (node.root / "session-run" / "9").symlink_to(target)
+    (node.root / "session-dangling").symlink_to(tmp_path / "nothing")
+
+    with pytest.raises(StorageError, match="session-linked is a symbolic link"):
+        node(session="linked")
+    with pytest.raises(StorageError, match="9 is a symbolic link"):
+        node(rank=9)
+    with pytest.raises(StorageError, match="session-dangling"):
+        node(session="dangling")
+
+    assert list(target.iterdir()) == []
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_links_pipes_and_folders_among_the_shards_are_not_followed(
+    node: Node, tmp_path: Path
+) -> None:
+    store = node()
+    save(store, identity(1))
+    (file,) = store.folder.glob("*.safetensors")
+    moved = tmp_path / "moved"
+    shutil.copy(file, moved)
+    file.unlink()
+    (store.folder / "link.safetensors").symlink_to(moved)
+    os.mkfifo(store.folder / "pipe.safetensors")
+    (store.folder / "folder.safetensors").mkdir()
+    (store.folder.parent / "8").symlink_to(tmp_path)
+
+    assert found(store) == set()
+    assert store.ranks_with_folders() == {0, 8}
+
+
+def test_a_link_in_place_of_a_spare_is_not_written_through(node: Node, tmp_path: Path) -> None:
+    store = node()
+    target = tmp_path / "precious"
+    target.write_bytes(b"precious")
+    (store.folder / "0.spare").symlink_to(target)
+
+    with pytest.raises(StorageError, match="symbolic link"):
+        save(store, identity(1))
+
+    assert target.read_bytes() == b"precious"
+    assert save(store, identity(2)) in found(store)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -> None:
+    file = node.root.parent / f"{node.root.name}-file"
+    file.touch()
+    try:
+        with pytest.raises(StorageError, match=f"{file}"):
+            node(root=file / "below")
+    finally:
+        file.unlink()
+
+
+def test_a_store_whose_directory_is_removed_says_so(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+
+    shutil.rmtree(node.root)
+
+    with pytest.raises(StorageError, match="was the directory removed"):
+        store.scan()
+    with pytest.raises(StorageError):
+        save(store, identity(2))

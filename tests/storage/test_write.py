@@ -1,0 +1,239 @@
+"""Writing an image: every byte, every way, in any process; after an error nothing of it is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.state_dict.digests import BlockHasher
+from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.write import ShardWrite, write_shards
+from tests.storage.conftest import Node
+from tests.storage.shards import PATIENCE_S, ROOT, assert_loads, found, identity, save, staged
+
+SIZES = [1, 4096, 100_001, (1 << 20) - 4096, 3 << 20, (33 << 20) + 7]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path, "run", 0, 5.0)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_every_size_is_written_whole_past_and_through_the_page_cache(
+    store: DiskStore, direct: bool, nbytes: int
+) -> None:
+    who = identity(1)
+    job = staged(store, who, nbytes)
+    if direct and not job.direct:
+        pytest.skip("this file system does not take O_DIRECT")
+
+    write_shards([dataclasses.replace(job, direct=direct)])
+
+    assert store.holds(who)
+    assert job.final.stat().st_size == job.nbytes
+    assert not job.dirty.exists()
+    assert_loads(store, who, nbytes)
+    store.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
+    store: DiskStore, direct: bool
+) -> None:
+    save(store, identity(1), 2 << 20)
+    store.retire((9, 9, 9), [])
+    job = staged(store, identity(2), 5000)
+    assert job.recycled
+
+    write_shards([dataclasses.replace(job, direct=direct and job.direct)])
+
+    assert store.holds(identity(2))
+    assert job.final.stat().st_size == job.nbytes
+    assert_loads(store, identity(2), 5000)
+    store.close()
+
+
+def test_several_shards_are_written_by_one_call(store: DiskStore) -> None:
+    jobs = [staged(store, identity(1, rank)) for rank in range(3)]
+
+    write_shards(jobs)
+
+    assert found(store) == {identity(1, rank) for rank in range(3)}
+    assert not any(job.buffer.in_use for job in jobs)
+    store.close()
+
+
+def received(job: ShardWrite) -> ShardWrite:
+    """The job of a replica: its digests came with it, and are to be checked."""
+    BlockHasher(job.identity).fill(job.buffer.view[: job.nbytes], job.covered_nbytes)
+    return dataclasses.replace(job, digests="check")
+
+
+def test_a_replica_is_checked_while_it_is_written(store: DiskStore) -> None:
+    write_shards([received(staged(store, identity(1, rank=5)))])
+
+    assert_loads_after_scan(store, 5)
+    store.close()
+
+
+def assert_loads_after_scan(store: DiskStore, rank: int) -> None:
+    assert identity(1, rank) in found(store)
+    assert_loads(store, identity(1, rank))
+
+
+@pytest.mark.parametrize("place", [0, 50_000, -1])
+def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, place: int) -> None:
+    store = node()
+    kept = save(store, identity(1))
+    job = received(staged(store, identity(2, rank=5)))
+    job.buffer.view[place % job.nbytes] ^= 1
+    lease = job.buffer.lease
+
+    with pytest.raises(CorruptShardError, match="iteration 2 of rank 5"):
+        write_shards([job])
+
+    assert not job.buffer.in_use
+    store.abandon(job.buffer, lease, job.identity)
+    store.discard([job.identity])
+    assert not job.final.exists()
+    assert not job.dirty.exists()
+    assert found(store) == {kept}
+    save(store, identity(3))
+
+
+def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
+    job = received(staged(store, identity(1, rank=5)))
+
+    write_shards([dataclasses.replace(job, digests="done")])
+
+    assert_loads_after_scan(store, 5)
+    store.close()
+
+
+IN_A_WORKER = """
+import pickle, sys
+jobs = pickle.load(sys.stdin.buffer)
+from localckpt.storage.write import write_shards
+write_shards(jobs)
+assert "torch" not in sys.modules, "torch"
+assert "numpy" not in sys.modules, "numpy"
+"""
+
+
+def in_a_worker(jobs: list[ShardWrite]) -> None:
+    """Carry out writes in a process that has nothing but their pickle."""
+    subprocess.run(
+        [sys.executable, "-c", IN_A_WORKER],
+        input=pickle.dumps(jobs),
+        cwd=ROOT,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+
+def test_a_worker_process_without_torch_writes_what_was_staged(node: Node) -> None:
+    store = node()
+    if node.kind == "thread":
+        with pytest.raises(TypeError, match="async_worker='process'"):
+            pickle.dumps(staged(store, identity(1)))
+        return
+    for iteration in range(1, 5):
+        jobs = [staged(store, identity(iteration, rank)) for rank in (0, 5)]
+        assert node.kind == "memory" or all(job.buffer.in_use for job in jobs)
+
+        in_a_worker(jobs)
+
+        assert not any(job.buffer.in_use for job in jobs)
+        for job in jobs:
+            assert store.holds(job.identity)
+            assert_loads(store, job.identity)
+        store.retire(identity(iteration).version, [])
+
+
+def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskStore) -> None:
+    job = staged(store, identity(1))
+
+    job.buffer.close()
+
+    with pytest.raises(StorageError, match="its save was given up"):
+        write_shards([job])
+    assert not job.final.exists()
+    store.close()
+
+
+def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
+    job = staged(store, identity(1))
+    job.dirty.write_bytes(b"somebody else's")
+
+    with pytest.raises(StorageError, match=r"\.dirty"):
+        write_shards([job])
+
+    assert not job.final.exists()
+    assert not job.buffer.in_use
+    store.close()
+
+
+def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: DiskStore) -> None:
+    save(store, identity(1))
+    store.retire((9, 9, 9), [])
+    job = staged(store, identity(2))
+    assert job.recycled
+    job.dirty.unlink()
+
+    with pytest.raises(StorageError, match="could not write"):
+        write_shards([job])
+
+    assert not job.buffer.in_use
+    assert save(store, identity(3)) in found(store)
+    store.close()
+
+
+def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
+    good, bad, late = (staged(store, identity(1, rank)) for rank in range(3))
+    bad.dirty.mkdir()
+
+    with pytest.raises(StorageError):
+        write_shards([good, bad, late])
+
+    assert found(store) == {good.identity}
+    bad.dirty.rmdir()
+    store.close()
+
+
+def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, "run", 0, 5.0)
+    job = staged(store, identity(1), 1 << 20)
+    assert isinstance(job.buffer, PrivateBuffer)
+    closing = _ClosesWhenHashed(job.buffer)
+
+    write_shards([dataclasses.replace(job, buffer=closing)])
+
+    assert store.holds(identity(1))
+    assert_loads(store, identity(1), 1 << 20)
+    assert len(job.buffer.view) == 0
+    store.close()
+
+
+class _ClosesWhenHashed(PrivateBuffer):
+    """A buffer that is closed as soon as a writer has looked at it."""
+
+    def __init__(self, inner: PrivateBuffer) -> None:
+        self._inner = inner
+        self._in_use = True
+
+    @property
+    def view(self) -> memoryview:  # type: ignore[override]
+        view = self._inner.view
+        self._inner.close()
+        return view

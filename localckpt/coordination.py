@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "default_store"]
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 
 
 class Coordinator:
@@ -52,7 +54,7 @@ class Coordinator:
         members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
         prefix = f"localckpt/{members}/{name}"
         with _store_errors(f"open the coordinator {name!r}"):
-            store = _own_client(_default_store())
+            store = default_store()
             instance = store.add(f"{prefix}/instances/{self.rank}", 1)
         self._store = PrefixStore(f"{prefix}/{instance}", store)
 
@@ -78,14 +80,18 @@ class Coordinator:
         with _store_errors(phase):
             store.set(f"last/{self.rank}", phase)
             store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
-            keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
-            self._wait(keys, phase)
+            came, ranks = f"came/{number}", list(range(self.world_size))
+            store.add(came, 1)
+            keys = [f"gather/{number}/{rank}" for rank in ranks]
+            self._wait(keys, phase, lambda: store.add(came, 0) >= self.world_size, ranks)
             extended = store.has_extended_api()  # type: ignore[attr-defined]
             values = store.multi_get(keys) if extended else map(store.get, keys)
             phases, records = zip(*(json.loads(value) for value in values), strict=True)
             if number >= 2:
                 # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
                 store.delete_key(f"gather/{number - 2}/{self.rank}")
+                if self.rank == 0:
+                    store.delete_key(f"came/{number - 2}")
         self._require_same_phase(phases)
         return list(records)
 
@@ -118,14 +124,14 @@ class Coordinator:
         """
         if self._store is None:
             return decide()
-        key = f"decision/{question}"
+        key, store = f"decision/{question}", self._store
         with _store_errors(question):
             if self.rank == 0:
                 decision = decide()
-                self._store.set(key, "1" if decision else "0")
+                store.set(key, "1" if decision else "0")
                 return decision
-            self._wait([key], question, waited_for=[0])
-            return self._store.get(key) == b"1"
+            self._wait([key], question, lambda: store.check([key]), [0])
+            return store.get(key) == b"1"
 
     def forget(self, key: str) -> None:
         """Drop a counter or decision that every rank is done with (called on one rank)."""
@@ -134,15 +140,23 @@ class Coordinator:
                 self._store.delete_key(f"count/{key}")
                 self._store.delete_key(f"decision/{key}")
 
-    def _wait(self, keys: list[str], phase: str, waited_for: list[int] | None = None) -> None:
-        assert self._store is not None
-        try:
-            self._store.wait(keys, timedelta(seconds=max(0.001, self.timeout_s)))
-        except dist.DistStoreError as error:
-            asked = zip(waited_for or range(self.world_size), keys, strict=True)
-            late = [rank for rank, key in asked if not self._store.check([key])]
-            if late:
-                raise PeerLostError(self._describe_late(late, phase)) from error
+    def _wait(
+        self, keys: list[str], phase: str, is_there: Callable[[], bool], ranks: list[int]
+    ) -> None:
+        # Asking again and again, since a wait on the store blocks all other users of this client,
+        # torch's own among them, and a client of one's own takes a second to connect.
+        deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
+        while not is_there():
+            if time.monotonic() > deadline:
+                assert self._store is not None
+                late = [
+                    r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])
+                ]
+                if late:
+                    raise PeerLostError(self._describe_late(late, phase))
+                return
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
@@ -188,14 +202,9 @@ class _store_errors:
             ) from error
 
 
-def _own_client(store: Store) -> Store:
-    # A wait blocks all other users of a client, torch's own among them. 2.6 cannot clone.
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)
-    return store if clone is None else clone()
-
-
-def _default_store() -> Store:
-    # The store of the default group has no public accessor; this is the one place that asks.
+def default_store() -> Store:
+    """The key-value store of the default process group."""
+    # torch has no public accessor for it; this is the one place that asks.
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

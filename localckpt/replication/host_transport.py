@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from localckpt.coordination import _default_store
+from localckpt.coordination import default_store
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import (
@@ -87,7 +87,7 @@ class HostTransport:
             PeerLostError: Some rank did not come.
         """
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"localckpt/transport/{name}", _default_store()
+            f"localckpt/transport/{name}", default_store()
         )
         try:
             gloo = dist.ProcessGroupGloo(

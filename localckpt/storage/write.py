@@ -134,9 +134,13 @@ def _open_dirty(write: ShardWrite) -> int:
     flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if write.direct else 0)
     if not write.recycled:
         return os.open(write.dirty, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    # The name it was committed under must be gone for good before the bytes change.
-    sync_folder(write.dirty.parent)
-    return os.open(write.dirty, flags)
+    try:
+        # The name it was committed under must be gone for good before the bytes change.
+        sync_folder(write.dirty.parent)
+        return os.open(write.dirty, flags)
+    except OSError:
+        write.dirty.unlink(missing_ok=True)
+        raise
 
 
 def _write_range(fd: int, view: memoryview, start: int, stop: int, *, direct: bool) -> None:

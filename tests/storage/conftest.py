@@ -58,8 +58,10 @@ def node(
     shm_roots: Callable[[int], list[Path]],
 ) -> Iterator[Node]:
     """A node of each kind: disk written by a thread, by a process, and shared memory."""
-    root, shared = shm_roots(2)
-    made = _Node(request.param, root if request.param == "memory" else tmp_path / "disk", shared)
+    memory, shared = shm_roots(2)
+    made = _Node(
+        request.param, (memory if request.param == "memory" else tmp_path) / "node", shared
+    )
 
     yield made
 

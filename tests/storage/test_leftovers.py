@@ -86,7 +86,7 @@ def test_the_spares_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(no
     assert names(gone.folder) == {"owner"}
 
 
-@pytest.mark.parametrize("owner", [Owner("0123456789ab", 1, 1), Owner.me().__class__("b", 2, 3)])
+@pytest.mark.parametrize("owner", [Owner("0123456789ab", 1, 1), Owner("b", 2, 3)])
 def test_an_owner_of_another_boot_or_before_it_is_dead(node: Node, owner: Owner) -> None:
     folder = node.root / "session-run" / "0"
     folder.mkdir(parents=True)

@@ -107,14 +107,15 @@ def test_a_name_too_long_for_a_file_is_an_error_that_says_so(node: Node) -> None
 
 
 def test_files_are_for_this_user_alone(node: Node) -> None:
-    os.umask(os.umask(0))
-    store = node()
-    save(store, identity(1))
+    before = os.umask(0)
+    try:
+        save(node(), identity(1))
+    finally:
+        os.umask(before)
 
-    for path in (node.root, *node.root.rglob("*")):
-        if path.name in (".owner", "node-token"):
-            continue
-        assert path.stat().st_mode & 0o077 == 0, path
+    kept = [node.root, *node.root.rglob("*")]
+    assert {path.name for path in kept if path.stat().st_mode & 0o077} <= {".owner", "node-token"}
+    assert node.root.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_token_stays_with_the_directory(node: Node) -> None:
@@ -266,7 +267,7 @@ def test_a_shard_that_is_set_aside_is_kept_but_not_found(node: Node) -> None:
     save(store, identity(1))
     save(store, identity(2))
     store.scan()
-    file = sorted(store.folder.glob("*.safetensors"))[0]
+    file = min(store.folder.glob("*.safetensors"))
     content = file.read_bytes()
 
     store.set_aside(identity(1), "a test says so")
@@ -285,7 +286,7 @@ def test_a_file_with_a_damaged_header_is_set_aside_and_the_others_are_found(
     store = node()
     save(store, identity(1))
     save(store, identity(2))
-    file = sorted(store.folder.glob("*.safetensors"))[0]
+    file = min(store.folder.glob("*.safetensors"))
     content = file.read_bytes()
 
     file.write_bytes(content[:-1] if damage is None else damage)

@@ -209,10 +209,7 @@ def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
     store.close()
 
 
-def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DiskStore(tmp_path, "run", 0, 5.0)
+def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DiskStore) -> None:
     job = staged(store, identity(1), 1 << 20)
     assert isinstance(job.buffer, PrivateBuffer)
     closing = _ClosesWhenHashed(job.buffer)

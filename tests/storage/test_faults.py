@@ -1,0 +1,321 @@
+"""A node that refuses: the older shards stay, the space comes back, and the error says why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from localckpt.errors import StorageError
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.memory import MemoryStore
+from localckpt.storage.owner import Owner
+from localckpt.storage.store import Store
+from localckpt.storage.write import ShardWrite, write_shards
+from tests.storage.shards import PATIENCE_S, ROOT, assert_loads, found, identity, save, staged
+
+MIB = 1 << 20
+
+
+def free_nbytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+@pytest.fixture(params=[DiskStore, MemoryStore])
+def small_store(
+    request: pytest.FixtureRequest, small_disk: Callable[[str], Path]
+) -> Iterator[Callable[[str], Store]]:
+    """``small_store(options)``: a store on a file system of its own."""
+    stores: list[Store] = []
+
+    def make(options: str) -> Store:
+        stores.append(request.param(small_disk(options), "run", 0, 5.0))
+        return stores[-1]
+
+    yield make
+
+    for store in stores:
+        store.close()
+
+
+def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
+    small_store: Callable[[str], Store],
+) -> None:
+    store = small_store("size=8m")
+    for n in (1, 2):
+        save(store, identity(n), 3 * MIB)
+    before = free_nbytes(store.root)
+
+    with pytest.raises(StorageError, match=rf"{store.folder}.*it is full: free space") as raised:
+        save(store, identity(3), 3 * MIB)
+
+    assert "saved before are as they were" in str(raised.value)
+    assert free_nbytes(store.root) == before
+    assert found(store) == {identity(1), identity(2)}
+    for n in (1, 2):
+        assert_loads(store, identity(n), 3 * MIB)
+    save(store, identity(4), MIB)
+    assert_loads(store, identity(4), MIB)
+
+
+def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
+    small_store: Callable[[str], Store],
+) -> None:
+    store = small_store("size=8m")
+    for n in (1, 2):
+        save(store, identity(n), 3 * MIB)
+    store.retire(identity(2).version, [])
+
+    with pytest.raises(StorageError, match="it is full"):
+        save(store, identity(3), 6 * MIB)
+
+    assert free_nbytes(store.root) > 4 * MIB
+    assert found(store) == {identity(2)}
+    assert_loads(store, identity(2), 3 * MIB)
+    save(store, identity(4), 4 * MIB)
+    assert_loads(store, identity(4), 4 * MIB)
+
+
+def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touched(
+    small_disk: Callable[[str], Path],
+) -> None:
+    store = MemoryStore(small_disk("size=8m"), "run", 0, 5.0)
+    save(store, identity(1), 5 * MIB)
+    store.retire((9, 9, 9), [])
+    save(store, identity(2), MIB)
+    store.retire((9, 9, 9), [])
+    filler = store.root / "filler"
+    filler.write_bytes(bytes(5 * MIB))
+
+    # Touching a page that cannot be had would be a SIGBUS.
+    with pytest.raises(StorageError, match="it is full"):
+        save(store, identity(3), 5 * MIB)
+
+    filler.unlink()
+    save(store, identity(4), 5 * MIB)
+    assert_loads(store, identity(4), 5 * MIB)
+    store.close()
+
+
+def test_a_node_without_inodes_is_an_error_that_keeps_the_older(
+    small_store: Callable[[str], Store],
+) -> None:
+    store = small_store("size=8m,nr_inodes=12")
+    saved = set()
+
+    def save_until_full() -> None:
+        for n in range(1, 20):
+            saved.add(save(store, identity(n), 1000))
+
+    with pytest.raises(StorageError, match=f"{store.folder}.*it is full"):
+        save_until_full()
+
+    assert len(saved) > 2
+    assert found(store) == saved
+    for who in saved:
+        assert_loads(store, who, 1000)
+
+
+def remount(path: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], timeout=30, check=True)
+
+
+def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
+    small_disk: Callable[[str], Path],
+) -> None:
+    disk = small_disk("size=8m")
+    store = DiskStore(disk, "run", 0, 5.0)
+    save(store, identity(1))
+    job = staged(store, identity(2))
+    remount(disk, "ro")
+    try:
+        with pytest.raises(StorageError, match=rf"{job.dirty}.*mounted read-only"):
+            write_shards([job])
+        with pytest.raises(StorageError, match=f"{disk}.*mounted read-only"):
+            DiskStore(disk, "another", 0, 5.0)
+
+        assert found(store) == {identity(1)}
+        assert_loads(store, identity(1))
+    finally:
+        remount(disk, "rw")
+    save(store, identity(3))
+    store.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_of_somebody_else_is_an_error_with_the_cure(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StorageError, match="permission denied: give this user"):
+            DiskStore(tmp_path / "store", "run", 0, 5.0)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+# The system calls of a save, each made to fail or to be the last one, until the save succeeds.
+
+WORKER = """
+import pickle, sys
+from localckpt.errors import StorageError
+from localckpt.storage.write import write_shards
+jobs = pickle.load(open(sys.argv[1], "rb"))
+try:
+    write_shards(jobs)
+except StorageError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+# What it is called differs from machine to machine.
+RENAME = "?rename,?renameat,?renameat2"
+CALLS = ["openat", "fallocate", "pwrite64", "ftruncate", "fsync", "close", RENAME]
+
+
+@pytest.fixture(scope="module")
+def can_trace() -> None:
+    """Skips where system calls cannot be intercepted."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    done = subprocess.run(
+        ["strace", "-o", os.devnull, "true"], capture_output=True, timeout=30, check=False
+    )
+    if done.returncode:
+        pytest.skip("processes may not be traced here")
+
+
+def traced(job: ShardWrite, directory: Path, injection: str) -> subprocess.CompletedProcess[str]:
+    """Carry out a write in a process whose system calls on the shard's paths are tampered with."""
+    pickled = directory / "job"
+    pickled.write_bytes(pickle.dumps([job]))
+    return subprocess.run(
+        [
+            *("strace", "-f", "-qq", "-o", str(directory / "trace")),
+            *("-P", str(job.dirty), "-P", str(job.final), "-P", str(job.final.parent)),
+            *("-e", f"inject={injection}"),
+            *(sys.executable, "-c", WORKER, str(pickled)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("can_trace")
+@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]], call: str, recycled: bool
+) -> None:
+    store = process_store(tmp_path, shm_roots(1)[0])
+    save(store, identity(1), 50_000)
+    for nth in range(1, 10):
+        save(store, identity(2), 60_000)
+        if recycled:
+            store.retire(identity(3).version, [])
+            save(store, identity(1), 50_000)
+        else:
+            store.discard([identity(2)])
+            drop_spares(store)
+        job = staged(store, identity(3), 60_000)
+        assert job.recycled == recycled
+
+        done = traced(job, tmp_path, f"{call}:error=EIO:when={nth}")
+
+        store.scan()
+        if done.returncode == 0:
+            break
+        assert done.returncode == 3, done.stderr
+        assert str(store.folder) in done.stdout
+        assert os.strerror(errno.EIO) in done.stdout
+        assert not job.dirty.exists()
+        assert not job.buffer.in_use
+        store.discard([identity(3)])
+        assert found(store) == {identity(1)}
+        assert_loads(store, identity(1), 50_000)
+    assert 1 < nth < 9
+    assert_loads(store, identity(3), 60_000)
+    store.close()
+
+
+@pytest.mark.usefixtures("can_trace")
+@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_whole_new(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]], call: str, recycled: bool
+) -> None:
+    shared = shm_roots(1)[0]
+    for nth in range(1, 10):
+        disk = tmp_path / f"disk-{nth}"
+        store = process_store(disk, shared)
+        save(store, identity(1), 50_000)
+        if recycled:
+            save(store, identity(2), 60_000)
+            store.discard([identity(2)])
+        job = staged(store, identity(3), 60_000)
+        assert job.recycled == recycled
+
+        done = traced(job, tmp_path, f"{call}:signal=KILL:when={nth}")
+
+        killed(store, shared)
+        again = process_store(disk, shared)
+        assert found(again) - {identity(3)} == {identity(1)}
+        for who in found(again):
+            assert_loads(again, who, 50_000 if who.iteration == 1 else 60_000)
+        assert not [p for p in again.folder.iterdir() if p.suffix == ".dirty"]
+        again.close()
+        shutil.rmtree(disk)
+        assert list(shared.iterdir()) == []
+        if done.returncode == 0:
+            break
+    assert 1 < nth < 9
+
+
+@pytest.mark.usefixtures("can_trace")
+def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+) -> None:
+    store = process_store(tmp_path, shm_roots(1)[0])
+    job = staged(store, identity(1))
+
+    done = traced(job, tmp_path, "pwrite64:retval=0:when=1..3")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert store.holds(identity(1))
+    assert_loads(store, identity(1))
+
+    job = staged(store, identity(2))
+
+    done = traced(job, tmp_path, "pwrite64:retval=0")
+
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "no byte after 0 is taken" in done.stdout
+    assert not job.dirty.exists()
+    store.close()
+
+
+def process_store(disk: Path, shared: Path) -> DiskStore:
+    return DiskStore(disk, "run", 0, 5.0, writer="process", shared_memory=shared)
+
+
+def drop_spares(store: Store) -> None:
+    for spare in store.folder.glob("*.spare"):
+        spare.unlink()
+
+
+def killed(store: Store, shared: Path) -> None:
+    """Make it look as if the process that opened the store were gone, its worker with it."""
+    me = Owner.me()
+    dead = Owner(me.boot, me.pid, 1)
+    (store.folder / ".owner").write_text(str(dead))
+    for path in shared.iterdir():
+        path.rename(path.with_name(path.name.replace(str(me), str(dead))))

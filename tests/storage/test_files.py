@@ -1,0 +1,232 @@
+"""Reading a file, warm out of the page cache and cold past it, to wherever the bytes belong."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
+from localckpt.storage.files import FileSource
+from tests.storage.shards import identity
+
+WHO = identity(1)
+
+
+def make_cold(path: Path) -> None:
+    """Drop a file from the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def is_cached(path: Path, offset: int) -> bool:
+    """Whether a page of a file is in the page cache; skips where nobody can tell."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this file system does not tell what is cached: {error}")
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture(params=["warm", "cold", "memory"])
+def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """``source_of(data)``: the same bytes in a cached file, a file on disk only, or memory."""
+    opened: list[ShardSource] = []
+
+    def make(data: bytes | bytearray | memoryview) -> ShardSource:
+        source: ShardSource
+        if request.param == "memory":
+            source = MemorySource(memoryview(bytearray(data)))
+        else:
+            path = tmp_path / f"file-{len(opened)}"
+            path.write_bytes(data)
+            if request.param == "cold":
+                make_cold(path)
+            source = FileSource(path)
+        opened.append(source)
+        return source
+
+    yield make
+
+    for source in opened:
+        source.close()
+        source.close()
+
+
+SIZES = [1, 4095, 4097, PIECE_NBYTES - 1, PIECE_NBYTES, 2 * PIECE_NBYTES + 5, 5 * PIECE_NBYTES]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_every_byte_arrives_once_in_parts_of_any_size(source_of: Any, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    source = source_of(data)
+    target = memoryview(bytearray(nbytes))
+    seen: list[tuple[int, int]] = []
+
+    def places(start: int, stop: int) -> list[memoryview]:
+        chance = random.Random(start)
+        cuts = sorted(chance.randrange(start, stop + 1) for _ in range(chance.randrange(9)))
+        return [target[a:b] for a, b in zip([start, *cuts], [*cuts, stop], strict=True)]
+
+    def filled(start: int, parts: list[memoryview]) -> None:
+        assert b"".join(parts) == data[start : start + sum(map(len, parts))]
+        seen.append((start, sum(map(len, parts))))
+
+    source.stream(nbytes, places, filled)
+
+    assert source.nbytes == nbytes
+    assert bytes(target) == data
+    starts = range(0, nbytes, PIECE_NBYTES)
+    assert sorted(seen) == [(start, min(PIECE_NBYTES, nbytes - start)) for start in starts]
+
+
+def test_only_what_is_wanted_is_streamed(source_of: Any) -> None:
+    source = source_of(bytes(2 * PIECE_NBYTES))
+    seen: list[int] = []
+
+    source.stream(
+        PIECE_NBYTES + 100,
+        lambda start, stop: [memoryview(bytearray(stop - start))],
+        lambda _, parts: seen.append(sum(map(len, parts))),
+    )
+    source.stream(0, lambda *_: [], lambda *_: seen.append(-1))
+
+    assert sorted(seen) == [100, PIECE_NBYTES]
+
+
+def test_pieces_in_thousands_of_parts_arrive(source_of: Any) -> None:
+    state = {f"t{n}": torch.tensor([n, -n]) for n in range(5000)}
+    image = pack(state, WHO)
+    into = ImagePlanner().capture({name: torch.zeros_like(t) for name, t in state.items()})
+
+    loaded = ImageReader(source_of(image.view), SafeGlobals(), WHO).restore(
+        (into.table, into.tensors)
+    )
+
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("culprit", ["places", "filled"])
+def test_what_the_reader_raises_ends_the_stream_and_is_raised(source_of: Any, culprit: str) -> None:
+    source = source_of(bytes(20 * PIECE_NBYTES))
+    threads = threading.active_count()
+
+    def fail(at: str) -> None:
+        if culprit == at:
+            raise KeyError(at)
+
+    def places(start: int, stop: int) -> list[memoryview]:
+        fail("places")
+        return [memoryview(bytearray(stop - start))]
+
+    with pytest.raises(KeyError, match=culprit):
+        source.stream(source.nbytes, places, lambda *_: fail("filled"))
+
+    assert threading.active_count() == threads
+
+
+def test_reads_of_any_range_give_its_bytes(source_of: Any) -> None:
+    data = random.Random(1).randbytes(100_000)
+    source = source_of(data)
+    chance = random.Random(2)
+
+    for _ in range(50):
+        start = chance.randrange(len(data))
+        stop = chance.randrange(start, len(data) + 1)
+        assert bytes(source.read(start, stop)) == data[start:stop]
+
+
+def test_a_cold_file_is_read_past_the_page_cache_and_verified(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(4 << 20)}
+    path = tmp_path / "shard"
+    path.write_bytes(pack(state, WHO).view)
+    make_cold(path)
+    if is_cached(path, 1 << 20):
+        pytest.skip("this file system keeps files in memory")
+
+    source = FileSource(path)
+    loaded = unpack(source, expect=WHO)
+
+    source.close()
+    assert torch.equal(loaded["weight"], state["weight"])
+    # Another place, because asking may have made the kernel read ahead.
+    assert not is_cached(path, 23 << 20)
+
+
+def test_damage_is_seen_warm_and_cold(source_of: Any) -> None:
+    image = bytearray(pack({"weight": torch.rand(3 << 20)}, WHO).view)
+    image[9 << 20] ^= 4
+
+    with pytest.raises(CorruptShardError, match=f"from {9 << 20} on"):
+        unpack(source_of(image))
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("left", [5000, PIECE_NBYTES, PIECE_NBYTES + 1])
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(
+    tmp_path: Path, cold: bool, left: int
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(3 * PIECE_NBYTES))
+    source = FileSource(path)
+    os.truncate(path, left)
+    if cold:
+        make_cold(path)
+
+    with pytest.raises(CorruptShardError, match=f"{path} is cut short"):
+        source.stream(source.nbytes, lambda a, b: [memoryview(bytearray(b - a))], lambda *_: None)
+    with pytest.raises(CorruptShardError, match="is cut short"):
+        source.read(0, source.nbytes)
+
+    source.close()
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+
+    for name in ("pipe", "folder"):
+        with pytest.raises(CorruptShardError, match=f"{name} is no regular file"):
+            FileSource(tmp_path / name)
+
+
+def test_a_link_is_refused_and_a_missing_file_named(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    with pytest.raises(StorageError, match=r"link: .* symbolic link"):
+        FileSource(tmp_path / "link")
+    with pytest.raises(StorageError, match=r"could not open .*missing"):
+        FileSource(tmp_path / "missing")
+
+
+def test_an_open_file_is_closed_once_and_no_descriptor_stays(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(pack({"weight": torch.rand(100)}, WHO).view)
+    before = os.listdir("/proc/self/fd")
+
+    for _ in range(5):
+        make_cold(path)
+        source = FileSource(path)
+        unpack(source)
+        source.close()
+        source.close()
+
+    assert os.listdir("/proc/self/fd") == before

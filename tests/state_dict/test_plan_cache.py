@@ -17,7 +17,7 @@ def state() -> dict[str, Any]:
     return {
         "weight": torch.rand(3, 4),
         "tied": storage[:10],
-        "view": storage[5:],
+        "view": storage[5:15],
         "step": torch.tensor(1.0),
         "note": {"iteration": 1},
     }
@@ -59,7 +59,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "other order": lambda s: s.update(weight=s.pop("weight")),
     "tied no more": lambda s: s.update(tied=s["tied"].clone()),
     "tied anew": lambda s: s.update(weight=s["tied"][:6]),
-    "another offset": lambda s: s.update(view=s["tied"][2:8]),
+    "another offset": lambda s: s.update(view=s["tied"]._base[3:13]),
+    "another stride": lambda s: s.update(tied=s["tied"]._base[::2]),
     "a tensor twice": lambda s: s.update(again=s["weight"]),
     "requires grad": lambda s: s["weight"].requires_grad_(),
     "a parameter": lambda s: s.update(weight=torch.nn.Parameter(s["weight"])),

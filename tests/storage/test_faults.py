@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -191,15 +192,17 @@ def can_trace() -> None:
         pytest.skip("processes may not be traced here")
 
 
-def traced(job: ShardWrite, directory: Path, injection: str) -> subprocess.CompletedProcess[str]:
+def traced(
+    job: ShardWrite, directory: Path, injection: str = "none"
+) -> subprocess.CompletedProcess[str]:
     """Carry out a write in a process whose system calls on the shard's paths are tampered with."""
     pickled = directory / "job"
     pickled.write_bytes(pickle.dumps([job]))
     return subprocess.run(
         [
-            *("strace", "-f", "-qq", "-o", str(directory / "trace")),
+            *("strace", "-f", "-y", "-qq", "-o", str(directory / "trace")),
             *("-P", str(job.dirty), "-P", str(job.final), "-P", str(job.final.parent)),
-            *("-e", f"inject={injection}"),
+            *(() if injection == "none" else ("-e", f"inject={injection}")),
             *(sys.executable, "-c", WORKER, str(pickled)),
         ],
         cwd=ROOT,
@@ -208,6 +211,33 @@ def traced(job: ShardWrite, directory: Path, injection: str) -> subprocess.Compl
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+@pytest.mark.usefixtures("can_trace")
+@pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
+def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]], recycled: bool
+) -> None:
+    store = process_store(tmp_path, shm_roots(1)[0])
+    if recycled:
+        save(store, identity(2))
+        store.discard([identity(2)])
+    job = staged(store, identity(3))
+
+    done = traced(job, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    steps = []
+    for line in (tmp_path / "trace").read_text().splitlines():
+        call = re.search(r"(pwrite64|fsync|fdatasync|fallocate|rename)\w*\(", line)
+        if call is not None:
+            place = "file" if job.dirty.name in line else "folder"
+            steps.append(f"{call[1]} {place}")
+    wanted = ["fallocate file", "pwrite64 file", "fsync file", "rename file", "fsync folder"]
+    # A recycled file's old name is gone for good before its bytes change.
+    assert list(dict.fromkeys(steps[recycled:-1])) + steps[-1:] == wanted
+    assert steps[0] == ("fsync folder" if recycled else "fallocate file")
+    store.close()
 
 
 @pytest.mark.usefixtures("can_trace")

@@ -371,7 +371,7 @@ def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     store = node()
     save(store, identity(1))
     (file,) = store.folder.glob("*.safetensors")
-    moved = tmp_path / "moved"
+    moved = tmp_path / "moved.safetensors"
     shutil.copy(file, moved)
     file.unlink()
     (store.folder / "link.safetensors").symlink_to(moved)

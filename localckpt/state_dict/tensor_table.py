@@ -254,6 +254,9 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             key = (str(tensor.device), _storage_address(tensor))
             by_storage.setdefault(key, []).append(number)
     for members in by_storage.values():
+        if len(members) == 1:
+            clusters.append(members)
+            continue
         members.sort(key=lambda n: _span(tensors[n]))
         end = -1
         for number in members:

@@ -15,7 +15,7 @@ from localckpt.errors import StorageError
 
 def write(path: Path, text: str = "done") -> None:
     """Write so that a reader sees all or nothing."""
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.rename(path)
 

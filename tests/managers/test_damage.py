@@ -1,4 +1,4 @@
-"""Copies that went bad are found out, set aside, and replaced: by a replica, or by an older state."""
+"""Bad copies are found out, set aside, and replaced: by a replica, or by an older state."""
 
 from __future__ import annotations
 

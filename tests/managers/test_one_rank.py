@@ -400,10 +400,16 @@ def test_options_that_make_no_sense_are_refused(kind: str, root: Path) -> None:
 def test_leaving_the_context_closes_the_manager(kind: str, root: Path) -> None:
     # Threads and processes of other tests' ranks are not of this process.
     before = our_threads(), our_children()
-    with pytest.raises(ZeroDivisionError), make_manager(kind, root, keep_last=1) as manager:
-        for iteration in range(3):
-            manager.save(state_of(0, iteration), iteration)
-        raise ZeroDivisionError
+    manager = make_manager(kind, root, keep_last=1)
+
+    def leave_by_an_error() -> None:
+        with manager:
+            for iteration in range(3):
+                manager.save(state_of(0, iteration), iteration)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave_by_an_error()
     manager.close()
 
     assert len(files(root)) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.managers.jobs import KINDS, assert_same, make_manager
 @pytest.fixture
 def training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]]:
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     # An optimizer's first step makes torch's compiler cache, among the temporary files if not here.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
     torch.manual_seed(5)
@@ -30,7 +30,7 @@ def training(
         optimizer.step()
 
     step()
-    yield model, optimizer, step
+    return model, optimizer, step
 
 
 def _spoil(value: Any) -> None:

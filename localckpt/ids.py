@@ -23,7 +23,7 @@ class CkptID(NamedTuple):
 class Generation(NamedTuple):
     """Which attempt of the job wrote a shard.
 
-    ``epoch`` is one more than the highest that any store held when the job (re)started,
+    ``epoch`` is one more than the highest that any store knew when the job (re)started,
     ``sequence`` counts the saves of that job.
     """
 

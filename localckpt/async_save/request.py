@@ -124,7 +124,7 @@ class AsyncRequest(NamedTuple):
         own = CallReport.of(self.call_idx, name, error)
         try:
             records = coordinator.all_gather(f"agree on {name}", own.to_json())
-        except PeerLostError as lost:
+        except CheckpointingException as lost:
             run_failure_fns(self, lost)
             raise
         failed = judge([CallReport.from_json(r) for r in records], coordinator.global_ranks)

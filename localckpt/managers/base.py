@@ -21,7 +21,12 @@ from torch.profiler import record_function
 
 from localckpt.async_save.request import AsyncRequest, runs_in_trainer
 from localckpt.coordination import Coordinator
-from localckpt.errors import CheckpointingException, NoReplicasAvailableError, SaveFailedError
+from localckpt.errors import (
+    CheckpointingException,
+    NoReplicasAvailableError,
+    SaveFailedError,
+    StorageError,
+)
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import (
     Checkpoint,
@@ -113,7 +118,10 @@ class BaseCheckpointManager(ABC):
 
     @abstractmethod
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
-        """Read a shard; raises CheckpointingException when it cannot."""
+        """Read a shard; raises CheckpointingException when it cannot.
+
+        The state that it returns belongs to the caller, who may train on with its tensors.
+        """
 
     @abstractmethod
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
@@ -308,21 +316,37 @@ class BaseCheckpointManager(ABC):
         """Meet the other ranks once: check that all belong together, agree on the epoch."""
         if self._domains is not None:
             return
-        epochs = [record.identity.generation.epoch for record in self._shelf.inventory()]
         mine = JoinRecord(
             self.session_id,
             self.world_size,
             FORMAT_VERSION,
             self._shelf.failure_domain,
-            max(epochs, default=0),
+            self._shelf.newest_epoch(),
         )
         gathered = self._coordinator.all_gather("join the job", mine.to_json())
         records = [JoinRecord(*fields) for fields in gathered]
         judge_join(records)
         domains = [record.failure_domain for record in records]
         self._strategy.check_failure_domains(domains)
+        self._begin_epoch(1 + max(record.newest_epoch for record in records))
         self._domains = domains
-        self._epoch = 1 + max(record.newest_epoch for record in records)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Have every node note the epoch before anything is saved in it.
+
+        Else an attempt of which only some nodes keep a shard could share its number with the next,
+        which does not see those nodes; and shards of both would pass for one checkpoint later.
+        """
+        error = None
+        try:
+            self._shelf.begin_epoch(epoch)
+        except StorageError as refused:
+            error = str(refused)
+        told = self._coordinator.all_gather("begin a new attempt", error)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if failed:
+            raise StorageError(f"the job cannot begin: {'; '.join(failed)}")
+        self._epoch = epoch
 
     def _stage_and_replicate(self, save: _Save, state: TensorAwareStateDict) -> None:
         """Capture the state, and exchange images with the ranks that keep replicas."""

@@ -57,6 +57,12 @@ class HookShelf(Shelf):
             if CkptID(*ckpt_id).session_id == self._session_id
         ]
 
+    def newest_epoch(self) -> int:
+        return 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The hooks know no attempts."""
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

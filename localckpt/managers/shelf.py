@@ -57,6 +57,14 @@ class Shelf(ABC):
         """All shards that can be read here, whichever rank they belong to."""
 
     @abstractmethod
+    def newest_epoch(self) -> int:
+        """The highest epoch known here: of any shard, and of any attempt that began."""
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int) -> None:
+        """Remember an attempt from its beginning, even if none of its shards will be left."""
+
+    @abstractmethod
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

@@ -61,6 +61,13 @@ class StoreShelf(Shelf):
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
 
+    def newest_epoch(self) -> int:
+        self.store.scan()
+        return self.store.newest_epoch()
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.store.begin_epoch(epoch)
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

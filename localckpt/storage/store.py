@@ -26,7 +26,7 @@ from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
 from localckpt.storage.owner import Owner
-from localckpt.storage.write import Digests, ShardWrite
+from localckpt.storage.write import Digests, ShardWrite, sync_folder
 
 __all__ = ["DIRTY", "Store"]
 
@@ -40,7 +40,7 @@ _SHARD, _SPARE, _CORRUPT = ".safetensors", ".spare", ".corrupt"
 _LEAVING_S = 10.0
 _POLL_S = 0.05
 
-_TOKEN_NAME, _OWNER_NAME, _LOCK_NAME = "node-token", ".owner", ".lock"
+_TOKEN_NAME, _OWNER_NAME, _LOCK_NAME, _EPOCH_NAME = "node-token", ".owner", ".lock", ".epoch"
 
 
 class Store(ABC):
@@ -187,6 +187,28 @@ class Store(ABC):
         path = self._shards.pop(identity, None)
         if path is not None:
             _set_aside(path, why)
+
+    def newest_epoch(self) -> int:
+        """The highest epoch that began here, whether or not a shard of it is left."""
+        epochs = [identity.generation.epoch for identity in self._shards]
+        with storage_errors("read", self._session):
+            for path in self._session.glob(f"*/{_EPOCH_NAME}"):
+                text = path.read_text(errors="replace")
+                if text.isdecimal():
+                    epochs.append(int(text))
+        return max(epochs, default=0)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note, durably, that an attempt of the job has begun under this number."""
+        path = self.folder / _EPOCH_NAME
+        fresh = path.with_suffix(".new")
+        with storage_errors("write", fresh):
+            with open(fresh, "w") as file:
+                file.write(str(epoch))
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(fresh, path)
+            sync_folder(self.folder)
 
     def ranks_with_folders(self) -> set[int]:
         """Ranks that have ever written here in this session."""

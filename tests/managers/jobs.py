@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import localckpt
 __all__ = [
     "KINDS",
     "MAX_S",
-    "Recorder",
     "assert_same",
-    "await_true",
+    "cliques",
     "damage",
     "error_of",
     "files",
     "iterations_on",
     "make_manager",
+    "our_children",
     "our_threads",
     "resume",
     "save",
@@ -128,7 +127,7 @@ def error_of(
 
 def files(*roots: Path) -> list[str]:
     """All files in stores but those that tell who is here, relative to their root."""
-    administration = {"node-token", ".lock", ".owner"}
+    administration = {"node-token", ".lock", ".owner", ".epoch"}
     return sorted(
         str(path.relative_to(root))
         for root in roots
@@ -156,29 +155,3 @@ def our_threads() -> list[str]:
 
 def our_children() -> list[str]:
     return [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-
-
-def await_true(holds: Callable[[], Any], what: str, timeout_s: float = MAX_S) -> Any:
-    """Poll until it is true; give what it returned."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := holds()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
-        time.sleep(0.01)
-    return result
-
-
-class Recorder:
-    """Runs steps one after the other and keeps what each gave, for the test to look at."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, Any] = {}
-
-    def note(self, name: str, value: Any) -> None:
-        self.results[name] = value
-
-
-def subsets(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    from itertools import combinations
-
-    return list(combinations(ranks, size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,8 @@ class DictManager(BaseCheckpointManager):
         return list(self.kept)
 
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
-        return self.kept[ckpt_id]
+        # Whoever loads it may train on with it.
+        return copy.deepcopy(self.kept[ckpt_id])
 
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
         self.kept[ckpt_id] = state_dict

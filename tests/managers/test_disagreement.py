@@ -120,6 +120,7 @@ def _one_more_save(rank: int, world_size: int, replicated: bool) -> str:
         manager.save(state_of(rank, 1), 1)
         step = (lambda: manager.save(state_of(rank, 2), 2)) if rank == 0 else manager.find_latest
         told = error_of(step, CheckpointingException)
+        assert iterations_on(node_store()) == {1}
     if repl:
         repl.close()
     return told

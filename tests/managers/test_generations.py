@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import localckpt
-from localckpt import NoReplicasAvailableError
+from localckpt import NoReplicasAvailableError, StorageError
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -39,7 +39,7 @@ def _go_back(rank: int, world_size: int, kind: str) -> None:
         for iteration in (80, 90, 100):
             save(manager, state_of(rank, iteration), iteration, queue)
 
-    # The first attempt is given up at 100; the second starts from somewhere else, saves 95 and dies.
+    # The first attempt is given up at 100; the second starts elsewhere, saves 95 and dies.
     with begin() as manager, localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue:
         save(manager, state_of(rank, 95), 95, queue)
         assert resume(manager, rank, 95) == "own node"
@@ -136,7 +136,7 @@ def test_halves_of_two_attempts_never_make_a_checkpoint(
 
 
 def _one_rank_did_not_finish(rank: int, world_size: int) -> None:
-    """Rank 1 has no file of 100: as if it had died before its write, after all others' were done."""
+    """Rank 1 has no file of 100: as if it had died before its write, after that of rank 0."""
     with make_manager("disk", node_store(), "job", keep_last=9) as manager:
         manager.save(state_of(rank, 90), 90)
         manager.save(state_of(rank, 100), 100)
@@ -175,3 +175,70 @@ def test_the_attempt_is_numbered_after_the_highest_that_any_node_holds(node_dirs
 
     assert ["000000000005.0.3.1." in name for name in names[0]] == [True]
     assert [name for name in names[1] if "000000000005.1.3.1." in name]
+
+
+def _abandon_and_return(rank: int, world_size: int, kind: str, base: Path) -> None:
+    def begin(node: str) -> Any:
+        return make_manager(kind, base / node, "job", keep_last=9)
+
+    with begin(f"node{rank}") as manager:
+        manager.save(state_of(rank, 5), 5)
+    # An attempt that got no further than rank 0's shard of 10: rank 1 died before its own.
+    with begin(f"node{rank}") as manager:
+        manager.save({"abandoned by": rank}, 10)
+    if rank == 1:
+        (left,) = _shards(base / "node1", 1, 10, 2)
+        left.unlink()
+    dist.barrier()
+    # Node 0 is away, so nobody sees that shard; the next attempt comes to 10, too, and dies.
+    with begin("another node" if rank == 0 else "node1") as manager:
+        assert manager.find_latest() == -1
+        manager.save({"second": rank}, 10)
+    # Now node 0 is back.
+    with begin(f"node{rank}") as manager:
+        assert resume(manager, rank, 5) == "own node"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_node_that_was_away_never_completes_the_checkpoint_of_a_later_attempt(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    run_ranks(_abandon_and_return, 2, kind, (node_dirs if kind == "disk" else shm_roots)(1)[0])
+
+
+def _attempts_that_keep_nothing(rank: int, world_size: int) -> None:
+    for _ in range(3):
+        with make_manager("disk", node_store(), "job") as manager:
+            assert manager.find_latest() == -1
+    with make_manager("disk", node_store(), "job") as manager:
+        manager.save(state_of(rank, 1), 1)
+    assert [name.split(".")[2] for name in files(node_store())] == ["4"]
+
+
+def test_an_attempt_that_kept_nothing_does_not_share_its_number_with_the_next(
+    node_dirs: Dirs,
+) -> None:
+    """A late writer of the one must not be taken for the other."""
+    run_ranks(_attempts_that_keep_nothing, 2, store_per_node=node_dirs(2))
+
+
+def _begin_where_nothing_can_be_noted(rank: int, world_size: int) -> str:
+    with make_manager("disk", node_store(), "job") as manager:
+        in_the_way = node_store() / "session-job" / "1" / ".epoch.new"
+        if rank == 1:
+            in_the_way.mkdir()
+        told = error_of(lambda: manager.save(state_of(rank, 1), 1), StorageError)
+        assert files(node_store()) == []
+        if rank == 1:
+            in_the_way.rmdir()
+        manager.save(state_of(rank, 1), 1)
+        assert resume(manager, rank, 1) == "own node"
+    return told
+
+
+def test_a_node_that_cannot_note_the_attempt_is_named_on_all_ranks(node_dirs: Dirs) -> None:
+    told = run_ranks(_begin_where_nothing_can_be_noted, 2, store_per_node=node_dirs(2))
+
+    assert told[0] == told[1]
+    assert "rank 1: " in told[0]
+    assert ".epoch" in told[0]

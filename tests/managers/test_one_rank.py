@@ -364,7 +364,7 @@ def test_one_session_has_one_owner_at_a_time(kind: str, root: Path) -> None:
 
     with start_ranks(hold_a_store, 1, kind, root, init_group=False) as group:
         group.await_announced("holding")
-        refused = error_of(lambda: make_manager(kind, root, "taken", timeout=5.0), StorageError)
+        refused = error_of(lambda: make_manager(kind, root, "taken", timeout=0.5), StorageError)
         with make_manager(kind, root, "free") as manager:
             manager.save(state_of(0, 1), 1)
         pid = group.pids[0]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt import errors
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError
 
 if TYPE_CHECKING:
     from localckpt.coordination import Coordinator

@@ -25,27 +25,24 @@ from localckpt.errors import (
     CheckpointingException,
     NoReplicasAvailableError,
     SaveFailedError,
-    StorageError,
 )
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import (
     Checkpoint,
-    JoinRecord,
     SaveOutcome,
     complete_checkpoints,
     describe_incomplete,
-    judge_join,
     judge_newest,
     save_problems,
 )
 from localckpt.managers.hooks import HookShelf
+from localckpt.managers.joining import gather_holdings, join
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.reports import LoadReport, SaveReport
+from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import PlainState
-from localckpt.state_dict.header import FORMAT_VERSION
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 __all__ = ["BaseCheckpointManager"]
@@ -183,7 +180,7 @@ class BaseCheckpointManager(ABC):
         self._saves += 1
         generation = Generation(self._epoch, self._saves)
         identity = ShardIdentity(self.session_id, generation, iteration, self.rank, self.world_size)
-        save = _Save(identity, called, previous_iteration=self._newest_iteration)
+        save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
         self._newest_iteration = iteration
         try:
             self._stage_and_replicate(save, _wrapped(state_dict))
@@ -210,7 +207,7 @@ class BaseCheckpointManager(ABC):
         if self.latest_iteration != -1:
             return self.latest_iteration
         self._join()
-        self._holdings = self._gather_holdings()
+        self._holdings = gather_holdings(self._coordinator, self._shelf, self.session_id)
         self._complete = complete_checkpoints(self._holdings)
         judge_newest(self._complete, self.world_size)
         if self._complete:
@@ -269,14 +266,7 @@ class BaseCheckpointManager(ABC):
             self.last_load = LoadReport(
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
-            logger.info(
-                "loaded iteration %d from %s: %d bytes in %.3f s, %.2f GB/s",
-                checkpoint.iteration,
-                loaded.came_from,
-                loaded.nbytes,
-                seconds,
-                loaded.nbytes / seconds / 1e9,
-            )
+            logger.info("loaded %s", self.last_load)
             return _unwrapped(loaded.state), CkptID(
                 checkpoint.iteration, self.rank, self.session_id
             )
@@ -314,41 +304,12 @@ class BaseCheckpointManager(ABC):
 
     def _join(self) -> None:
         """Meet the other ranks once: check that all belong together, agree on the epoch."""
-        if self._domains is not None:
-            return
-        mine = JoinRecord(
-            self.session_id,
-            self.world_size,
-            FORMAT_VERSION,
-            self._shelf.failure_domain,
-            self._shelf.newest_epoch(),
-        )
-        gathered = self._coordinator.all_gather("join the job", mine.to_json())
-        records = [JoinRecord(*fields) for fields in gathered]
-        judge_join(records)
-        domains = [record.failure_domain for record in records]
-        self._strategy.check_failure_domains(domains)
-        self._begin_epoch(1 + max(record.newest_epoch for record in records))
-        self._domains = domains
+        if self._domains is None:
+            self._domains, self._epoch = join(
+                self._coordinator, self._shelf, self._strategy, self.session_id
+            )
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Have every node note the epoch before anything is saved in it.
-
-        Else an attempt of which only some nodes keep a shard could share its number with the next,
-        which does not see those nodes; and shards of both would pass for one checkpoint later.
-        """
-        error = None
-        try:
-            self._shelf.begin_epoch(epoch)
-        except StorageError as refused:
-            error = str(refused)
-        told = self._coordinator.all_gather("begin a new attempt", error)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-        if failed:
-            raise StorageError(f"the job cannot begin: {'; '.join(failed)}")
-        self._epoch = epoch
-
-    def _stage_and_replicate(self, save: _Save, state: TensorAwareStateDict) -> None:
+    def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
         """Capture the state, and exchange images with the ranks that keep replicas."""
         identity, travels = save.identity, self.repl_strategy is not None
         try:
@@ -382,10 +343,10 @@ class BaseCheckpointManager(ABC):
         )
         return [self._shelf.received(of(peer)) for peer in received]
 
-    def _request(self, save: _Save) -> AsyncRequest:
+    def _request(self, save: SaveUnderWay) -> AsyncRequest:
         """What keeps the shards behind training, and what follows once it is over."""
-        save.stall_s = time.monotonic() - save.called
-        self._report(save)
+        save.returned = time.monotonic()
+        self.last_save = save.report()
         function, args = self._keep, (save,)
         if self.async_worker == "process":
             function, args = self._shelf.worker_call(save.shards)
@@ -397,12 +358,12 @@ class BaseCheckpointManager(ABC):
         )
 
     @runs_in_trainer
-    def _keep(self, save: _Save) -> None:
+    def _keep(self, save: SaveUnderWay) -> None:
         for shard in save.shards:
             self._save(shard.payload, shard.identity.ckpt_id)
         save.durable = time.monotonic()
 
-    def _finalize(self, save: _Save) -> None:
+    def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""
         if save.durable is None:
             save.durable = time.monotonic()
@@ -423,63 +384,17 @@ class BaseCheckpointManager(ABC):
         self._complete.append(Checkpoint(generation, iteration, self.world_size))
         self._complete.sort(key=lambda checkpoint: checkpoint.version, reverse=True)
         self._cleanup(iteration)
-        self._report(save)
+        self.last_save = save.report()
+        logger.info("saved %s", self.last_save)
 
-    def _take_back(self, save: _Save) -> None:
+    def _take_back(self, save: SaveUnderWay) -> None:
         if self._newest_iteration == save.identity.iteration:
             self._newest_iteration = save.previous_iteration
         self._cleanup_failed_save(save.identity.iteration)
 
-    def _report(self, save: _Save) -> None:
-        nbytes = save.shards[0].nbytes if save.shards else 0
-        stage_s = save.staged - save.called if save.shards else 0.0
-        replicate_s = save.replicated - save.staged if save.shards else 0.0
-        durable_s = None if save.durable is None else save.durable - save.called
-        self.last_save = SaveReport(
-            save.identity.iteration, nbytes, stage_s, replicate_s, save.stall_s, durable_s
-        )
-        if durable_s is not None:
-            logger.info(
-                "saved iteration %d: %d bytes, staged in %.3f s (%.2f GB/s), %d replicas in "
-                "%.3f s, training waited %.3f s, durable after %.3f s",
-                save.identity.iteration,
-                nbytes,
-                stage_s,
-                nbytes / max(stage_s, 1e-9) / 1e9,
-                len(save.shards) - 1,
-                replicate_s,
-                save.stall_s,
-                durable_s,
-            )
-
-    # What the ranks know of each other.
-
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
         self._holdings = None
-
-    def _gather_holdings(self) -> dict[int, list[ShardRecord]]:
-        mine = [record.to_json() for record in self._shelf.inventory()]
-        gathered = self._coordinator.all_gather("find the latest checkpoint", mine)
-        return {
-            rank: [ShardRecord.from_json(fields, self.session_id) for fields in records]
-            for rank, records in enumerate(gathered)
-        }
-
-
-@dataclasses.dataclass
-class _Save:
-    """One save under way; times by ``time.monotonic()``."""
-
-    identity: ShardIdentity
-    called: float
-    previous_iteration: int
-    shards: list[StagedShard] = dataclasses.field(default_factory=list)
-    error: str | None = None
-    staged: float = 0.0
-    replicated: float = 0.0
-    stall_s: float = 0.0
-    durable: float | None = None
 
 
 def _wrapped(state: Any) -> TensorAwareStateDict:

@@ -1,10 +1,13 @@
-"""What a manager tells of its last save and its last load."""
+"""A save while it is under way, and what a manager tells of its last save and its last load."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["LoadReport", "SaveReport"]
+from localckpt.ids import ShardIdentity
+from localckpt.managers.shelf import StagedShard
+
+__all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,8 @@ class SaveReport:
         stage_s: Time to capture the state.
         replicate_s: Time to exchange replicas.
         stall_s: How long training waited for ``save``.
-        durable_s: When this rank's shards were durable; ``None`` until they are.
+        durable_s: When this rank's shards were durable; with a worker process, when they were
+            finalized. ``None`` until then.
     """
 
     iteration: int
@@ -26,6 +30,13 @@ class SaveReport:
     replicate_s: float
     stall_s: float
     durable_s: float | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.iteration}: {self.nbytes} bytes, staged in {self.stage_s:.3f} s "
+            f"({_speed(self.nbytes, self.stage_s)}), replicated in {self.replicate_s:.3f} s, "
+            f"training waited {self.stall_s:.3f} s, durable after {self.durable_s or 0:.3f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +54,39 @@ class LoadReport:
     nbytes: int
     seconds: float
     source: str
+
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.iteration} from {self.source}: {self.nbytes} bytes in "
+            f"{self.seconds:.3f} s ({_speed(self.nbytes, self.seconds)})"
+        )
+
+
+@dataclass
+class SaveUnderWay:
+    """One save between its call and its end; times by ``time.monotonic()``."""
+
+    identity: ShardIdentity
+    called: float
+    previous_iteration: int
+    shards: list[StagedShard] = field(default_factory=list)
+    error: str | None = None
+    staged: float = 0.0
+    replicated: float = 0.0
+    returned: float = 0.0
+    durable: float | None = None
+
+    def report(self) -> SaveReport:
+        """What there is to tell so far."""
+        return SaveReport(
+            self.identity.iteration,
+            self.shards[0].nbytes if self.shards else 0,
+            self.staged - self.called if self.shards else 0.0,
+            self.replicated - self.staged if self.shards else 0.0,
+            self.returned - self.called,
+            None if self.durable is None else self.durable - self.called,
+        )
+
+
+def _speed(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"

@@ -1,0 +1,73 @@
+"""How the ranks of a job meet, and tell each other what their nodes hold."""
+
+from __future__ import annotations
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import StorageError
+from localckpt.ids import ShardRecord
+from localckpt.managers.coverage import JoinRecord, judge_join
+from localckpt.managers.shelf import Shelf
+from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.header import FORMAT_VERSION
+
+__all__ = ["gather_holdings", "join"]
+
+
+def join(
+    coordinator: Coordinator, shelf: Shelf, strategy: ReplicationStrategy, session_id: str
+) -> tuple[list[str], int]:
+    """Check that all ranks belong together, and begin a new attempt; all ranks call it.
+
+    Returns:
+        Each rank's failure domain, and the epoch of this attempt.
+
+    Raises:
+        MismatchError: The ranks do not belong together.
+        SameMachineReplicationException: Replicas would be lost together with their originals.
+        StorageError: Some node cannot note the epoch.
+        PeerLostError: A rank did not answer in time.
+    """
+    mine = JoinRecord(
+        session_id,
+        coordinator.world_size,
+        FORMAT_VERSION,
+        shelf.failure_domain,
+        shelf.newest_epoch(),
+    )
+    gathered = coordinator.all_gather("join the job", mine.to_json())
+    records = [JoinRecord(*fields) for fields in gathered]
+    judge_join(records)
+    domains = [record.failure_domain for record in records]
+    strategy.check_failure_domains(domains)
+    epoch = 1 + max(record.newest_epoch for record in records)
+    _begin_epoch(coordinator, shelf, epoch)
+    return domains, epoch
+
+
+def _begin_epoch(coordinator: Coordinator, shelf: Shelf, epoch: int) -> None:
+    """Have every node note the epoch before anything is saved in it.
+
+    Else an attempt of which only some nodes keep a shard could share its number with the next,
+    which does not see those nodes; and shards of both would pass for one checkpoint later.
+    """
+    error = None
+    try:
+        shelf.begin_epoch(epoch)
+    except StorageError as refused:
+        error = str(refused)
+    told = coordinator.all_gather("begin a new attempt", error)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise StorageError(f"the job cannot begin: {'; '.join(failed)}")
+
+
+def gather_holdings(
+    coordinator: Coordinator, shelf: Shelf, session_id: str
+) -> dict[int, list[ShardRecord]]:
+    """What each rank's node holds, the same on all ranks; all ranks call it."""
+    mine = [record.to_json() for record in shelf.inventory()]
+    gathered = coordinator.all_gather("find the latest checkpoint", mine)
+    return {
+        rank: [ShardRecord.from_json(fields, session_id) for fields in records]
+        for rank, records in enumerate(gathered)
+    }

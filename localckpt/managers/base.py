@@ -186,7 +186,14 @@ class BaseCheckpointManager(ABC):
             self._stage_and_replicate(save, _wrapped(state_dict))
         except Exception as error:
             # Told when all ranks finalize, so that none is left waiting for this one.
-            logger.exception("rank %d cannot save iteration %d", self.rank, iteration)
+            known = isinstance(error, CheckpointingException)
+            logger.error(
+                "rank %d cannot save iteration %d: %s",
+                self.rank,
+                iteration,
+                error,
+                exc_info=not known,
+            )
             save.error, save.shards = f"{type(error).__name__}: {error}", []
         request = self._request(save)
         if is_async:

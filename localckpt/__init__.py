@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from localckpt.async_save.request import AsyncRequest as AsyncRequest
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
+    from localckpt.errors import FormatVersionError as FormatVersionError
     from localckpt.errors import MismatchError as MismatchError
     from localckpt.errors import NoReplicasAvailableError as NoReplicasAvailableError
     from localckpt.errors import PeerLostError as PeerLostError
@@ -58,6 +59,7 @@ _HOMES = {
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
     "ExchangePlan": "replication.exchange",
+    "FormatVersionError": "errors",
     "GroupWrapper": "replication.groups",
     "InMemoryCheckpointManager": "managers.memory",
     "LazyCliqueReplicationStrategy": "replication.strategies",

@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointingException",
     "CorruptShardError",
+    "FormatVersionError",
     "MismatchError",
     "NoReplicasAvailableError",
     "PeerLostError",
@@ -31,6 +32,10 @@ class StorageError(CheckpointingException):
 
 class CorruptShardError(CheckpointingException):
     """A shard's bytes are not the bytes that were saved, or are not a shard at all."""
+
+
+class FormatVersionError(CorruptShardError):
+    """A shard says that it is of another version of the format."""
 
 
 class UnsafeGlobalError(CheckpointingException):

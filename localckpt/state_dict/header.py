@@ -7,12 +7,13 @@ described in ``docs/format.md``; :func:`parse_header` refuses whatever does not 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.state_dict.digests import digests_nbytes
 from localckpt.state_dict.layout import (
@@ -201,6 +202,11 @@ def _parse_entry(name: str, entry: Any) -> TensorSlot:
 def _parse_identity(metadata: Any) -> ShardIdentity:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT_VERSION:
         found = metadata.get("format") if isinstance(metadata, dict) else None
+        if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):
+            raise FormatVersionError(
+                f"its format is {found}, and this version of localckpt reads {FORMAT_VERSION}: use "
+                f"the version that wrote it, or give the job another session_id"
+            )
         _refuse(f"its format is {found!r}, this version reads {FORMAT_VERSION!r}")
     names = ("epoch", "sequence", "iteration", "rank", "world_size")
     texts = [metadata.get(name) for name in names]

@@ -19,7 +19,12 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    FormatVersionError,
+    StorageError,
+)
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity
 from localckpt.storage.buffers import Buffer
@@ -264,12 +269,13 @@ class Store(ABC):
                 record = ShardRecord(identity, source.nbytes)
             finally:
                 source.close()
-        except CorruptShardError as error:
-            # Under its name it would be read at every start, and never be retired.
-            _set_aside(path, str(error))
-            return None
         except CheckpointingException as error:
-            logger.warning("%s is not counted: %s", path, error)
+            if isinstance(error, CorruptShardError) and not isinstance(error, FormatVersionError):
+                # Under its name it would be read at every start, and never be retired. A file of
+                # another version keeps its name: whoever wrote it can read it.
+                _set_aside(path, str(error))
+            else:
+                logger.warning("%s is not counted: %s", path, error)
             return None
         if identity.session_id != self.session_id:
             logger.warning("%s is not counted: it belongs to another session", path)

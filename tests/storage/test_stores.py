@@ -296,6 +296,19 @@ def test_a_file_with_a_damaged_header_is_set_aside_and_the_others_are_found(
     assert_loads(store, identity(2))
 
 
+def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node) -> None:
+    store = node()
+    save(store, identity(1))
+    save(store, identity(2))
+    file = min(store.folder.glob("*.safetensors"))
+    content = file.read_bytes().replace(b"localckpt-1", b"localckpt-2", 1)
+
+    file.write_bytes(content)
+
+    assert found(store) == {identity(2)}
+    assert file.read_bytes() == content
+
+
 def test_damage_behind_the_header_is_seen_when_the_shard_is_loaded(node: Node) -> None:
     store = node()
     save(store, identity(1), nbytes=3 << 20)

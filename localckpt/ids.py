@@ -24,11 +24,15 @@ class Generation(NamedTuple):
     """Which attempt of the job wrote a shard.
 
     ``epoch`` is one more than the highest that any store knew when the job (re)started,
-    ``sequence`` counts the saves of that job.
+    ``sequence`` counts the saves of that job, from a number that is drawn when it starts.
     """
 
     epoch: int
     sequence: int
+
+    def next(self) -> Generation:
+        """That of the next save."""
+        return Generation(self.epoch, self.sequence + 1)
 
 
 @dataclass(frozen=True, slots=True)

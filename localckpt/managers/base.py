@@ -101,8 +101,8 @@ class BaseCheckpointManager(ABC):
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
-        self._epoch = 0
-        self._saves = 0
+        self._generation = Generation(0, 0)
+        self._went_back = False
         self._newest_iteration = -1
         self._holdings: dict[int, list[ShardRecord]] | None = None
         self._complete: list[Checkpoint] = []
@@ -177,8 +177,7 @@ class BaseCheckpointManager(ABC):
         self._check_iteration(iteration)
         self._join()
         self._forget_latest()
-        self._saves += 1
-        generation = Generation(self._epoch, self._saves)
+        generation = self._generation = self._generation.next()
         identity = ShardIdentity(self.session_id, generation, iteration, self.rank, self.world_size)
         save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
         self._newest_iteration = iteration
@@ -233,6 +232,7 @@ class BaseCheckpointManager(ABC):
 
         Args:
             into: A state of the same structure as the saved one, whose tensors are filled in place.
+                After an error they may be partly filled.
             map_location: The device of new tensors; ``None`` for the one each was saved from.
 
         Returns:
@@ -265,8 +265,10 @@ class BaseCheckpointManager(ABC):
                     "iteration %d cannot be had any more; trying an older one",
                     checkpoint.iteration,
                 )
-                # It must not count among those that are kept, and push out one that can be had.
+                # It must not count among those that are kept, and push out one that can be had;
+                # nor overrule what is saved from here on, which is a new attempt.
                 del self._complete[0]
+                self._went_back = True
                 continue
             seconds = time.monotonic() - called
             self.latest_iteration = self._newest_iteration = checkpoint.iteration
@@ -311,10 +313,11 @@ class BaseCheckpointManager(ABC):
 
     def _join(self) -> None:
         """Meet the other ranks once: check that all belong together, agree on the epoch."""
-        if self._domains is None:
-            self._domains, self._epoch = join(
+        if self._domains is None or self._went_back:
+            self._domains, self._generation = join(
                 self._coordinator, self._shelf, self._strategy, self.session_id
             )
+            self._went_back = False
 
     def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
         """Capture the state, and exchange images with the ranks that keep replicas."""
@@ -380,24 +383,38 @@ class BaseCheckpointManager(ABC):
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         problems = save_problems(outcomes)
+        # What find_latest saw while this save was under way is out of date.
+        self._forget_latest()
+        checkpoint = Checkpoint(generation, iteration, self.world_size)
+        self._complete = [c for c in self._complete if c != checkpoint]
         if problems:
             # Not below its own count: a later save may be under way, and no number is used twice.
-            self._saves = max(self._saves, *(o.generation.sequence for o in outcomes))
+            self._generation = max(self._generation, *(o.generation for o in outcomes))
             self._take_back(save)
             raise SaveFailedError(
                 f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "
                 f"checkpoints are as they were; training can go on and save again"
             )
-        self._complete.append(Checkpoint(generation, iteration, self.world_size))
-        self._complete.sort(key=lambda checkpoint: checkpoint.version, reverse=True)
-        self._cleanup(iteration)
+        self._complete.append(checkpoint)
+        self._complete.sort(key=lambda c: c.version, reverse=True)
+        try:
+            self._cleanup(iteration)
+        except Exception:
+            # The save is complete on all ranks, whatever becomes of older ones on this.
+            logger.exception("rank %d could not let go of older checkpoints", self.rank)
         self.last_save = save.report()
         logger.info("saved %s", self.last_save)
 
     def _take_back(self, save: SaveUnderWay) -> None:
         if self._newest_iteration == save.identity.iteration:
             self._newest_iteration = save.previous_iteration
-        self._cleanup_failed_save(save.identity.iteration)
+        try:
+            self._cleanup_failed_save(save.identity.iteration)
+        except Exception:
+            # Every rank is about to raise why the save failed; this must not take its place.
+            logger.exception(
+                "rank %d could not remove iteration %d", self.rank, save.identity.iteration
+            )
 
     def _forget_latest(self) -> None:
         self.latest_iteration = -1

@@ -84,6 +84,8 @@ class JoinRecord:
     format_version: str
     failure_domain: str
     newest_epoch: int
+    draw: int = 0
+    """A random number; rank 0's tells this attempt from all others."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -92,6 +94,7 @@ class JoinRecord:
             self.format_version,
             self.failure_domain,
             self.newest_epoch,
+            self.draw,
         ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from localckpt.errors import MismatchError
+from localckpt.errors import MismatchError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -98,7 +98,7 @@ class HookShelf(Shelf):
         return identity.ckpt_id in {CkptID(*i) for i in self._hooks._my_ckpt_ids()}
 
     def open(self, identity: ShardIdentity) -> MemorySource:
-        return pack(self._hooks._load(identity.ckpt_id), identity)
+        return pack(self._load(identity.ckpt_id), identity)
 
     def room_to_load(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -107,7 +107,7 @@ class HookShelf(Shelf):
         self, identity: ShardIdentity, arrived: memoryview | None, options: LoadOptions
     ) -> tuple[Any, int]:
         if arrived is None:
-            state = self._hooks._load(identity.ckpt_id)
+            state = self._load(identity.ckpt_id)
             if options == LoadOptions():
                 state.restore_tensor_device(non_blocking=False)
                 return state, 0
@@ -128,6 +128,13 @@ class HookShelf(Shelf):
 
     def close(self) -> None:
         self._rooms.clear()
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        try:
+            return self._hooks._load(ckpt_id)
+        except Exception as error:
+            # Whatever it was, another copy may do.
+            raise StorageError(f"{ckpt_id} cannot be read: {error!r}") from error
 
     def _identity(self, ckpt_id: CkptID) -> ShardIdentity:
         return ShardIdentity(

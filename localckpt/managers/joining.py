@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+
 from localckpt.coordination import Coordinator
 from localckpt.errors import StorageError
-from localckpt.ids import ShardRecord
+from localckpt.ids import Generation, ShardRecord
 from localckpt.managers.coverage import JoinRecord, judge_join
 from localckpt.managers.shelf import Shelf
 from localckpt.replication.strategies import ReplicationStrategy
@@ -12,14 +14,17 @@ from localckpt.state_dict.header import FORMAT_VERSION
 
 __all__ = ["gather_holdings", "join"]
 
+# Together below 2**60, so that a sequence number fits wherever integers go.
+_DRAWS, _SAVES_AN_ATTEMPT = 2**32, 2**28
+
 
 def join(
     coordinator: Coordinator, shelf: Shelf, strategy: ReplicationStrategy, session_id: str
-) -> tuple[list[str], int]:
+) -> tuple[list[str], Generation]:
     """Check that all ranks belong together, and begin a new attempt; all ranks call it.
 
     Returns:
-        Each rank's failure domain, and the epoch of this attempt.
+        Each rank's failure domain, and the generation from which this attempt counts its saves.
 
     Raises:
         MismatchError: The ranks do not belong together.
@@ -33,6 +38,7 @@ def join(
         FORMAT_VERSION,
         shelf.failure_domain,
         shelf.newest_epoch(),
+        secrets.randbelow(_DRAWS),
     )
     gathered = coordinator.all_gather("join the job", mine.to_json())
     records = [JoinRecord(*fields) for fields in gathered]
@@ -41,7 +47,9 @@ def join(
     strategy.check_failure_domains(domains)
     epoch = 1 + max(record.newest_epoch for record in records)
     _begin_epoch(coordinator, shelf, epoch)
-    return domains, epoch
+    # Attempts on nodes that have none in common know nothing of each other and come to the same
+    # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
+    return domains, Generation(epoch, records[0].draw * _SAVES_AN_ATTEMPT)
 
 
 def _begin_epoch(coordinator: Coordinator, shelf: Shelf, epoch: int) -> None:

@@ -160,7 +160,8 @@ class Recovery:
             arrived = rooms[0] if rooms else None
             state, nbytes = self._shelf.restore(identity, arrived, options)
         except (StorageError, CorruptShardError) as error:
-            if not senders:
+            # What the node refused once it may give the next time: only bad bytes are set aside.
+            if not senders and isinstance(error, CorruptShardError):
                 self._shelf.set_aside(identity, str(error))
             return None, _Outcome(((holder, identity.rank, str(error)),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told

@@ -56,7 +56,11 @@ class StoreCheckpointManager(BaseCheckpointManager):
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
             # A placement that protects from nothing is an error now, not at the first save.
-            self._join()
+            try:
+                self._join()
+            except BaseException:
+                self._stored.close()
+                raise
 
     @property
     def store(self) -> Store:

@@ -152,8 +152,10 @@ class StoreShelf(Shelf):
                 verify(source, identity)
             finally:
                 source.close()
-        except (StorageError, CorruptShardError) as error:
+        except CorruptShardError as error:
             self.store.set_aside(identity, str(error))
+        except StorageError as error:
+            logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
         else:
             logger.warning("%s is good here, but not when it was %s", identity, why)
 

@@ -122,6 +122,9 @@ class _MappedFile(Buffer):
             self._open(path, nbytes, create=False)
             return
         before = self._nbytes
+        if nbytes != before:
+            # CUDA would go on to use the pages that the file had when it was pinned.
+            self._unpin()
         self._path, self._nbytes = path, nbytes
         with storage_errors("reserve shared memory in", path):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

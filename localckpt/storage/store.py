@@ -318,12 +318,15 @@ class Store(ABC):
 
 
 def _set_aside(path: Path, why: str) -> None:
-    logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
-    with storage_errors("set aside", path):
-        try:
-            os.rename(path, f"{path}{_CORRUPT}")
-        except FileNotFoundError:
-            logger.info("%s is gone: another rank set it aside, or it was removed", path)
+    try:
+        os.rename(path, f"{path}{_CORRUPT}")
+    except FileNotFoundError:
+        logger.info("%s is gone: another rank set it aside, or it was removed", path)
+    except OSError as error:
+        # The copy is not used in any case; one rank that raised here would leave the others alone.
+        logger.error("%s is bad (%s), and could not be set aside: %s", path, why, error)
+    else:
+        logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
 
 
 def _owner_of(folder: Path) -> Owner | None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["CkptID", "Generation", "ShardIdentity", "ShardRecord"]
+__all__ = ["SAVES_AN_ATTEMPT", "CkptID", "Generation", "ShardIdentity", "ShardRecord"]
+
+SAVES_AN_ATTEMPT = 2**28
+"""The numbers of an attempt's saves begin at a multiple of it, drawn at random."""
 
 
 class CkptID(NamedTuple):
@@ -34,6 +37,10 @@ class Generation(NamedTuple):
         """That of the next save."""
         return Generation(self.epoch, self.sequence + 1)
 
+    def __str__(self) -> str:
+        """The epoch and the number of the save, for people: without what was drawn."""
+        return f"{self.epoch}.{self.sequence % SAVES_AN_ATTEMPT}"
+
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
@@ -57,7 +64,7 @@ class ShardIdentity:
     def __str__(self) -> str:
         return (
             f"iteration {self.iteration} of rank {self.rank} (session {self.session_id!r}, "
-            f"generation {self.generation.epoch}.{self.generation.sequence})"
+            f"generation {self.generation})"
         )
 
 

@@ -68,8 +68,8 @@ def describe_incomplete(holdings: Mapping[int, Sequence[ShardRecord]]) -> str:
         gone = sorted(set(range(checkpoint.world_size)) - ranks)
         if gone:
             lines.append(
-                f"iteration {checkpoint.iteration} (generation {checkpoint.generation.epoch}."
-                f"{checkpoint.generation.sequence}, {checkpoint.world_size} ranks) lacks the "
+                f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
+                f"{checkpoint.world_size} ranks) lacks the "
                 f"shards of ranks {', '.join(map(str, gone))}"
             )
     return "; ".join(reversed(lines)) or "no shard of this session was found on any node"
@@ -159,7 +159,7 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
     problems = []
     for what, values in (
         ("iteration", [str(o.iteration) for o in outcomes]),
-        ("save number", [f"{o.generation.epoch}.{o.generation.sequence}" for o in outcomes]),
+        ("save number", [str(o.generation) for o in outcomes]),
     ):
         if len(set(values)) > 1:
             problems.append(f"the ranks saved different {what}s: {_by_value(values)}")

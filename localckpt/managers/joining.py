@@ -6,7 +6,7 @@ import secrets
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import StorageError
-from localckpt.ids import Generation, ShardRecord
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
 from localckpt.managers.coverage import JoinRecord, judge_join
 from localckpt.managers.shelf import Shelf
 from localckpt.replication.strategies import ReplicationStrategy
@@ -14,8 +14,8 @@ from localckpt.state_dict.header import FORMAT_VERSION
 
 __all__ = ["gather_holdings", "join"]
 
-# Together below 2**60, so that a sequence number fits wherever integers go.
-_DRAWS, _SAVES_AN_ATTEMPT = 2**32, 2**28
+# Sequence numbers stay below 2**60, so that they fit wherever integers go.
+_DRAWS = 2**32
 
 
 def join(
@@ -49,7 +49,7 @@ def join(
     _begin_epoch(coordinator, shelf, epoch)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
-    return domains, Generation(epoch, records[0].draw * _SAVES_AN_ATTEMPT)
+    return domains, Generation(epoch, records[0].draw * SAVES_AN_ATTEMPT)
 
 
 def _begin_epoch(coordinator: Coordinator, shelf: Shelf, epoch: int) -> None:

@@ -173,8 +173,28 @@ def test_the_attempt_is_numbered_after_the_highest_that_any_node_holds(node_dirs
 
     names = run_ranks(_join_with_what_only_one_rank_knows, 2, store_per_node=nodes)
 
-    assert ["000000000005.0.3.1." in name for name in names[0]] == [True]
-    assert [name for name in names[1] if "000000000005.1.3.1." in name]
+    assert ["000000000005.0.3." in name for name in names[0]] == [True]
+    assert [name for name in names[1] if "000000000005.1.3." in name]
+
+
+def _save_on_these_nodes(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), "job") as manager:
+        manager.save(state_of(rank, 5), 5)
+
+
+def _find_what_two_attempts_left(rank: int, world_size: int) -> int:
+    with make_manager("disk", node_store(), "job") as manager:
+        return manager.find_latest()
+
+
+def test_attempts_on_nodes_that_have_none_in_common_never_mix(node_dirs: Dirs) -> None:
+    nodes = node_dirs(4)
+    run_ranks(_save_on_these_nodes, 2, store_per_node=nodes[:2])
+    run_ranks(_save_on_these_nodes, 2, store_per_node=nodes[2:])
+
+    found = run_ranks(_find_what_two_attempts_left, 2, store_per_node=[nodes[0], nodes[3]])
+
+    assert found == [-1, -1]
 
 
 def _abandon_and_return(rank: int, world_size: int, kind: str, base: Path) -> None:

@@ -24,7 +24,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
     Args:
         root_local_ckpt_dir: Directory on a disk of this node; made if it is not there.
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: How many complete checkpoints to keep; the disk holds one more.
+        keep_last: How many complete checkpoints to keep; the disk holds one more for each save
+            under way.
         timeout, process_group, async_worker, safe_globals: As for :class:`BaseCheckpointManager`.
 
     Raises:

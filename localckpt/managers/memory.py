@@ -23,7 +23,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
 
     Args:
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: How many complete checkpoints to keep; memory holds one more.
+        keep_last: How many complete checkpoints to keep; memory holds one more for each save under
+            way.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         timeout, process_group, async_worker, safe_globals: As for :class:`BaseCheckpointManager`.

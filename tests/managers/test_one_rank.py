@@ -315,6 +315,23 @@ def test_load_needs_find_latest(kind: str, root: Path) -> None:
         resume(manager, 0, 2)
 
 
+def test_what_was_found_while_a_save_was_under_way_is_looked_for_again(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root, keep_last=2) as manager, localckpt.AsyncCallsQueue() as queue:
+        manager.save(state_of(0, 1), 1)
+        manager.save(state_of(0, 2), 2)
+        request = manager.save(state_of(0, 3), 3, is_async=True)
+        before = manager.find_latest()
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+
+        assert (before, manager.find_latest()) == (2, 3)
+        resume(manager, 0, 3)
+
+    assert len(files(root)) == 2
+
+
 def test_load_says_so_when_there_is_nothing(kind: str, root: Path) -> None:
     with make_manager(kind, root) as manager:
         assert manager.find_latest() == -1

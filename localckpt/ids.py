@@ -57,9 +57,17 @@ class ShardIdentity:
         return CkptID(self.iteration, self.rank, self.session_id)
 
     @property
-    def version(self) -> tuple[int, int, int]:
-        """Order among checkpoints: a later attempt beats a higher iteration of an older one."""
-        return (self.generation.epoch, self.iteration, self.generation.sequence)
+    def version(self) -> tuple[int, int, int, int]:
+        """Order among checkpoints: a later attempt beats a higher iteration of an older one.
+
+        The world size only makes the order total, so that all ranks come to the same one.
+        """
+        return (
+            self.generation.epoch,
+            self.iteration,
+            self.generation.sequence,
+            self.world_size,
+        )
 
     def __str__(self) -> str:
         return (

@@ -30,9 +30,9 @@ class Checkpoint:
     world_size: int
 
     @property
-    def version(self) -> tuple[int, int, int]:
+    def version(self) -> tuple[int, int, int, int]:
         """Order among checkpoints; see :attr:`ShardIdentity.version`."""
-        return (self.generation.epoch, self.iteration, self.generation.sequence)
+        return self.shard(0, "").version
 
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
         """What one rank's shard of it is."""

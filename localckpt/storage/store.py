@@ -155,7 +155,7 @@ class Store(ABC):
         self._shards[identity] = path
         return True
 
-    def retire(self, older_than: tuple[int, int, int], adopted_ranks: Iterable[int]) -> None:
+    def retire(self, older_than: tuple[int, int, int, int], adopted_ranks: Iterable[int]) -> None:
         """Turn this rank's shards of older versions into spares.
 
         Args:

@@ -114,6 +114,13 @@ def test_a_later_attempt_beats_a_higher_iteration_of_an_abandoned_one() -> None:
     assert [c.iteration for c in complete_checkpoints(holdings)] == [95, 100, 90]
 
 
+def test_two_jobs_that_share_a_generation_and_an_iteration_are_ordered_by_their_size() -> None:
+    one, two = _record(1, 2, 0, 0, 1), [_record(1, 2, 0, rank, 2) for rank in (0, 1)]
+
+    for records in ([one, *two], [*two, one]):
+        assert [c.world_size for c in complete_checkpoints({0: records})] == [2, 1]
+
+
 def test_an_empty_job_is_said_to_have_nothing() -> None:
     assert complete_checkpoints({0: [], 1: []}) == []
     assert "no shard" in describe_incomplete({0: [], 1: []})

@@ -189,13 +189,14 @@ def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int
 
 
 def _parse_entry(name: str, entry: Any) -> TensorSlot:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            # JSON's true is an int to Python.
-            numbers = (*shape, begin, end)
-            good = dtype in ITEM_NBYTES and all(type(n) is int and n >= 0 for n in numbers)
-            if good and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
-                return TensorSlot(name, dtype, tuple(shape), begin)
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        # JSON's true is an int to Python.
+        good = type(shape) is list and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        if good and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
+            return TensorSlot(name, dtype, tuple(shape), begin)
+    except (KeyError, TypeError, ValueError):
+        pass
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 
 

@@ -6,7 +6,6 @@ copy of the state is made.
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
+from localckpt.state_dict.copying import memory_at
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
@@ -181,8 +181,7 @@ class _Target:
         self.memory: memoryview | None = None
         """The bytes of the tensor, if they are in host memory."""
         if self._filled.device.type == "cpu":
-            array = (ctypes.c_char * slot.nbytes).from_address(self._filled.data_ptr())
-            self.memory = memoryview(array).cast("B")
+            self.memory = memory_at(self._filled.data_ptr(), slot.nbytes)
 
     def copy_to_device(self, start: int, parts: list[memoryview]) -> None:
         """Take what belongs to the tensor from the image's bytes from ``start`` on."""

@@ -9,7 +9,15 @@ from typing import Protocol
 
 from localckpt.state_dict.copying import address_of
 
-__all__ = ["PIECE_NBYTES", "Filled", "MemorySource", "Places", "ShardSource", "scatter"]
+__all__ = [
+    "PIECE_NBYTES",
+    "Filled",
+    "MemorySource",
+    "Places",
+    "ShardSource",
+    "handle_pieces",
+    "scatter",
+]
 
 PIECE_NBYTES = 4 << 20
 """Bytes that are handled at a time: whole digest blocks, and few enough for the cache."""
@@ -27,6 +35,30 @@ def scatter(piece: memoryview, parts: list[memoryview]) -> None:
     for part in parts:
         ctypes.memmove(address_of(part), source, len(part))
         source += len(part)
+
+
+def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -> None:
+    """Call ``handle(start, end)`` for each piece of ``[0, stop)``, from several threads.
+
+    The caller's is one of them. What it raises first ends the work and is raised here.
+    """
+    # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
+    starts = iter(range(0, stop, PIECE_NBYTES))
+
+    def work() -> None:
+        try:
+            for start in starts:
+                handle(start, min(start + PIECE_NBYTES, stop))
+        except BaseException:
+            for _ in starts:
+                pass
+            raise
+
+    with ThreadPoolExecutor(threads, "localckpt-read") as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+        for other in others:
+            other.result()
 
 
 class ShardSource(Protocol):
@@ -84,15 +116,12 @@ class MemorySource:
         return self.view[start:stop]
 
     def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        def handle(start: int) -> None:
-            end = min(start + PIECE_NBYTES, stop)
+        def handle(start: int, end: int) -> None:
             parts = places(start, end)
             scatter(self.view[start:end], parts)
             filled(start, parts)
 
-        with ThreadPoolExecutor(self._threads, "localckpt-read") as pool:
-            for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):
-                pass
+        handle_pieces(stop, self._threads, handle)
 
     def close(self) -> None:
         self.view = memoryview(b"")

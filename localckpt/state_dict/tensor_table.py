@@ -182,6 +182,11 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
             for number in cluster:
                 entries[number] = _entry(tensors[number], None, (0, tensors[number].stride()))
             continue
+        # Nearly every tensor is alone and flat, and a restart waits for this.
+        base = cluster[0] if len(cluster) == 1 and is_flat(first) else None
+        if base is not None:
+            entries[base] = _entry(first, add_slot(base, None).name, None)
+            continue
         base = _covering_tensor(tensors, cluster)
         if base is not None:
             slot = add_slot(base, None)

@@ -7,13 +7,12 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
 from localckpt.errors import CorruptShardError
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
-from localckpt.state_dict.source import PIECE_NBYTES, Filled, Places, scatter
+from localckpt.state_dict.source import PIECE_NBYTES, Filled, Places, handle_pieces, scatter
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 
@@ -101,15 +100,13 @@ class FileSource:
         places: Places,
         filled: Filled,
     ) -> None:
-        def handle(start: int) -> None:
-            parts = places(start, min(start + PIECE_NBYTES, stop))
+        def handle(start: int, end: int) -> None:
+            parts = places(start, end)
             with storage_errors("read", self.path):
                 fill(start, parts)
             filled(start, parts)
 
-        with ThreadPoolExecutor(threads, "localckpt-read") as pool:
-            for _ in pool.map(handle, range(0, stop, PIECE_NBYTES)):
-                pass
+        handle_pieces(stop, threads, handle)
 
     def _fill(self, start: int, parts: list[memoryview]) -> None:
         """Read through the page cache, straight to where the bytes belong."""

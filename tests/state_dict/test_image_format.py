@@ -24,7 +24,7 @@ from localckpt.state_dict.header import (
 )
 from localckpt.state_dict.identify import read_header, read_verified_identity
 from localckpt.state_dict.image import ImagePlanner, unpack
-from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
+from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
 from tests.state_dict.states import IDENTITY, bits, image_of, source_of
 
 # What both torch and the safetensors library have a name for.
@@ -111,6 +111,7 @@ def test_the_data_begins_on_a_page_without_holes_and_each_tensor_aligned(count: 
     for slot in sorted(header.slots.values(), key=lambda slot: (slot.offset, slot.nbytes)):
         assert slot.offset == end
         assert slot.offset % ITEM_NBYTES[slot.dtype] == 0
+        assert all(slot.offset % a == 0 for a in (64, PAGE_NBYTES) if slot.nbytes % a == 0)
         end += slot.nbytes
     assert header.skeleton_start == header.data_start + end
     assert header.nbytes - header.digests_start == digests_nbytes(header.digests_start)
@@ -194,14 +195,17 @@ def test_a_header_that_the_library_could_not_read_is_refused_when_saving() -> No
 
 _SLOTS = st.lists(
     st.tuples(
-        st.sampled_from(sorted(ITEM_NBYTES)), st.lists(st.integers(0, 5), max_size=3).map(tuple)
+        st.sampled_from(sorted(ITEM_NBYTES)),
+        st.lists(st.integers(0, 5) | st.sampled_from([16, 64, 1000]), max_size=3).map(tuple),
     ),
     max_size=30,
 )
 
 
 @given(_SLOTS)
-def test_a_layout_has_no_holes_and_aligns_every_slot(wanted: list[tuple[str, Any]]) -> None:
+def test_a_layout_has_no_holes_and_aligns_every_slot_as_far_as_its_size_is_round(
+    wanted: list[tuple[str, Any]],
+) -> None:
     slots = [TensorSlot(str(n), dtype, shape) for n, (dtype, shape) in enumerate(wanted)]
 
     layout = lay_out(slots)
@@ -213,6 +217,7 @@ def test_a_layout_has_no_holes_and_aligns_every_slot(wanted: list[tuple[str, Any
     for slot in sorted(layout.slots, key=lambda slot: (slot.offset, slot.nbytes)):
         assert slot.offset == end
         assert slot.offset % ITEM_NBYTES[slot.dtype] == 0
+        assert all(slot.offset % a == 0 for a in (64, PAGE_NBYTES) if slot.nbytes % a == 0)
         end += slot.nbytes
     assert end == layout.nbytes
 

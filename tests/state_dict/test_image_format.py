@@ -24,7 +24,7 @@ from localckpt.state_dict.header import (
 )
 from localckpt.state_dict.identify import read_header, read_verified_identity
 from localckpt.state_dict.image import ImagePlanner, unpack
-from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
+from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
 from tests.state_dict.states import IDENTITY, bits, image_of, source_of
 
 # What both torch and the safetensors library have a name for.

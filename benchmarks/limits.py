@@ -20,6 +20,7 @@ __all__ = [
     "RecycledFile",
     "drop_from_page_cache",
     "read_direct_s",
+    "read_warm_into_new_memory_s",
     "read_warm_s",
     "settle",
 ]
@@ -111,12 +112,23 @@ class RecycledFile:
 
 def read_warm_s(path: Path, buffer: HugeBuffer, threads: int = 2) -> float:
     """Seconds to read a file that is in the page cache into the buffer."""
-    return _read_s(path, buffer, os.O_RDONLY, threads)
+    return _read_s(path, buffer.view, os.O_RDONLY, threads)
+
+
+def read_warm_into_new_memory_s(path: Path, threads: int = 2) -> float:
+    """Seconds to read a file that is in the page cache into memory that was never touched."""
+    nbytes = path.stat().st_size
+    with mmap.mmap(-1, _round_up(nbytes, _SECTOR), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as new:
+        view = memoryview(new)
+        try:
+            return _read_s(path, view, os.O_RDONLY, threads)
+        finally:
+            view.release()
 
 
 def read_direct_s(path: Path, buffer: HugeBuffer, threads: int = 4) -> float:
     """Seconds to read a file from the disk into the buffer, past the page cache."""
-    return _read_s(path, buffer, os.O_RDONLY | os.O_DIRECT, threads)
+    return _read_s(path, buffer.view, os.O_RDONLY | os.O_DIRECT, threads)
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -135,16 +147,16 @@ def settle(seconds: float = 3.0) -> None:
     time.sleep(seconds)
 
 
-def _read_s(path: Path, buffer: HugeBuffer, flags: int, threads: int) -> float:
+def _read_s(path: Path, view: memoryview, flags: int, threads: int) -> float:
     nbytes = path.stat().st_size
-    if nbytes > len(buffer.view):
+    if nbytes > len(view):
         raise ValueError(f"{path} is larger than the buffer")
     fd = os.open(path, flags)
     try:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(time.sleep, [0.0] * threads))
             began = time.perf_counter()
-            read = sum(pool.map(_reader(fd, buffer.view), range(0, nbytes, _READ_PIECE)))
+            read = sum(pool.map(_reader(fd, view), range(0, nbytes, _READ_PIECE)))
             seconds = time.perf_counter() - began
     finally:
         os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import safetensors.torch
 import torch
 
 import localckpt
-from benchmarks.limits import drop_from_page_cache, read_direct_s, read_warm_s, settle
-from benchmarks.report import Comparison, Report, compare
+from benchmarks.limits import (
+    drop_from_page_cache,
+    read_direct_s,
+    read_warm_into_new_memory_s,
+    read_warm_s,
+    settle,
+)
+from benchmarks.report import Report, compare
 from benchmarks.save import flat_tensors
 from benchmarks.setup import Options, Setting, largest_file, make_setting
 from benchmarks.state import state_tensors
@@ -35,40 +42,40 @@ def measure(options: Options) -> Report:
     ]
     usual = _usual_ways(setting, options.directory)
     settle()
-    for temperature in ("warm", "cold"):
-        for name, path, load in ours + usual:
-            target = 1.5 if path == shard else None
-            limit_name = {"warm": "preadv, 2 threads", "cold": "O_DIRECT, 4 threads"}[temperature]
-            nbytes = path.stat().st_size
-            comparison = report.compared(f"{temperature}: {name}", limit_name, nbytes, target)
-            rounds = options.rounds if target else min(5, options.rounds)
-            _measure_one(temperature, rounds, comparison, setting, path, load)
+    reused = "preadv, 2 threads"
+    for name, path, load in ours + usual:
+        limit = partial(read_warm_s, path, setting.buffer)
+        limit()
+        _compare(report, options, f"warm: {name}", path, (reused, limit), load, path == shard)
+    name, path, load = ours[-1]
+    new = (f"{reused}, into new memory", partial(read_warm_into_new_memory_s, path))
+    _compare(report, options, f"warm: {name}", path, new, load, True)
+    for name, path, load in ours + usual:
+        direct = partial(_from_disk_s, path, partial(read_direct_s, path, setting.buffer))
+        load = partial(_from_disk_s, path, load)
+        named = ("O_DIRECT, 4 threads", direct)
+        _compare(report, options, f"cold: {name}", path, named, load, path == shard)
     report.fact("find_latest", 1e3 * sorted(finding)[len(finding) // 2], "ms", "median")
     return report
 
 
-def _measure_one(
-    temperature: str,
-    rounds: int,
-    comparison: Comparison,
-    setting: Setting,
+def _compare(
+    report: Report,
+    options: Options,
+    name: str,
     path: Path,
+    limit: tuple[str, Callable[[], float]],
     load: Callable[[], float],
+    is_ours: bool,
 ) -> None:
-    if temperature == "warm":
-        read_warm_s(path, setting.buffer)
-        compare(rounds, lambda: read_warm_s(path, setting.buffer), [(comparison, load)])
-        return
+    target = 1.5 if is_ours else None
+    comparison = report.compared(name, limit[0], path.stat().st_size, target)
+    compare(options.rounds if is_ours else min(5, options.rounds), limit[1], [(comparison, load)])
 
-    def from_disk(measured: Callable[[], float]) -> float:
-        drop_from_page_cache(path)
-        return measured()
 
-    compare(
-        rounds,
-        lambda: from_disk(lambda: read_direct_s(path, setting.buffer)),
-        [(comparison, lambda: from_disk(load))],
-    )
+def _from_disk_s(path: Path, measured: Callable[[], float]) -> float:
+    drop_from_page_cache(path)
+    return measured()
 
 
 def _load_ours_s(root: Path, into: dict[str, Any] | None, finding: list[float]) -> float:

@@ -76,12 +76,9 @@ class Coordinator:
         if self._store is None:
             return [json.loads(json.dumps(record))]
         store, number = self._store, self._gathers
-        self._gathers += 1
+        self.post(phase, record)
         with _store_errors(phase):
-            store.set(f"last/{self.rank}", phase)
-            store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
             came, ranks = f"came/{number}", list(range(self.world_size))
-            store.add(came, 1)
             keys = [f"gather/{number}/{rank}" for rank in ranks]
             self._wait(keys, phase, lambda: store.add(came, 0) >= self.world_size, ranks)
             extended = store.has_extended_api()  # type: ignore[attr-defined]
@@ -94,6 +91,20 @@ class Coordinator:
                     store.delete_key(f"came/{number - 2}")
         self._require_same_phase(phases)
         return list(records)
+
+    def post(self, phase: str, record: Any) -> None:
+        """This rank's part of :meth:`all_gather`, without waiting for the others.
+
+        For a rank that gives up, and leaves word for those that are about to gather.
+        """
+        if self._store is None:
+            return
+        number = self._gathers
+        self._gathers += 1
+        with _store_errors(phase):
+            self._store.set(f"last/{self.rank}", phase)
+            self._store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
+            self._store.add(f"came/{number}", 1)
 
     def barrier(self, phase: str) -> None:
         """Return once every rank has called it; raises as :meth:`all_gather`."""

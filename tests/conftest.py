@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 import uuid
@@ -134,3 +135,22 @@ def _is_zombie(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.fixture(scope="session")
+def can_trace() -> None:
+    """Skips where system calls cannot be intercepted."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    done = subprocess.run(
+        ["strace", "-o", os.devnull, "true"], capture_output=True, timeout=30, check=False
+    )
+    if done.returncode:
+        pytest.skip("processes may not be traced here")
+
+
+@pytest.fixture
+def can_attach(can_trace: None) -> None:
+    """Skips where a process cannot have itself traced by another."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may attach to any process")

@@ -40,6 +40,7 @@ from localckpt.managers.joining import gather_holdings, join
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
+from localckpt.replication.agreement import Attempt
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import PlainState
@@ -169,8 +170,9 @@ class BaseCheckpointManager(ABC):
 
         Raises:
             CheckpointingException: The iteration is not one that can be saved; nothing was done.
-            SaveFailedError: The save failed on some rank. It is raised on every rank, older
-                checkpoints are as they were, and training may go on and save again.
+            SaveFailedError: The save failed on some rank (a StorageError, if a node refused). It is
+                raised on every rank, older checkpoints are as they were, and training may go on and
+                save again.
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
@@ -378,8 +380,12 @@ class BaseCheckpointManager(ABC):
         if save.durable is None:
             save.durable = time.monotonic()
         iteration, generation = save.identity.iteration, save.identity.generation
-        missing = [s.identity for s in save.shards if not self._shelf.holds(s.identity)]
-        mine = SaveOutcome(iteration, generation, save.error, tuple(i.ckpt_id for i in missing))
+        missing: list[CkptID] = []
+        with Attempt() as looking:
+            missing += [
+                s.identity.ckpt_id for s in save.shards if not self._shelf.holds(s.identity)
+            ]
+        mine = SaveOutcome(iteration, generation, save.error or looking.told, tuple(missing))
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         problems = save_problems(outcomes)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import secrets
 
 from localckpt.coordination import Coordinator
-from localckpt.errors import StorageError
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
 from localckpt.managers.coverage import JoinRecord, judge_join
 from localckpt.managers.shelf import Shelf
+from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 
-__all__ = ["gather_holdings", "join"]
+__all__ = ["JOINING", "gather_holdings", "join"]
+
+JOINING = "join the job"
+"""The phase in which the ranks meet; see :func:`join`."""
 
 # Sequence numbers stay below 2**60, so that they fit wherever integers go.
 _DRAWS = 2**32
@@ -29,52 +32,49 @@ def join(
     Raises:
         MismatchError: The ranks do not belong together.
         SameMachineReplicationException: Replicas would be lost together with their originals.
-        StorageError: Some node cannot note the epoch.
+        CheckpointingException: Some node cannot be read, or cannot note the epoch; on all ranks.
         PeerLostError: A rank did not answer in time.
     """
-    mine = JoinRecord(
-        session_id,
-        coordinator.world_size,
-        FORMAT_VERSION,
-        shelf.failure_domain,
-        shelf.newest_epoch(),
-        secrets.randbelow(_DRAWS),
-    )
-    gathered = coordinator.all_gather("join the job", mine.to_json())
+    mine = None
+    with Attempt() as looking:
+        mine = JoinRecord(
+            session_id,
+            coordinator.world_size,
+            FORMAT_VERSION,
+            shelf.failure_domain,
+            shelf.newest_epoch(),
+            secrets.randbelow(_DRAWS),
+        ).to_json()
+    gathered = agree(coordinator, JOINING, looking, mine)
     records = [JoinRecord(*fields) for fields in gathered]
     judge_join(records)
     domains = [record.failure_domain for record in records]
     strategy.check_failure_domains(domains)
     epoch = 1 + max(record.newest_epoch for record in records)
-    _begin_epoch(coordinator, shelf, epoch)
+    # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
+    # nodes keep a shard could share its number with the next, which does not see those nodes; and
+    # shards of both would pass for one checkpoint later.
+    with Attempt() as noting:
+        shelf.begin_epoch(epoch)
+    agree(coordinator, "begin a new attempt", noting)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
     return domains, Generation(epoch, records[0].draw * SAVES_AN_ATTEMPT)
 
 
-def _begin_epoch(coordinator: Coordinator, shelf: Shelf, epoch: int) -> None:
-    """Have every node note the epoch before anything is saved in it.
-
-    Else an attempt of which only some nodes keep a shard could share its number with the next,
-    which does not see those nodes; and shards of both would pass for one checkpoint later.
-    """
-    error = None
-    try:
-        shelf.begin_epoch(epoch)
-    except StorageError as refused:
-        error = str(refused)
-    told = coordinator.all_gather("begin a new attempt", error)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        raise StorageError(f"the job cannot begin: {'; '.join(failed)}")
-
-
 def gather_holdings(
     coordinator: Coordinator, shelf: Shelf, session_id: str
 ) -> dict[int, list[ShardRecord]]:
-    """What each rank's node holds, the same on all ranks; all ranks call it."""
-    mine = [record.to_json() for record in shelf.inventory()]
-    gathered = coordinator.all_gather("find the latest checkpoint", mine)
+    """What each rank's node holds, the same on all ranks; all ranks call it.
+
+    Raises:
+        CheckpointingException: Some node cannot be read; on all ranks.
+        PeerLostError: A rank did not answer in time.
+    """
+    mine = []
+    with Attempt() as looking:
+        mine = [record.to_json() for record in shelf.inventory()]
+    gathered = agree(coordinator, "find the latest checkpoint", looking, mine)
     return {
         rank: [ShardRecord.from_json(fields, session_id) for fields in records]
         for rank, records in enumerate(gathered)

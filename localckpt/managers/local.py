@@ -55,5 +55,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
             safe_globals=safe_globals,
         )
         self._use(
-            DiskStore(root_local_ckpt_dir, session_id, self.rank, timeout, writer=async_worker)
+            lambda: DiskStore(
+                root_local_ckpt_dir, session_id, self.rank, timeout, writer=async_worker
+            )
         )

@@ -55,4 +55,4 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             async_worker=async_worker,
             safe_globals=safe_globals,
         )
-        self._use(MemoryStore(root or default_root(), session_id, self.rank, timeout))
+        self._use(lambda: MemoryStore(root or default_root(), session_id, self.rank, timeout))

@@ -6,7 +6,8 @@ other how it went; bad copies are left out of the next round's plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     NoReplicasAvailableError,
+    PeerLostError,
     StorageError,
 )
 from localckpt.ids import CkptID, ShardIdentity, ShardRecord
@@ -23,7 +25,7 @@ from localckpt.managers.coverage import Checkpoint
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
 
 __all__ = ["Loaded", "Recovery"]
 
@@ -92,16 +94,10 @@ class Recovery:
                 plan = self._plan(checkpoint, session_id)
             except NoReplicasAvailableError:
                 return None
-            sources, outcome = self._open_what_others_need(plan, checkpoint, session_id)
-            try:
-                if plan.transfers and not self._all_well(
-                    "open what peers need", outcome, checkpoint, session_id
-                ):
-                    continue
-                loaded, outcome = self._load_own(plan, checkpoint, session_id, sources, options)
-            finally:
-                for source in sources.values():
-                    source.close()
+            arrived = self._fetch(plan, checkpoint, session_id) if plan.transfers else []
+            if arrived is None:
+                continue
+            loaded, outcome = self._restore(plan, checkpoint, session_id, arrived, options)
             phase = f"load iteration {checkpoint.iteration}"
             if self._all_well(phase, outcome, checkpoint, session_id):
                 return loaded
@@ -121,35 +117,74 @@ class Recovery:
         }
         return self._strategy.retrieve_plan(available, wanted)
 
-    def _open_what_others_need(
+    def _fetch(
         self, plan: ExchangePlan[CkptID], checkpoint: Checkpoint, session_id: str
-    ) -> tuple[dict[CkptID, ShardSource], _Outcome]:
-        sources: dict[CkptID, ShardSource] = {}
-        bad = []
-        for entry in plan.sends(self._coordinator.rank):
-            owner = entry.id_.rank
-            try:
-                sources[entry.id_] = self._shelf.open(checkpoint.shard(owner, session_id))
-            except (StorageError, CorruptShardError) as error:
-                bad.append((self._coordinator.rank, owner, str(error)))
-        return sources, _Outcome(tuple(bad))
+    ) -> list[memoryview] | None:
+        """Move what the plan moves.
 
-    def _load_own(
+        Returns:
+            The image of this rank's shard, if a peer sent it; ``None`` on all ranks when a copy
+            could not be read, and is out of the next plan.
+        """
+        sources: dict[CkptID, _Watched] = {}
+        refused: dict[CkptID, CheckpointingException] = {}
+        for entry in plan.sends(self._coordinator.rank):
+            identity = checkpoint.shard(entry.id_.rank, session_id)
+            try:
+                sources[entry.id_] = _Watched(self._shelf.open(identity))
+            except (StorageError, CorruptShardError) as error:
+                refused[entry.id_] = error
+        arrived: list[memoryview] = []
+
+        def room(_: CkptID, nbytes: int) -> memoryview:
+            mine = checkpoint.shard(self._coordinator.rank, session_id)
+            arrived.append(self._shelf.room_to_load(mine, nbytes))
+            return arrived[-1]
+
+        def all_well(phase: str) -> bool:
+            refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
+            outcome = self._left_out(refused, checkpoint, session_id)
+            return self._all_well(phase, outcome, checkpoint, session_id)
+
+        with ExitStack() as opened:
+            for source in sources.values():
+                opened.callback(source.close)
+            if not all_well("open what peers need"):
+                return None
+            try:
+                self._strategy.retrieve_image(plan, sources.__getitem__, room)
+            except PeerLostError:
+                raise
+            except CheckpointingException:
+                # The same on all ranks. If a sender could not read its copy, another may do.
+                if all_well("send what peers need"):
+                    raise
+                return None
+        return arrived
+
+    def _left_out(
+        self,
+        refused: Mapping[CkptID, CheckpointingException],
+        checkpoint: Checkpoint,
+        session_id: str,
+    ) -> _Outcome:
+        """Own copies that could not be read; only bad bytes are set aside."""
+        bad = []
+        for id_, error in refused.items():
+            if isinstance(error, CorruptShardError):
+                self._shelf.set_aside(checkpoint.shard(id_.rank, session_id), str(error))
+            bad.append((self._coordinator.rank, id_.rank, str(error)))
+        return _Outcome(tuple(bad))
+
+    def _restore(
         self,
         plan: ExchangePlan[CkptID],
         checkpoint: Checkpoint,
         session_id: str,
-        sources: dict[CkptID, ShardSource],
+        arrived: list[memoryview],
         options: LoadOptions,
     ) -> tuple[Loaded | None, _Outcome]:
         identity = checkpoint.shard(self._coordinator.rank, session_id)
-        rooms: list[memoryview] = []
-
-        def room(_: CkptID, nbytes: int) -> memoryview:
-            rooms.append(self._shelf.room_to_load(identity, nbytes))
-            return rooms[-1]
-
-        self._strategy.retrieve_image(plan, sources.__getitem__, room)
         senders = [entry.sender for entry in plan.receives(self._coordinator.rank)]
         holder = self._coordinator.rank
         came_from = "own node"
@@ -157,8 +192,7 @@ class Recovery:
             holder = senders[0]
             came_from = f"peer rank {holder}"
         try:
-            arrived = rooms[0] if rooms else None
-            state, nbytes = self._shelf.restore(identity, arrived, options)
+            state, nbytes = self._shelf.restore(identity, arrived[0] if arrived else None, options)
         except (StorageError, CorruptShardError) as error:
             # What the node refused once it may give the next time: only bad bytes are set aside.
             if not senders and isinstance(error, CorruptShardError):
@@ -193,3 +227,29 @@ class Recovery:
         for rank, records in self._holdings.items():
             if self._domains[rank] == domain:
                 self._holdings[rank] = [r for r in records if r.identity != identity]
+
+
+class _Watched:
+    """A shard's source that remembers whether it could be read."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self.views_last = isinstance(source, MemorySource)
+        self.refused: StorageError | CorruptShardError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        try:
+            return self._source.read(start, stop)
+        except (StorageError, CorruptShardError) as error:
+            self.refused = error
+            raise
+
+    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+        self._source.stream(stop, places, filled)
+
+    def close(self) -> None:
+        self._source.close()

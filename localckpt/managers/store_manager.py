@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
+from localckpt.managers.joining import JOINING
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
+from localckpt.replication.agreement import give_up
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.storage.store import Store
 from localckpt.storage.write import write_shards
@@ -50,7 +52,12 @@ class StoreCheckpointManager(BaseCheckpointManager):
         )
         self.keep_last = keep_last
 
-    def _use(self, store: Store) -> None:
+    def _use(self, open_store: Callable[[], Store]) -> None:
+        try:
+            store = open_store()
+        except Exception as error:
+            give_up(self._coordinator, JOINING, error)
+            raise
         self._stored = StoreShelf(store, self._allowed, self.timeout)
         self._shelf = self._stored
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)

@@ -57,6 +57,7 @@ class StoreShelf(Shelf):
         self._copier = Copier()
         self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
         self._begun: list[_Begun] = []
+        self._arrival: Buffer | None = None
 
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
@@ -128,7 +129,9 @@ class StoreShelf(Shelf):
         return self.store.open(identity)
 
     def room_to_load(self, identity: ShardIdentity, nbytes: int) -> memoryview:
-        return memoryview(bytearray(nbytes))
+        self._forget_arrival()
+        self._arrival = self.store.receive(nbytes, self._timeout_s)
+        return self._arrival.view[:nbytes]
 
     def restore(
         self, identity: ShardIdentity, arrived: memoryview | None, options: LoadOptions
@@ -140,6 +143,7 @@ class StoreShelf(Shelf):
             return reader.restore(into, options.map_location), source.nbytes
         finally:
             source.close()
+            self._forget_arrival()
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         self.store.set_aside(identity, why)
@@ -164,7 +168,14 @@ class StoreShelf(Shelf):
         self._copier.close()
         self.store.close()
 
+    def _forget_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.give_back()
+            self._arrival = None
+
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
+        # A load that failed may have left it.
+        self._forget_arrival()
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
         self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer

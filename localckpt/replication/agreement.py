@@ -12,7 +12,7 @@ from localckpt import errors
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
 
-__all__ = ["GRACE_S", "Attempt", "agree"]
+__all__ = ["GRACE_S", "Attempt", "agree", "give_up"]
 
 # A rank whose connections broke waits this long for the others to have noticed, and say why.
 GRACE_S = 10.0
@@ -89,6 +89,11 @@ def agree(
     if failures:
         raise _joint_error(phase, failures) from failure
     return [payload for _, payload in records]
+
+
+def give_up(coordinator: Coordinator, phase: str, failure: Exception) -> None:
+    """Leave word of a failure for ranks that will :func:`agree` on a phase, without waiting."""
+    coordinator.post(phase, [_describe(failure), None])
 
 
 def _describe(failure: Exception | None) -> list[str] | None:

@@ -96,6 +96,12 @@ class ReplicationStrategy(ABC):
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""
 
+    def __enter__(self) -> ReplicationStrategy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def retrieve_plan(
         self,
         globally_available_ids: Mapping[int, Sequence[IdT]],

@@ -22,7 +22,7 @@ from localckpt.state_dict.copying import address_of
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["Buffer", "BufferPool", "PrivateBuffer", "SharedBuffer"]
+__all__ = ["Buffer", "BufferPool", "PrivateBuffer", "SharedBuffer", "allocate"]
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,8 @@ class BufferPool:
         if not large and free:
             buffers.remove(free[0])
             free[0].close()
-        buffer = large[0] if large else self._new(nbytes)
+        # A little more, so that a skeleton that grows from save to save fits.
+        buffer = large[0] if large else allocate(self._make, nbytes + nbytes // 64)
         if not large:
             buffers.append(buffer)
         buffer.take()
@@ -257,23 +258,27 @@ class BufferPool:
         """Bytes of all buffers together."""
         return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
 
-    def _new(self, nbytes: int) -> Buffer:
-        # A little more, so that a skeleton that grows from save to save fits.
-        wanted = nbytes + nbytes // 64
-        available = psutil.virtual_memory().available
-        if wanted > available:
-            # Touching the pages would have the kernel kill a process, most likely this one.
-            raise StorageError(
-                f"there is no memory for a staging buffer of {wanted} bytes: {available} are "
-                f"available on this node. Checkpoints saved before are as they were"
-            )
-        try:
-            return self._make(wanted)
-        except (OSError, MemoryError) as error:
-            raise StorageError(
-                f"there is no memory for a staging buffer of {wanted} bytes ({error}): "
-                f"checkpoints saved before are as they were"
-            ) from error
+
+def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
+    """A new buffer, if the node has the memory.
+
+    Raises:
+        StorageError: It has not.
+    """
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        # Touching the pages would have the kernel kill a process, most likely this one.
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
+            f"available on this node. Checkpoints saved before are as they were"
+        )
+    try:
+        return make(nbytes)
+    except (OSError, MemoryError) as error:
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes ({error}): "
+            f"checkpoints saved before are as they were"
+        ) from error
 
 
 def _advise(memory: mmap.mmap, advice: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
-from localckpt.storage.buffers import Buffer, map_shared
+from localckpt.storage.buffers import Buffer, PrivateBuffer, allocate, map_shared
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
@@ -54,6 +54,9 @@ class MemoryStore(Store):
             raise
         self._staged[identity] = buffer
         return buffer
+
+    def receive(self, nbytes: int, timeout_s: float) -> Buffer:
+        return allocate(PrivateBuffer, nbytes)
 
     def write_job(
         self,

@@ -97,6 +97,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def receive(self, nbytes: int, timeout_s: float) -> Buffer:
+        """Memory for an image that is only read into a state; to be given back. Raises alike."""
+
+    @abstractmethod
     def write_job(
         self,
         buffer: Buffer,
@@ -221,10 +225,11 @@ class Store(ABC):
             return {int(e.name) for e in os.scandir(self._session) if e.name.isdecimal()}
 
     def close(self) -> None:
-        """Remove the spares and give up the folder."""
+        """Remove the spares and what is not written yet, and give up the folder."""
         with storage_errors("clean up", self.folder):
-            for path in self.folder.glob(f"*{_SPARE}"):
-                path.unlink(missing_ok=True)
+            for ending in (_SPARE, DIRTY):
+                for path in self.folder.glob(f"*{ending}"):
+                    path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
                 (self.folder / _OWNER_NAME).unlink()
 

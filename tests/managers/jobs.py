@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ __all__ = [
     "make_manager",
     "our_children",
     "our_threads",
+    "reads_fail",
     "resume",
     "save",
     "state_of",
@@ -155,3 +160,25 @@ def our_threads() -> list[str]:
 
 def our_children() -> list[str]:
     return [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+
+
+@contextmanager
+def reads_fail(path: Path) -> Iterator[None]:
+    """Every positioned read of a file by this process is an EIO, as from a disk that breaks."""
+    me = os.getpid()
+    tracer = subprocess.Popen(
+        [
+            *("strace", "-f", "-qq", "-o", os.devnull, "-p", str(me), "-P", str(path)),
+            *("-e", "trace=preadv,preadv2", "-e", "inject=preadv,preadv2:error=EIO"),
+        ]
+    )
+    try:
+        deadline = time.monotonic() + MAX_S
+        while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{me}/status").read_text():
+            assert tracer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield
+    finally:
+        tracer.terminate()
+        tracer.wait(MAX_S)

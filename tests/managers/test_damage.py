@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.managers.jobs import (
     files,
     iterations_on,
     make_manager,
+    reads_fail,
 )
 from tests.ranks import node_store, run_ranks
 
@@ -324,3 +326,30 @@ def test_damage_that_a_person_wants_to_see_is_kept(kind: str, nodes: list[Path])
     run_ranks(_load, 2, kind, True, store_per_node=nodes)
 
     assert Path(f"{victim}.corrupt").read_bytes() == content
+
+
+def _read_from_a_node_whose_disk_fails(rank: int, world_size: int, kind: str) -> str:
+    repl = cliques(1, 3)
+    with make_manager(kind, node_store(), "job", repl) as manager:
+        manager.save(_large(rank, 3), 3)
+        if rank == 2:
+            _copy(node_store(), 2, 3).unlink()
+        assert manager.find_latest() == 3
+        with reads_fail(_copy(node_store(), 2, 3)) if rank == 0 else nullcontext():
+            state, _ = manager.load()
+        assert_same(state, _large(rank, 3))
+    repl.close()
+    return str(manager.last_load.source)
+
+
+@pytest.mark.usefixtures("can_attach")
+def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(3)
+
+    told = run_ranks(_read_from_a_node_whose_disk_fails, 3, "disk", store_per_node=nodes)
+
+    assert told == ["own node", "own node", "peer rank 1"]
+    # What could not be read now may be read the next time.
+    assert _set_aside(*nodes) == []

@@ -180,18 +180,6 @@ RENAME = "?rename,?renameat,?renameat2"
 CALLS = ["openat", "fallocate", "pwrite64", "ftruncate", "fsync", "close", RENAME]
 
 
-@pytest.fixture(scope="module")
-def can_trace() -> None:
-    """Skips where system calls cannot be intercepted."""
-    if shutil.which("strace") is None:
-        pytest.skip("needs strace")
-    done = subprocess.run(
-        ["strace", "-o", os.devnull, "true"], capture_output=True, timeout=30, check=False
-    )
-    if done.returncode:
-        pytest.skip("processes may not be traced here")
-
-
 def traced(
     job: ShardWrite, directory: Path, injection: str = "none"
 ) -> subprocess.CompletedProcess[str]:

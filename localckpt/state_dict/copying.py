@@ -11,26 +11,9 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["Copier", "address_of", "default_copy_threads", "memory_at"]
+__all__ = ["Copier", "default_copy_threads"]
 
 _PIECE_NBYTES = 8 << 20
-
-_PyBUF_WRITE = 0x200
-# Some 20 times cheaper than an array type of ctypes for each size.
-_memoryview_of = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-)(("PyMemoryView_FromMemory", ctypes.pythonapi))
-
-
-def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte; the view must stay alive while it is used."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address; whoever owns them must stay alive while the view is used."""
-    view: memoryview = _memoryview_of(address, nbytes, _PyBUF_WRITE)
-    return view
 
 
 def default_copy_threads() -> int:

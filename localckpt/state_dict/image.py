@@ -15,9 +15,10 @@ import torch
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import named_tensors
-from localckpt.state_dict.copying import Copier, address_of
+from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.header import render_header, render_slots
+from localckpt.state_dict.host_memory import address_of
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals

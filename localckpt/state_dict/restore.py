@@ -14,8 +14,8 @@ import torch
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.copying import memory_at
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.host_memory import memory_at, prefer_huge_pages
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -201,12 +201,15 @@ class _Target:
 
 def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         raise MismatchError(
             f"the shard's tensors were on {device!s}, where {nbytes} bytes cannot be allocated "
             f"here ({error}): pass map_location='cpu', or another device, to load()"
         ) from error
+    if tensor.device.type == "cpu":
+        prefer_huge_pages(tensor.data_ptr(), nbytes)
+    return tensor
 
 
 def _make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from localckpt.state_dict.copying import address_of
+from localckpt.state_dict.host_memory import address_of
 
 __all__ = [
     "PIECE_NBYTES",

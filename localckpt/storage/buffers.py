@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import psutil
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.state_dict.copying import address_of
+from localckpt.state_dict.host_memory import HUGE_PAGE_NBYTES, address_of
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
 
@@ -26,7 +26,6 @@ __all__ = ["Buffer", "BufferPool", "PrivateBuffer", "SharedBuffer", "allocate"]
 
 logger = logging.getLogger(__name__)
 
-_HUGE_PAGE_NBYTES = 2 << 20
 # From linux/mman.h, since 5.14; Python has no name for it.
 _MADV_POPULATE_WRITE = 23
 _POLL_S = 0.001
@@ -87,13 +86,11 @@ class PrivateBuffer(Buffer):
     """Memory of this process alone, on 2 MiB pages where the system gives them."""
 
     def __init__(self, nbytes: int) -> None:
-        size = round_up(max(nbytes, 1), _HUGE_PAGE_NBYTES)
+        size = round_up(max(nbytes, 1), HUGE_PAGE_NBYTES)
         # One page more, to start on a 2 MiB boundary.
-        memory = mmap.mmap(
-            -1, size + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        memory = mmap.mmap(-1, size + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = memoryview(memory)
-        skip = -address_of(whole) % _HUGE_PAGE_NBYTES
+        skip = -address_of(whole) % HUGE_PAGE_NBYTES
         self.view = whole[skip : skip + size]
         whole.release()
         _advise(memory, mmap.MADV_HUGEPAGE)

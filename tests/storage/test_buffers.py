@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.state_dict.copying import address_of
+from localckpt.state_dict.host_memory import address_of
 from localckpt.storage.buffers import BufferPool, PrivateBuffer, SharedBuffer
 from tests.storage.shards import PATIENCE_S, ROOT
 

@@ -18,8 +18,9 @@ from localckpt.storage.failures import storage_errors
 
 __all__ = ["FileSource"]
 
-# Cold reads reach the disk's speed with 4 requests under way; warm ones are bound by the cores.
-_THREADS_COLD = 4
+# A disk is busy with 4 requests under way, and half of these threads are copying and hashing; warm
+# reads are bound by the cores.
+_THREADS_COLD = 8
 _THREADS_WARM = 2
 _PROBES = 16
 # The kernel takes at most this many parts in one read (IOV_MAX).

@@ -46,7 +46,7 @@ from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import PlainState
 from localckpt.state_dict.safe_globals import SafeGlobals
 
-__all__ = ["BaseCheckpointManager"]
+__all__ = ["BaseCheckpointManager", "wrapped"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class BaseCheckpointManager(ABC):
         latest_iteration: What the last ``find_latest`` found; ``-1`` makes the next one look again.
         last_save: The last save on this rank.
         last_load: The last load on this rank.
+        skipped_saves: How many saves found no room and were left out.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class BaseCheckpointManager(ABC):
         self.latest_iteration = -1
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
+        self.skipped_saves = 0
         self.repl_strategy = repl_strategy
         # Without the session in its name: ranks with different ones must meet, to be told.
         self._coordinator = Coordinator("manager", process_group, timeout)
@@ -178,13 +180,17 @@ class BaseCheckpointManager(ABC):
         called = time.monotonic()
         self._check_iteration(iteration)
         self._join()
+        if is_async and not self._may_start(iteration):
+            self.last_save = SaveReport.of_skipped(iteration)
+            self.skipped_saves += 1
+            return AsyncRequest(None, (), [])
         self._forget_latest()
-        generation = self._generation = self._generation.next()
-        identity = ShardIdentity(self.session_id, generation, iteration, self.rank, self.world_size)
+        self._generation = self._generation.next()
+        identity = self._identity(iteration)
         save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
         self._newest_iteration = iteration
         try:
-            self._stage_and_replicate(save, _wrapped(state_dict))
+            self._stage_and_replicate(save, wrapped(state_dict))
         except Exception as error:
             # Told when all ranks finalize, so that none is left waiting for this one.
             known = isinstance(error, CheckpointingException)
@@ -253,7 +259,7 @@ class BaseCheckpointManager(ABC):
                 "load() was called before find_latest(): call find_latest() on all ranks first, "
                 "and load() if it is not -1"
             )
-        options = LoadOptions(None if into is None else _wrapped(into), map_location)
+        options = LoadOptions(None if into is None else wrapped(into), map_location)
         recovery = Recovery(
             self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
         )
@@ -300,6 +306,15 @@ class BaseCheckpointManager(ABC):
         self.close()
 
     # The steps of a save.
+
+    def _may_start(self, iteration: int) -> bool:
+        """Whether there is room for one more save under way; the same on all ranks."""
+        return True
+
+    def _identity(self, iteration: int) -> ShardIdentity:
+        return ShardIdentity(
+            self.session_id, self._generation, iteration, self.rank, self.world_size
+        )
 
     def _check_iteration(self, iteration: int) -> None:
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
@@ -371,6 +386,7 @@ class BaseCheckpointManager(ABC):
 
     @runs_in_trainer
     def _keep(self, save: SaveUnderWay) -> None:
+        self._shelf.wait_staged()
         for shard in save.shards:
             self._save(shard.payload, shard.identity.ckpt_id)
         save.durable = time.monotonic()
@@ -427,7 +443,8 @@ class BaseCheckpointManager(ABC):
         self._holdings = None
 
 
-def _wrapped(state: Any) -> TensorAwareStateDict:
+def wrapped(state: Any) -> TensorAwareStateDict:
+    """What a user gave to save, or to load into, as the protocol handles it."""
     return state if isinstance(state, TensorAwareStateDict) else PlainState(state)
 
 

@@ -76,6 +76,9 @@ class HookShelf(Shelf):
         source = pack(snapshot, identity) if travels else None
         return StagedShard(identity, image.nbytes, snapshot, source)
 
+    def wait_staged(self) -> None:
+        """Staging a state for the hooks copies all of it at once."""
+
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         self._rooms[identity] = memoryview(bytearray(nbytes))
         return self._rooms[identity]

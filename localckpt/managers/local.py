@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
-from localckpt.managers.store_manager import StoreCheckpointManager
+from localckpt.managers.reports import MemoryPlan
+from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.disk import DiskStore
 
@@ -27,6 +29,16 @@ class LocalCheckpointManager(StoreCheckpointManager):
         keep_last: How many complete checkpoints to keep; the disk holds one more for each save
             under way.
         timeout, process_group, async_worker, safe_globals: As for :class:`BaseCheckpointManager`.
+        num_buffers: How many saves can be under way at once.
+        staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
+            most 4.
+        on_busy: What an asynchronous save does when that many are under way: ``"wait"`` for the
+            oldest, ``"skip"`` itself on all ranks (logged, counted, and told by ``last_save``), or
+            raise an ``"error"`` on all.
+        guard: Optimizers whose parameters and state, where they are on a GPU, change in their
+            ``step`` only. ``save`` returns while those are still being copied, and the next step
+            begins after the copies. Without replicas only; whoever changes these tensors in
+            another way calls :meth:`wait_staged` before.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -44,6 +56,10 @@ class LocalCheckpointManager(StoreCheckpointManager):
         process_group: dist.ProcessGroup | None = None,
         async_worker: Literal["thread", "process"] = "thread",
         safe_globals: Iterable[Any] = (),
+        num_buffers: int = 2,
+        staging_threads: int | None = None,
+        on_busy: OnBusy = "wait",
+        guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__(
             session_id,
@@ -53,9 +69,22 @@ class LocalCheckpointManager(StoreCheckpointManager):
             process_group=process_group,
             async_worker=async_worker,
             safe_globals=safe_globals,
+            num_buffers=num_buffers,
+            staging_threads=staging_threads,
+            on_busy=on_busy,
+            guard=guard,
         )
         self._use(
             lambda: DiskStore(
-                root_local_ckpt_dir, session_id, self.rank, timeout, writer=async_worker
+                root_local_ckpt_dir,
+                session_id,
+                self.rank,
+                timeout,
+                writer=async_worker,
+                num_buffers=num_buffers,
             )
         )
+
+    def _memory_plan(self, own_nbytes: int, replicas: int, total_nbytes: int) -> MemoryPlan:
+        staging_nbytes, shared = self.num_buffers * total_nbytes, self.async_worker == "process"
+        return MemoryPlan(own_nbytes, replicas, staging_nbytes, 0, shared)

@@ -22,6 +22,7 @@ class SaveReport:
         stall_s: How long training waited for ``save``.
         durable_s: When this rank's shards were durable; with a worker process, when they were
             finalized. ``None`` until then.
+        skipped: Nothing was saved, because older saves still used all staging buffers.
     """
 
     iteration: int
@@ -30,8 +31,15 @@ class SaveReport:
     replicate_s: float
     stall_s: float
     durable_s: float | None = None
+    skipped: bool = False
+
+    @classmethod
+    def of_skipped(cls, iteration: int) -> SaveReport:
+        return cls(iteration, 0, 0.0, 0.0, 0.0, skipped=True)
 
     def __str__(self) -> str:
+        if self.skipped:
+            return f"iteration {self.iteration}: skipped"
         return (
             f"iteration {self.iteration}: {self.nbytes} bytes, staged in {self.stage_s:.3f} s "
             f"({_speed(self.nbytes, self.stage_s)}), replicated in {self.replicate_s:.3f} s, "
@@ -59,6 +67,37 @@ class LoadReport:
         return (
             f"iteration {self.iteration} from {self.source}: {self.nbytes} bytes in "
             f"{self.seconds:.3f} s ({_speed(self.nbytes, self.seconds)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Host memory that one rank's saves take, in bytes, once all of it is in use.
+
+    Attributes:
+        image_nbytes: This rank's image.
+        replicas: How many images of other ranks it keeps.
+        staging_nbytes: Buffers that saves pass through.
+        kept_nbytes: Checkpoints that stay in memory; 0 where they are on disk.
+        shared: Whether it is shared memory (``/dev/shm``).
+    """
+
+    image_nbytes: int
+    replicas: int
+    staging_nbytes: int
+    kept_nbytes: int
+    shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.staging_nbytes + self.kept_nbytes
+
+    def __str__(self) -> str:
+        return (
+            f"an image of {self.image_nbytes / 1e6:.1f} MB and {self.replicas} replicas of other "
+            f"ranks' take {self.nbytes / 1e6:.1f} MB of {'shared' if self.shared else 'private'} "
+            f"memory, {self.kept_nbytes / 1e6:.1f} MB of it to keep checkpoints in"
         )
 
 

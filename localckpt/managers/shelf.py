@@ -77,6 +77,10 @@ class Shelf(ABC):
         """
 
     @abstractmethod
+    def wait_staged(self) -> None:
+        """Return when everything that was staged is in host memory."""
+
+    @abstractmethod
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         """Memory for a peer's image that is about to arrive, to be kept here."""
 

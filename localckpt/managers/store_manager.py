@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity
-from localckpt.managers.base import BaseCheckpointManager
+from localckpt.managers.base import BaseCheckpointManager, wrapped
 from localckpt.managers.joining import JOINING
+from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import give_up
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
+from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.storage.store import Store
 from localckpt.storage.write import write_shards
 
-__all__ = ["StoreCheckpointManager"]
+__all__ = ["OnBusy", "StoreCheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+OnBusy = Literal["wait", "skip", "error"]
+"""What an asynchronous save does when older ones still use all staging buffers."""
 
 
 class StoreCheckpointManager(BaseCheckpointManager):
@@ -34,9 +44,28 @@ class StoreCheckpointManager(BaseCheckpointManager):
         process_group: dist.ProcessGroup | None,
         async_worker: Literal["thread", "process"],
         safe_globals: Iterable[Any],
+        num_buffers: int,
+        staging_threads: int | None,
+        on_busy: OnBusy,
+        guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     ) -> None:
-        if keep_last < 1:
-            raise CheckpointingException(f"keep_last is {keep_last}; it must be at least 1")
+        for name, number in (
+            ("keep_last", keep_last),
+            ("num_buffers", num_buffers),
+            ("staging_threads", staging_threads),
+        ):
+            if number is not None and number < 1:
+                raise CheckpointingException(f"{name} is {number}; it must be at least 1")
+        if on_busy not in get_args(OnBusy):
+            raise CheckpointingException(
+                f"on_busy is {on_busy!r}; it can be one of {', '.join(map(repr, get_args(OnBusy)))}"
+            )
+        self._guard = [guard] if isinstance(guard, torch.optim.Optimizer) else list(guard)
+        if async_worker == "process" and self._guard:
+            raise CheckpointingException(
+                "guard works with async_worker='thread' only: another process cannot wait for "
+                "copies of this one's GPU"
+            )
         if async_worker == "process" and type(self)._save is not StoreCheckpointManager._save:
             raise CheckpointingException(
                 f"{type(self).__name__} has a _save of its own, which the built-in worker process "
@@ -51,6 +80,10 @@ class StoreCheckpointManager(BaseCheckpointManager):
             safe_globals=safe_globals,
         )
         self.keep_last = keep_last
+        self.num_buffers = num_buffers
+        self.on_busy = on_busy
+        self._staging_threads = staging_threads
+        self._memory_told = False
 
     def _use(self, open_store: Callable[[], Store]) -> None:
         try:
@@ -58,7 +91,9 @@ class StoreCheckpointManager(BaseCheckpointManager):
         except Exception as error:
             give_up(self._coordinator, JOINING, error)
             raise
-        self._stored = StoreShelf(store, self._allowed, self.timeout)
+        self._stored = StoreShelf(
+            store, self._allowed, self.timeout, self._staging_threads, self._guard
+        )
         self._shelf = self._stored
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
@@ -73,6 +108,65 @@ class StoreCheckpointManager(BaseCheckpointManager):
     def store(self) -> Store:
         """This node's store."""
         return self._stored.store
+
+    def warm_up(self, state_dict: Any) -> None:
+        """Make ready for saves of such a state, in the background; its values are not looked at.
+
+        Lays it out and makes the staging buffers, which the first save would have to wait for.
+
+        Raises:
+            CheckpointingException: The state holds something that cannot be saved.
+        """
+        self._stored.warm_up(wrapped(state_dict), self._identity(0))
+
+    def wait_staged(self) -> None:
+        """Return when no save reads the state any more, so that anything may change it.
+
+        Only with ``guard`` is there something to wait for, and its optimizers wait by themselves.
+        """
+        self._stored.wait_staged()
+
+    def memory_plan(self) -> MemoryPlan:
+        """What saves take of this node's memory for this rank.
+
+        Raises:
+            CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
+        """
+        images = self._stored.image_nbytes
+        if not images:
+            raise CheckpointingException(
+                "nothing is known of the state yet: call warm_up(state) or save() first"
+            )
+        return self._memory_plan(images[self.rank], len(images) - 1, sum(images.values()))
+
+    @abstractmethod
+    def _memory_plan(self, own_nbytes: int, replicas: int, total_nbytes: int) -> MemoryPlan:
+        """See :meth:`memory_plan`."""
+
+    def _may_start(self, iteration: int) -> bool:
+        if self.on_busy == "wait":
+            return True
+        busy = self._coordinator.all_gather("see whether buffers are free", self._stored.is_busy())
+        ranks = [str(rank) for rank, is_busy in enumerate(busy) if is_busy]
+        if not ranks:
+            return True
+        why = (
+            f"iteration {iteration} is not saved: the {self.num_buffers} staging buffers of "
+            f"rank{'s'[: len(ranks) > 1]} {', '.join(ranks)} are busy with older saves"
+        )
+        if self.on_busy == "error":
+            raise CheckpointingException(
+                f"{why}. Save less often, or with more buffers (num_buffers), or let the save wait "
+                f"(on_busy='wait')"
+            )
+        logger.warning("%s", why)
+        return False
+
+    def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
+        super()._stage_and_replicate(save, state)
+        if not self._memory_told:
+            self._memory_told = True
+            logger.info("memory of rank %d: %s", self.rank, self.memory_plan())
 
     def _my_ckpt_ids(self) -> Iterable[CkptID]:
         return [record.identity.ckpt_id for record in self._stored.inventory()]

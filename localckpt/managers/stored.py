@@ -12,6 +12,7 @@ import torch
 
 from localckpt.errors import CorruptShardError, MismatchError, StorageError
 from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.managers.guard import Guard
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.copying import Copier
@@ -19,6 +20,7 @@ from localckpt.state_dict.identify import read_header, verify
 from localckpt.state_dict.image import Capture, ImagePlanner, seal
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
@@ -46,18 +48,32 @@ class StoreShelf(Shelf):
         store: Where the images are kept.
         allowed: What a skeleton may name.
         timeout_s: How long a save may wait for a free buffer.
+        staging_threads: How many threads copy tensors; ``None`` for as many as help.
+        guard: Optimizers whose tensors change only when they step.
     """
 
-    def __init__(self, store: Store, allowed: SafeGlobals, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        allowed: SafeGlobals,
+        timeout_s: float,
+        staging_threads: int | None = None,
+        guard: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         self.store = store
         self.failure_domain = store.token
         self.planner = ImagePlanner(allowed)
         self._allowed = allowed
         self._timeout_s = timeout_s
-        self._copier = Copier()
+        self._copier = Copier(staging_threads)
+        self._guard = Guard(guard, self._hold_back_training)
         self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
+        self._streams = SideStreams()
+        self._copies: list[CopiesUnderWay] = []
         self._begun: list[_Begun] = []
         self._arrival: Buffer | None = None
+        self.image_nbytes: dict[int, int] = {}
+        """Size of the last image of each rank that this one keeps shards of."""
 
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
@@ -69,16 +85,33 @@ class StoreShelf(Shelf):
     def begin_epoch(self, epoch: int) -> None:
         self.store.begin_epoch(epoch)
 
+    def warm_up(self, state: TensorAwareStateDict, like: ShardIdentity) -> None:
+        """Lay out a state, and have the memory for it made in the background."""
+        capture = self.planner.capture(state)
+        self.image_nbytes[like.rank] = nbytes = capture.nbytes(like)
+        self.store.prepare(like.rank, nbytes, capture.gpu)
+
+    def is_busy(self) -> bool:
+        """Whether a save would have to wait for an older one."""
+        return any(map(self.store.is_busy, self.image_nbytes))
+
+    def wait_staged(self) -> None:
+        for copies in self._copies:
+            copies.wait()
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:
         capture = self.planner.capture(state)
         nbytes = capture.nbytes(identity)
         buffer = self._begin(identity, nbytes)
-        if capture.on_gpu:
-            buffer.pin()
+        if capture.gpu is not None:
+            buffer.pin(capture.gpu)
         image = buffer.view[:nbytes]
-        covered = capture.write(image, identity, self._copier)
+        # A copy that travels must be whole; else what guards the tensors lets training go on.
+        guarded = frozenset() if travels else self._guard.storages()
+        covered, copies = capture.write(image, identity, self._copier, self._streams, guarded)
+        self._copies = [*(c for c in self._copies if not c.over), copies]
         source = None
         if travels:
             sealing = self._sealer.submit(seal, image, covered, identity)
@@ -86,7 +119,8 @@ class StoreShelf(Shelf):
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
         )
-        return StagedShard(identity, nbytes, job, source, capture.on_gpu)
+        self.store.prepare(identity.rank, nbytes, capture.gpu)
+        return StagedShard(identity, nbytes, job, source, capture.gpu is not None)
 
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         return self._begin(identity, nbytes).view[:nbytes]
@@ -102,6 +136,7 @@ class StoreShelf(Shelf):
         job = self.store.write_job(
             begun.buffer, identity, begun.nbytes, header.digests_start, "check"
         )
+        self.store.prepare(identity.rank, begun.nbytes)
         return StagedShard(identity, begun.nbytes, job)
 
     def worker_call(
@@ -120,6 +155,7 @@ class StoreShelf(Shelf):
 
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
+        self.wait_staged()
         failed = self._take_begun(iteration)
         for begun in failed:
             self.store.abandon(begun.buffer, begun.lease, begun.identity)
@@ -164,9 +200,15 @@ class StoreShelf(Shelf):
             logger.warning("%s is good here, but not when it was %s", identity, why)
 
     def close(self) -> None:
+        self.wait_staged()
+        self._guard.close()
         self._sealer.shutdown()
         self._copier.close()
         self.store.close()
+
+    def _hold_back_training(self) -> None:
+        for copies in self._copies:
+            copies.hold_back_training()
 
     def _forget_arrival(self) -> None:
         if self._arrival is not None:
@@ -177,6 +219,7 @@ class StoreShelf(Shelf):
         # A load that failed may have left it.
         self._forget_arrival()
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
+        self.image_nbytes[identity.rank] = nbytes
         self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 

@@ -7,7 +7,7 @@ import mmap
 
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 
-__all__ = ["HUGE_PAGE_NBYTES", "address_of", "memory_at", "prefer_huge_pages"]
+__all__ = ["HUGE_PAGE_NBYTES", "address_of", "memory_at", "populate", "prefer_huge_pages"]
 
 HUGE_PAGE_NBYTES = 2 << 20
 
@@ -17,6 +17,9 @@ _memoryview_of = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
+# From linux/mman.h, since 5.14; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
+# Python's own mmap.madvise would keep all other threads from running meanwhile.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -42,3 +45,11 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
     stop = (address + nbytes) // PAGE_NBYTES * PAGE_NBYTES
     if stop - start >= HUGE_PAGE_NBYTES:
         _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have all pages of a mapping there before they are used; what they hold is not changed.
+
+    An older kernel than 5.14 cannot; its pages come when they are touched.
+    """
+    _madvise(address // PAGE_NBYTES * PAGE_NBYTES, nbytes, _MADV_POPULATE_WRITE)

@@ -7,6 +7,7 @@ is in ``restore.py``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,12 @@ from localckpt.state_dict.host_memory import address_of
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.tensor_table import (
     TensorTable,
     build_table,
-    copy_values,
     flat_bytes,
     is_flat,
     signature,
@@ -111,23 +112,34 @@ class Capture:
     tensors: list[torch.Tensor]
 
     @property
-    def on_gpu(self) -> bool:
-        return any(tensor.is_cuda for tensor in self.tensors)
+    def gpu(self) -> torch.device | None:
+        """A GPU that some of the tensors are on."""
+        return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
     def nbytes(self, identity: ShardIdentity) -> int:
         """Size of the image."""
         return self._header(identity)[1]
 
-    def write(self, image: memoryview, identity: ShardIdentity, copier: Copier) -> int:
-        """Copy everything but the digests into ``image``; returns when all values are there.
+    def write(
+        self,
+        image: memoryview,
+        identity: ShardIdentity,
+        copier: Copier,
+        streams: SideStreams,
+        guarded: Collection[int] = (),
+    ) -> tuple[int, CopiesUnderWay]:
+        """Copy everything but the digests into ``image``.
 
         Args:
             image: Writable, exactly :meth:`nbytes` long.
             identity: What the shard is.
             copier: Does the copying from host memory.
+            streams: Do the copying from GPUs.
+            guarded: Addresses of storages on GPUs that nobody changes until their copies are over.
 
         Returns:
-            How many bytes the digests cover; the digests follow them.
+            How many bytes the digests cover, which follow them; and the copies that are still under
+            way, those of guarded storages.
         """
         header, nbytes = self._header(identity)
         if len(image) != nbytes:
@@ -135,7 +147,8 @@ class Capture:
         image[: len(header)] = header
         base = address_of(image)
         jobs: list[tuple[int, int, int]] = []
-        devices: set[torch.device] = set()
+        now: list[tuple[memoryview, torch.Tensor]] = []
+        later: list[tuple[memoryview, torch.Tensor]] = []
         for slot, (number, span) in zip(self.layout.slots, self.table.sources, strict=True):
             if not slot.nbytes:
                 continue
@@ -143,16 +156,20 @@ class Capture:
             tensor = slot_bytes(self.tensors[number].detach(), span)
             if tensor.device.type == "cpu" and is_flat(tensor):
                 jobs.append((base + start, tensor.data_ptr(), slot.nbytes))
+                continue
+            place = image[start : start + slot.nbytes]
+            if tensor.device.type == "cpu":
+                copy_to_host(place, tensor)
+            elif tensor.untyped_storage().data_ptr() in guarded:
+                later.append((place, tensor))
             else:
-                _copy_by_torch(image[start : start + slot.nbytes], tensor)
-                if tensor.device.type != "cpu":
-                    devices.add(tensor.device)
+                now.append((place, tensor))
+        unguarded, under_way = streams.queue(now), streams.queue(later)
         copier.copy(jobs)
         covered = len(header) + self.layout.nbytes + len(self.skeleton)
         image[covered - len(self.skeleton) : covered] = self.skeleton
-        for device in devices:
-            torch.get_device_module(device).current_stream(device).synchronize()
-        return covered
+        unguarded.wait()
+        return covered, under_way
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
         """Put a part of the image into device memory, without a way through the host.
@@ -195,7 +212,8 @@ def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = Non
     """A state's image in new memory."""
     capture = (planner or ImagePlanner()).capture(state)
     image = memoryview(bytearray(capture.nbytes(identity)))
-    seal(image, capture.write(image, identity, Copier(1)), identity)
+    covered, _ = capture.write(image, identity, Copier(1), SideStreams())
+    seal(image, covered, identity)
     return MemorySource(image)
 
 
@@ -222,12 +240,6 @@ def _names(state: Any) -> dict[int, str]:
     for path, tensor in named_tensors(root):
         names.setdefault(id(tensor), path.removeprefix("state_dict."))
     return names
-
-
-def _copy_by_torch(place: memoryview, tensor: torch.Tensor) -> None:
-    flat = torch.frombuffer(place, dtype=torch.uint8)
-    target = flat.view(tensor.dtype).view(tensor.shape)
-    copy_values(target, tensor, non_blocking=True)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
-
-from localckpt.errors import CheckpointingException, StorageError
-from localckpt.state_dict.host_memory import HUGE_PAGE_NBYTES, address_of
+from localckpt.state_dict.host_memory import (
+    HUGE_PAGE_NBYTES,
+    address_of,
+    populate,
+    prefer_huge_pages,
+)
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["Buffer", "BufferPool", "PrivateBuffer", "SharedBuffer", "allocate"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Buffer", "PrivateBuffer", "SharedBuffer", "map_shared"]
 
 logger = logging.getLogger(__name__)
-
-# From linux/mman.h, since 5.14; Python has no name for it.
-_MADV_POPULATE_WRITE = 23
-_POLL_S = 0.001
 
 
 class Buffer(ABC):
@@ -56,8 +56,8 @@ class Buffer(ABC):
     def close(self) -> None:
         """Free the memory. May be called twice."""
 
-    def pin(self) -> None:
-        """Lock the pages for CUDA, so that copies from the GPU run at full speed and in parallel.
+    def pin(self, device: torch.device) -> None:
+        """Lock the pages for CUDA, so that copies from a GPU run at full speed and behind its work.
 
         Without CUDA, or where the driver refuses, copies are slower and as correct.
         """
@@ -65,8 +65,10 @@ class Buffer(ABC):
 
         if self._pinned or not torch.cuda.is_available():
             return
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(address_of(self.view), len(self.view), 0)
+        # The device's context is there already; another's would take memory on its GPU.
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = runtime.cudaHostRegister(address_of(self.view), len(self.view), 0)
         self._pinned = int(code) == 0
         if not self._pinned:
             logger.warning("CUDA cannot pin %d bytes (error %s)", len(self.view), int(code))
@@ -93,10 +95,8 @@ class PrivateBuffer(Buffer):
         skip = -address_of(whole) % HUGE_PAGE_NBYTES
         self.view = whole[skip : skip + size]
         whole.release()
-        _advise(memory, mmap.MADV_HUGEPAGE)
-        if not _advise(memory, _MADV_POPULATE_WRITE):
-            for start in range(0, size, PAGE_NBYTES):
-                self.view[start] = 0
+        prefer_huge_pages(address_of(self.view), size)
+        populate(address_of(self.view), size)
         self._in_use = False
 
     @property
@@ -179,108 +179,12 @@ def map_shared(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
         try:
             # Pages that are only promised (ftruncate) are a SIGBUS when there is no memory left.
             os.posix_fallocate(fd, 0, nbytes)
-            return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
         except BaseException:
             if create:
                 os.unlink(path)
             raise
         finally:
             os.close(fd)
-
-
-class BufferPool:
-    """Buffers by what they are for; each purpose has at most ``depth`` of them.
-
-    Args:
-        make: Makes a buffer that holds a number of bytes.
-        depth: How many saves can be under way.
-    """
-
-    def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
-        self._make = make
-        self._depth = depth
-        self._buffers: dict[Hashable, list[Buffer]] = {}
-
-    def take(self, purpose: Hashable, nbytes: int, timeout_s: float) -> Buffer:
-        """A free buffer of at least ``nbytes``; waits for an older save when all are busy.
-
-        Raises:
-            CheckpointingException: The older saves did not finish in time.
-            StorageError: There is no memory.
-        """
-        buffers = self._buffers.setdefault(purpose, [])
-        deadline = time.monotonic() + timeout_s
-        waited = False
-        while True:
-            free = [buffer for buffer in buffers if not buffer.in_use]
-            if free or len(buffers) < self._depth:
-                break
-            if not waited:
-                logger.info("all %d buffers are busy: waiting for an older save", len(buffers))
-                waited = True
-            if time.monotonic() > deadline:
-                raise CheckpointingException(
-                    f"the {len(buffers)} saves before this one have not been written after "
-                    f"{timeout_s:g} s: is the disk stuck, or does nobody run the requests that "
-                    f"save() returned? This save was not started"
-                )
-            time.sleep(_POLL_S)
-        large = [buffer for buffer in free if len(buffer.view) >= nbytes]
-        if not large and free:
-            buffers.remove(free[0])
-            free[0].close()
-        # A little more, so that a skeleton that grows from save to save fits.
-        buffer = large[0] if large else allocate(self._make, nbytes + nbytes // 64)
-        if not large:
-            buffers.append(buffer)
-        buffer.take()
-        return buffer
-
-    def drop(self, buffer: Buffer) -> None:
-        """Take out a buffer that somebody may still be using; a later save gets another one."""
-        for buffers in self._buffers.values():
-            if buffer in buffers:
-                buffers.remove(buffer)
-                buffer.close()
-
-    def close(self) -> None:
-        """Free all buffers."""
-        for buffers in self._buffers.values():
-            for buffer in buffers:
-                buffer.close()
-        self._buffers.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers together."""
-        return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
-
-
-def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
-    """A new buffer, if the node has the memory.
-
-    Raises:
-        StorageError: It has not.
-    """
-    available = psutil.virtual_memory().available
-    if nbytes > available:
-        # Touching the pages would have the kernel kill a process, most likely this one.
-        raise StorageError(
-            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
-            f"available on this node. Checkpoints saved before are as they were"
-        )
-    try:
-        return make(nbytes)
-    except (OSError, MemoryError) as error:
-        raise StorageError(
-            f"there is no memory for a staging buffer of {nbytes} bytes ({error}): "
-            f"checkpoints saved before are as they were"
-        ) from error
-
-
-def _advise(memory: mmap.mmap, advice: int) -> bool:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        return False
-    return True
+    populate(address_of(memoryview(memory)), nbytes)
+    return memory

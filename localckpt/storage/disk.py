@@ -9,15 +9,19 @@ import logging
 import mmap
 import os
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES
-from localckpt.storage.buffers import Buffer, BufferPool, PrivateBuffer, SharedBuffer
+from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
+from localckpt.storage.pool import BufferPool
 from localckpt.storage.store import DIRTY, Store
 from localckpt.storage.write import Digests, ShardWrite
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DiskStore"]
 
@@ -33,6 +37,7 @@ class DiskStore(Store):
         root, session_id, rank, timeout_s: As for :class:`Store`.
         writer: Who writes: a ``"thread"`` of this process, from private memory, or another
             ``"process"``, from shared memory.
+        num_buffers: How many saves can be under way.
         shared_memory: Directory of the shared buffers.
     """
 
@@ -44,6 +49,7 @@ class DiskStore(Store):
         timeout_s: float,
         *,
         writer: Literal["thread", "process"] = "thread",
+        num_buffers: int = 2,
         shared_memory: Path = Path("/dev/shm"),
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
@@ -51,10 +57,18 @@ class DiskStore(Store):
         self._numbers = itertools.count()
         self._remove_orphaned_buffers()
         self._direct = self._takes_direct_io()
-        self._pool = BufferPool(PrivateBuffer if writer == "thread" else self._make_shared)
+        self._pool = BufferPool(
+            PrivateBuffer if writer == "thread" else self._make_shared, num_buffers
+        )
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
         return self._pool.take(identity.rank, nbytes, timeout_s)
+
+    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
+        self._pool.prepare(owner, nbytes, pin)
+
+    def is_busy(self, owner: int) -> bool:
+        return self._pool.is_busy(owner)
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         # The buffer that this rank's next save will want anyway.

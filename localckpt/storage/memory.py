@@ -6,20 +6,32 @@ Retired files stay mapped and are staged into again.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localckpt.errors import StorageError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
-from localckpt.storage.buffers import Buffer, PrivateBuffer, allocate, map_shared
+from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.store import Store
+from localckpt.storage.pool import allocate, wait_until_free
+from localckpt.storage.store import DIRTY, SPARE, Store
 from localckpt.storage.write import Digests, ShardWrite
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["MemoryStore", "default_root"]
+
+logger = logging.getLogger(__name__)
+
+_PREPARING_S = 60.0
 
 
 def default_root() -> Path:
@@ -28,17 +40,36 @@ def default_root() -> Path:
 
 
 class MemoryStore(Store):
-    """A directory in shared memory; arguments as for :class:`Store`."""
+    """A directory in shared memory.
+
+    Args:
+        root, session_id, rank, timeout_s: As for :class:`Store`.
+        num_buffers: How many saves can be under way.
+        keep_last: How many checkpoints are kept; one more has its memory made ahead of time.
+    """
 
     def __init__(
-        self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float
+        self,
+        root: str | os.PathLike[str],
+        session_id: str,
+        rank: int,
+        timeout_s: float,
+        *,
+        num_buffers: int = 2,
+        keep_last: int = 1,
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
+        self._num_buffers = num_buffers
+        self._keep_last = keep_last
+        self._owners: set[int] = set()
+        self._preparing: threading.Thread | None = None
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
+        wait_until_free(lambda: not self.is_busy(identity.rank), timeout_s)
+        self._finish_preparing()
         path = self._dirty(identity)
         with storage_errors("recycle a file in", self.folder):
             claimed = self._claim_spare(identity)
@@ -54,6 +85,21 @@ class MemoryStore(Store):
             raise
         self._staged[identity] = buffer
         return buffer
+
+    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
+        self._owners.add(owner)
+        wanted = (self._keep_last + 1) * len(self._owners)
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+        if len(self.images()) < wanted:
+            self._preparing = threading.Thread(
+                target=self._make_spare, args=(nbytes, pin), name="localckpt-prepare", daemon=True
+            )
+            self._preparing.start()
+
+    def is_busy(self, owner: int) -> bool:
+        busy = [i for i, buffer in self._staged.items() if i.rank == owner and buffer.in_use]
+        return len(busy) >= self._num_buffers
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         return allocate(PrivateBuffer, nbytes)
@@ -89,11 +135,34 @@ class MemoryStore(Store):
         return sum(len(b.view) for b in (*self._staged.values(), *self._spares.values()))
 
     def close(self) -> None:
+        self._finish_preparing()
         for buffer in (*self._staged.values(), *self._spares.values()):
             buffer.close()
         self._staged.clear()
         self._spares.clear()
         super().close()
+
+    def _make_spare(self, nbytes: int, pin: torch.device | None) -> None:
+        name = f"ahead.{secrets.token_hex(4)}"
+        path, spare = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{SPARE}"
+        try:
+            buffer = allocate(lambda n: _MappedFile(path, n, create=True), nbytes)
+            if pin is not None:
+                buffer.pin(pin)
+            with storage_errors("name", spare):
+                os.rename(path, spare)
+        except StorageError as error:
+            # The save that wants it tries again, and raises.
+            logger.warning("memory could not be had ahead of time: %s", error)
+        else:
+            assert isinstance(buffer, _MappedFile)
+            self._spares[spare.name] = buffer
+
+    def _finish_preparing(self) -> None:
+        if self._preparing is not None:
+            # A spare that comes later still is mapped by the save that claims it.
+            self._preparing.join(_PREPARING_S)
+            self._preparing = None
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
         buffer = self._staged.pop(identity, None)
@@ -112,11 +181,11 @@ class _MappedFile(Buffer):
 
     @property
     def in_use(self) -> bool:
-        # Each save has a file of its own, so there is nothing to wait for.
-        return False
+        # Whoever commits it, in whatever process, takes this name from it.
+        return self._path.exists()
 
     def give_back(self) -> None:
-        """Nothing waits for it."""
+        """Losing its name tells that it is free."""
 
     def resize(self, path: Path, nbytes: int) -> None:
         """Make it the image of another shard, of another size, under another name."""

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from filelock import FileLock, Timeout
@@ -33,14 +34,19 @@ from localckpt.storage.files import FileSource
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import Digests, ShardWrite, sync_folder
 
-__all__ = ["DIRTY", "Store"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DIRTY", "SPARE", "Store"]
 
 logger = logging.getLogger(__name__)
 
 DIRTY = ".dirty"
 """Ends the name of whatever is being written; what a dead process left of it is removed."""
+SPARE = ".spare"
+"""Ends the name of a file that no shard needs, and a later save overwrites."""
 
-_SHARD, _SPARE, _CORRUPT = ".safetensors", ".spare", ".corrupt"
+_SHARD, _CORRUPT = ".safetensors", ".corrupt"
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
 _POLL_S = 0.05
@@ -95,6 +101,20 @@ class Store(ABC):
             StorageError: There is no room.
             CheckpointingException: Older saves kept all buffers busy for too long.
         """
+
+    @abstractmethod
+    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
+        """Have memory for the next saves made in the background, if it is not there.
+
+        Args:
+            owner: The rank whose images it is for.
+            nbytes: Their size.
+            pin: The GPU that they are copied from; ``None`` for none.
+        """
+
+    @abstractmethod
+    def is_busy(self, owner: int) -> bool:
+        """Whether :meth:`stage` would have to wait for an older save."""
 
     @abstractmethod
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
@@ -180,7 +200,7 @@ class Store(ABC):
                     path.unlink(missing_ok=True)
         for folder in adopted:
             with storage_errors("remove spares in", folder):
-                for spare in folder.glob(f"*{_SPARE}"):
+                for spare in folder.glob(f"*{SPARE}"):
                     spare.unlink(missing_ok=True)
 
     def discard(self, identities: Iterable[ShardIdentity]) -> None:
@@ -224,10 +244,16 @@ class Store(ABC):
         with storage_errors("read", self._session):
             return {int(e.name) for e in os.scandir(self._session) if e.name.isdecimal()}
 
+    def images(self) -> list[Path]:
+        """Files of this rank's folder that hold an image, will hold one, or did."""
+        endings = (_SHARD, SPARE, DIRTY)
+        with storage_errors("read", self.folder):
+            return [path for path in self.folder.iterdir() if path.name.endswith(endings)]
+
     def close(self) -> None:
         """Remove the spares and what is not written yet, and give up the folder."""
         with storage_errors("clean up", self.folder):
-            for ending in (_SPARE, DIRTY):
+            for ending in (SPARE, DIRTY):
                 for path in self.folder.glob(f"*{ending}"):
                     path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
@@ -243,7 +269,7 @@ class Store(ABC):
 
     def _claim_spare(self, identity: ShardIdentity) -> str | None:
         """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
-        for path in sorted(self.folder.glob(f"*{_SPARE}")):
+        for path in sorted(self.folder.glob(f"*{SPARE}")):
             try:
                 os.rename(path, self._dirty(identity))
             except FileNotFoundError:
@@ -252,7 +278,7 @@ class Store(ABC):
         return None
 
     def _to_spare(self, identity: ShardIdentity, path: Path) -> None:
-        spare = self.folder / f"{path.stem}.{secrets.token_hex(4)}{_SPARE}"
+        spare = self.folder / f"{path.stem}.{secrets.token_hex(4)}{SPARE}"
         with storage_errors("retire", path):
             try:
                 os.rename(path, spare)

@@ -81,9 +81,7 @@ def write_shards(writes: Sequence[ShardWrite]) -> float:
             with ThreadPoolExecutor(1, "localckpt-hash") as hasher:
                 hashing = hasher.submit(_settle_digests, write, view[: write.nbytes])
                 if write.in_place:
-                    hashing.result()
-                    with storage_errors("commit", write.final):
-                        os.rename(write.dirty, write.final)
+                    _commit_in_place(write, hashing.result)
                 else:
                     _write_file(write, view, hashing.result)
         finally:
@@ -128,6 +126,16 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
         except BaseException:
             write.dirty.unlink(missing_ok=True)
             raise
+
+
+def _commit_in_place(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
+    try:
+        digests_settled()
+        with storage_errors("commit", write.final):
+            os.rename(write.dirty, write.final)
+    except BaseException:
+        write.dirty.unlink(missing_ok=True)
+        raise
 
 
 def _open_dirty(write: ShardWrite) -> int:

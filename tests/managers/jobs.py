@@ -131,14 +131,19 @@ def error_of(
 
 
 def files(*roots: Path) -> list[str]:
-    """All files in stores but those that tell who is here, relative to their root."""
+    """All files in stores but those that tell who is here, or that a next save will want."""
     administration = {"node-token", ".lock", ".owner", ".epoch"}
     return sorted(
         str(path.relative_to(root))
         for root in roots
         for path in root.rglob("*")
-        if path.is_file() and path.name not in administration
+        if path.is_file() and path.name not in administration and not is_ahead(path)
     )
+
+
+def is_ahead(path: Path) -> bool:
+    """Whether it is memory that was made ahead of time; closing the manager removes it."""
+    return path.name.startswith("ahead.")
 
 
 def iterations_on(*roots: Path) -> set[int]:

@@ -433,16 +433,18 @@ def test_leaving_the_context_closes_the_manager(kind: str, root: Path) -> None:
     assert (our_threads(), our_children()) == before
 
 
-def test_a_save_and_a_load_are_one_line_each_in_the_log(
+def test_the_memory_is_told_once_and_a_save_and_a_load_are_one_line_each_in_the_log(
     kind: str, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "localckpt")
     with make_manager(kind, root) as manager:
         manager.save(state_of(0, 1), 1)
         resume(manager, 0, 1)
+        manager.save(state_of(0, 2), 2)
 
-    saved, loaded = (record.getMessage() for record in caplog.records)
-    assert f"saved iteration 1: {manager.last_save.nbytes} bytes" in saved
+    memory, saved, loaded, _ = (record.getMessage() for record in caplog.records)
+    assert str(manager.memory_plan()) in memory
+    assert f"saved iteration 1: {manager.last_load.nbytes} bytes" in saved
     assert f"loaded iteration 1 from own node: {manager.last_load.nbytes} bytes" in loaded
     assert "GB/s" in saved
     assert "GB/s" in loaded

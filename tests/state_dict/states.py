@@ -14,6 +14,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, seal, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import SideStreams
 from localckpt.state_dict.source import MemorySource
 
 IDENTITY = ShardIdentity("a session", Generation(2, 7), 40, 3, 8)
@@ -72,7 +73,8 @@ def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
     """The sealed image of a capture, which a test may have tampered with."""
     image = bytearray(capture.nbytes(identity))
     view = memoryview(image)
-    seal(view, capture.write(view, identity, Copier(1)), identity)
+    covered, _ = capture.write(view, identity, Copier(1), SideStreams())
+    seal(view, covered, identity)
     return image
 
 

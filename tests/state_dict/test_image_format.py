@@ -25,6 +25,7 @@ from localckpt.state_dict.header import (
 from localckpt.state_dict.identify import read_header, read_verified_identity
 from localckpt.state_dict.image import ImagePlanner, unpack
 from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
+from localckpt.state_dict.side_streams import SideStreams
 from tests.state_dict.states import IDENTITY, bits, image_of, source_of
 
 # What both torch and the safetensors library have a name for.
@@ -252,7 +253,7 @@ def test_the_image_is_the_same_however_many_threads_copy() -> None:
         copier = Copier(threads)
         image = bytearray(capture.nbytes(IDENTITY))
 
-        capture.write(memoryview(image), IDENTITY, copier)
+        capture.write(memoryview(image), IDENTITY, copier, SideStreams())
 
         copier.close()
         images.append(image)

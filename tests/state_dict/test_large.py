@@ -13,6 +13,7 @@ from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import SideStreams
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.write import write_shards
 from tests.state_dict.states import IDENTITY
@@ -35,7 +36,7 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     capture = ImagePlanner().capture({"large": tensor, "small": torch.tensor(5)})
     nbytes = capture.nbytes(IDENTITY)
     buffer = store.stage(IDENTITY, nbytes, 10.0)
-    covered = capture.write(buffer.view[:nbytes], IDENTITY, copier)
+    covered, _ = capture.write(buffer.view[:nbytes], IDENTITY, copier, SideStreams())
     write_shards([store.write_job(buffer, IDENTITY, nbytes, covered, "compute")])
     del buffer, capture
     words[:: 1 << 17] = 0

@@ -15,6 +15,7 @@ import torch
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.image import ImagePlanner, unpack
+from localckpt.state_dict.side_streams import SideStreams
 from localckpt.storage.store import Store
 from localckpt.storage.write import ShardWrite, write_shards
 
@@ -41,7 +42,7 @@ def staged(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrit
     capture = ImagePlanner().capture(state(who.iteration, nbytes))
     size = capture.nbytes(who)
     buffer = store.stage(who, size, 5.0)
-    covered = capture.write(buffer.view[:size], who, Copier(1))
+    covered, _ = capture.write(buffer.view[:size], who, Copier(1), SideStreams())
     return store.write_job(buffer, who, size, covered, "compute")
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.state_dict.host_memory import address_of
-from localckpt.storage.buffers import BufferPool, PrivateBuffer, SharedBuffer
+from localckpt.storage.buffers import PrivateBuffer, SharedBuffer
+from localckpt.storage.pool import BufferPool
 from tests.storage.shards import PATIENCE_S, ROOT
 
 MIB = 1 << 20
@@ -194,7 +195,7 @@ def test_a_pool_whose_buffers_stay_busy_gives_up_in_time_and_says_why() -> None:
         pool.take(0, 1000, 1.0)
     started = time.monotonic()
 
-    with pytest.raises(CheckpointingException, match=r"the 2 saves before .* after 0\.1 s"):
+    with pytest.raises(CheckpointingException, match=r"the saves before .* after 0\.1 s"):
         pool.take(0, 1000, 0.1)
 
     assert time.monotonic() - started < 5
@@ -231,6 +232,76 @@ def test_more_than_there_is_memory_for_is_an_error_before_it_is_touched() -> Non
         pool.take(0, psutil.virtual_memory().total * 2, 1.0)
 
     pool.close()
+
+
+def test_what_is_prepared_is_there_for_as_many_saves_as_can_be_under_way() -> None:
+    pool = BufferPool(PrivateBuffer, depth=3)
+
+    pool.prepare(0, 1000)
+    taken = [pool.take(0, 1000, PATIENCE_S) for _ in range(3)]
+
+    assert len({id(buffer) for buffer in taken}) == 3
+    assert pool.nbytes == 3 * len(taken[0].view)
+    assert pool.is_busy(0)
+    assert not pool.is_busy("another purpose")
+    taken[1].give_back()
+    assert not pool.is_busy(0)
+    pool.close()
+    assert pool.nbytes == 0
+
+
+def test_a_save_takes_the_buffer_that_is_being_prepared_instead_of_making_another() -> None:
+    made: list[PrivateBuffer] = []
+    go_on = threading.Event()
+
+    def slowly(nbytes: int) -> PrivateBuffer:
+        assert go_on.wait(PATIENCE_S)
+        made.append(PrivateBuffer(nbytes))
+        return made[-1]
+
+    pool = BufferPool(slowly, depth=1)
+    pool.prepare(0, 1000)
+    pool.prepare(0, 1000)
+    threading.Timer(0.1, go_on.set).start()
+
+    taken = pool.take(0, 1000, PATIENCE_S)
+
+    assert made == [taken]
+    pool.close()
+
+
+def test_a_pool_that_is_closed_while_it_prepares_frees_what_comes_last() -> None:
+    made: list[PrivateBuffer] = []
+
+    def slowly(nbytes: int) -> PrivateBuffer:
+        time.sleep(0.1)
+        made.append(PrivateBuffer(nbytes))
+        return made[-1]
+
+    pool = BufferPool(slowly, depth=5)
+    pool.prepare(0, 1000)
+
+    pool.close()
+
+    assert len(made) == 1
+    assert len(made[0].view) == 0
+    assert not [t for t in threading.enumerate() if t.name == "localckpt-prepare"]
+    pool.prepare(0, 1000)
+    assert pool.nbytes == 0
+
+
+def test_memory_that_cannot_be_had_ahead_of_time_is_an_error_of_the_save_that_wants_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = BufferPool(PrivateBuffer)
+    nbytes = psutil.virtual_memory().total * 2
+
+    pool.prepare(0, nbytes)
+    with pytest.raises(StorageError, match="no memory for a staging buffer"):
+        pool.take(0, nbytes, PATIENCE_S)
+
+    pool.close()
+    assert "ahead of time: there is no memory" in caplog.text
 
 
 def test_a_buffer_that_was_dropped_is_not_given_again() -> None:

@@ -1,0 +1,76 @@
+"""Copies from GPUs that run beside training, on streams of their own.
+
+They begin where training's stream is at the call, so the values are those of the call as long as
+nobody changes the tensors before the copies are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from localckpt.state_dict.tensor_table import copy_values
+
+__all__ = ["CopiesUnderWay", "SideStreams", "copy_to_host"]
+
+
+class CopiesUnderWay:
+    """Copies that were queued together.
+
+    Args:
+        tensors: What is copied; kept, because memory that is freed is given to others at once.
+        events: For each GPU, what happens when its copies are over.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], events: dict[torch.device, Any]) -> None:
+        self._tensors = tensors
+        self._events = events
+
+    @property
+    def over(self) -> bool:
+        """Whether all values are in host memory; never waits."""
+        return all(event.query() for event in self._events.values())
+
+    def wait(self) -> None:
+        """Return when all values are in host memory."""
+        for event in self._events.values():
+            event.synchronize()
+        self._tensors = []
+
+    def hold_back_training(self) -> None:
+        """Have what training queues from here on begin after the copies; does not wait itself."""
+        for device, event in self._events.items():
+            torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+class SideStreams:
+    """A stream for each GPU, made at its first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def queue(self, copies: Sequence[tuple[memoryview, torch.Tensor]]) -> CopiesUnderWay:
+        """Queue copies of tensors to their places in host memory, which should be pinned."""
+        events: dict[torch.device, Any] = {}
+        for device in dict.fromkeys(tensor.device for _, tensor in copies):
+            module = torch.get_device_module(device)
+            if device not in self._streams:
+                self._streams[device] = module.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(module.current_stream(device))
+            with module.stream(stream):
+                for place, tensor in copies:
+                    if tensor.device == device:
+                        copy_to_host(place, tensor)
+            events[device] = module.Event()
+            events[device].record(stream)
+        return CopiesUnderWay([tensor for _, tensor in copies], events)
+
+
+def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:
+    """Copy a tensor's value, contiguous, whatever its dtype, strides and device."""
+    flat = torch.frombuffer(place, dtype=torch.uint8)
+    target = flat.view(tensor.dtype).view(tensor.shape)
+    copy_values(target, tensor, non_blocking=True)

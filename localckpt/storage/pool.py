@@ -1,0 +1,194 @@
+"""Which staging buffers there are, who has them, and what a save does when all are busy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import psutil
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.storage.buffers import Buffer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BufferPool", "allocate", "wait_until_free"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.001
+_CLOSE_S = 60.0
+
+
+class BufferPool:
+    """Buffers by what they are for; each purpose has at most ``depth`` of them.
+
+    One thread takes them. They are made in that thread, or before they are wanted in another.
+
+    Args:
+        make: Makes a buffer that holds a number of bytes.
+        depth: How many saves can be under way.
+    """
+
+    def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
+        self._make = make
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._buffers: dict[Hashable, list[Buffer]] = {}
+        self._preparing: dict[Hashable, threading.Thread] = {}
+        self._closed = False
+
+    def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
+        """Make the buffers that are missing in the background, so that no save waits for them.
+
+        Args:
+            purpose: As for :meth:`take`.
+            nbytes: Size of the images that they are to hold.
+            pin: The GPU whose copies they are to take; ``None`` for none.
+        """
+        with self._lock:
+            there = len(self._buffers.setdefault(purpose, []))
+            if self._closed or purpose in self._preparing or there >= self._depth:
+                return
+            thread = threading.Thread(
+                target=self._prepare,
+                args=(purpose, nbytes, pin),
+                name="localckpt-prepare",
+                daemon=True,
+            )
+            self._preparing[purpose] = thread
+        thread.start()
+
+    def is_busy(self, purpose: Hashable) -> bool:
+        """Whether :meth:`take` would have to wait for an older save."""
+        with self._lock:
+            buffers = self._buffers.get(purpose, [])
+            return len(buffers) >= self._depth and all(buffer.in_use for buffer in buffers)
+
+    def take(self, purpose: Hashable, nbytes: int, timeout_s: float) -> Buffer:
+        """A free buffer of at least ``nbytes``; waits for an older save when all are busy.
+
+        Raises:
+            CheckpointingException: The older saves did not finish in time.
+            StorageError: There is no memory.
+        """
+        wait_until_free(lambda: not self._must_wait(purpose, nbytes), timeout_s)
+        with self._lock:
+            buffers = self._buffers.setdefault(purpose, [])
+            free = [buffer for buffer in buffers if not buffer.in_use]
+            large = [buffer for buffer in free if len(buffer.view) >= nbytes]
+            if not large and free:
+                buffers.remove(free[0])
+                free[0].close()
+        buffer = large[0] if large else self._new(nbytes)
+        buffer.take()
+        if not large:
+            with self._lock:
+                buffers.append(buffer)
+        return buffer
+
+    def drop(self, buffer: Buffer) -> None:
+        """Take out a buffer that somebody may still be using; a later save gets another one."""
+        with self._lock:
+            for buffers in self._buffers.values():
+                if buffer in buffers:
+                    buffers.remove(buffer)
+                    buffer.close()
+
+    def close(self) -> None:
+        """Free all buffers."""
+        with self._lock:
+            self._closed = True
+            preparing = list(self._preparing.values())
+        for thread in preparing:
+            thread.join(_CLOSE_S)
+        with self._lock:
+            for buffers in self._buffers.values():
+                for buffer in buffers:
+                    buffer.close()
+            self._buffers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers together."""
+        with self._lock:
+            return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
+
+    def _must_wait(self, purpose: Hashable, nbytes: int) -> bool:
+        with self._lock:
+            buffers = self._buffers.get(purpose, [])
+            free = [len(buffer.view) for buffer in buffers if not buffer.in_use]
+            if purpose in self._preparing:
+                # What is being made comes sooner than what would be begun now.
+                return not any(size >= nbytes for size in free)
+            return not free and len(buffers) >= self._depth
+
+    def _prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None) -> None:
+        try:
+            while True:
+                with self._lock:
+                    buffers = self._buffers.setdefault(purpose, [])
+                    if self._closed or len(buffers) >= self._depth:
+                        return
+                buffer = self._new(nbytes)
+                if pin is not None:
+                    buffer.pin(pin)
+                with self._lock:
+                    buffers.append(buffer)
+        except StorageError as error:
+            # The save that wants it tries again, and raises.
+            logger.warning("a staging buffer could not be made ahead of time: %s", error)
+        finally:
+            with self._lock:
+                del self._preparing[purpose]
+
+    def _new(self, nbytes: int) -> Buffer:
+        # A little more, so that a skeleton that grows from save to save fits.
+        return allocate(self._make, nbytes + nbytes // 64)
+
+
+def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for older saves to be done with their memory.
+
+    Raises:
+        CheckpointingException: They were not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    waited = False
+    while not is_free():
+        if not waited:
+            logger.info("all staging buffers are busy: waiting for an older save")
+            waited = True
+        if time.monotonic() > deadline:
+            raise CheckpointingException(
+                f"the saves before this one have not been written after {timeout_s:g} s: is the "
+                f"disk stuck, or does nobody run the requests that save() returned? This save was "
+                f"not started"
+            )
+        time.sleep(_POLL_S)
+
+
+def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
+    """A new buffer, if the node has the memory.
+
+    Raises:
+        StorageError: It has not.
+    """
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        # Touching the pages would have the kernel kill a process, most likely this one.
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
+            f"available on this node. Checkpoints saved before are as they were"
+        )
+    try:
+        return make(nbytes)
+    except (OSError, MemoryError) as error:
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes ({error}): "
+            f"checkpoints saved before are as they were"
+        ) from error

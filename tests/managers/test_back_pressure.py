@@ -1,0 +1,247 @@
+"""What staging memory there is, when it is made, and what a save does when all of it is busy."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import localckpt
+from localckpt import CheckpointingException
+from tests.managers.jobs import (
+    KINDS,
+    MAX_S,
+    assert_same,
+    cliques,
+    error_of,
+    files,
+    is_ahead,
+    iterations_on,
+    make_manager,
+    resume,
+    save,
+    state_of,
+)
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def root(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Path:
+    return (node_dirs if kind == "disk" else shm_roots)(1)[0]
+
+
+def _save_more_than_there_is_room_for(
+    rank: int, world_size: int, kind: str, policy: str, worker: str
+) -> list[Any]:
+    """Two buffers, and saves that nobody carries out on rank 1 until all have been tried."""
+    told: list[Any] = []
+    options = {"on_busy": policy, "async_worker": worker, "keep_last": 9}
+    with (
+        make_manager(kind, node_store(), "job", **options) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        requests = []
+        for iteration in (1, 2):
+            requests.append(manager.save(state_of(rank, iteration), iteration, is_async=True))
+            if rank != 1:
+                queue.schedule_async_request(requests[-1])
+        for iteration in (3, 4):
+            if policy == "skip":
+                request = manager.save(state_of(rank, iteration), iteration, is_async=True)
+                told.append((manager.last_save.skipped, manager.last_save.iteration))
+                requests.append(request)
+                if rank != 1:
+                    queue.schedule_async_request(request)
+            else:
+                told.append(
+                    error_of(lambda i=iteration: manager.save(state_of(rank, i), i, is_async=True))
+                )
+        told.append(manager.skipped_saves)
+        if rank == 1:
+            for request in requests:
+                queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        # Nothing of the saves that found no room was counted as saved.
+        save(manager, state_of(rank, 3), 3, queue)
+        assert resume(manager, rank, 3) == "own node"
+        assert iterations_on(node_store()) == {1, 2, 3}
+    return told
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say_so(
+    kind: str, worker: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(
+        _save_more_than_there_is_room_for, 2, kind, "skip", worker, store_per_node=nodes
+    )
+
+    assert told == [[(True, 3), (True, 4), 2]] * 2
+
+
+def test_saves_that_find_all_buffers_busy_on_one_rank_are_an_error_on_all_if_wanted(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(
+        _save_more_than_there_is_room_for, 2, kind, "error", "thread", store_per_node=nodes
+    )
+
+    for *errors, skipped in told:
+        assert skipped == 0
+        for iteration, text in zip((3, 4), errors, strict=True):
+            assert f"iteration {iteration} is not saved" in text
+            assert "of rank 1 are busy" in text or "of ranks 0, 1 are busy" in text
+
+
+def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root, timeout=0.3, num_buffers=3) as manager:
+        for iteration in (1, 2, 3):
+            manager.save(state_of(0, iteration), iteration, is_async=True)
+        began = time.monotonic()
+        request = manager.save(state_of(0, 4), 4, is_async=True)
+
+        assert 0.25 < time.monotonic() - began < 5
+        told = error_of(request.execute_sync)
+
+    assert "have not been written after 0.3 s" in told
+    assert "does nobody run the requests" in told
+
+
+def test_a_synchronous_save_waits_whatever_the_policy_of_the_others(kind: str, root: Path) -> None:
+    with (
+        make_manager(kind, root, on_busy="error", num_buffers=1) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
+        manager.save(state_of(0, 2), 2)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert resume(manager, 0, 2) == "own node"
+
+
+@pytest.mark.parametrize(
+    "option", [{"on_busy": "drop"}, {"num_buffers": 0}, {"staging_threads": 0}], ids=str
+)
+def test_options_that_make_no_sense_are_named(
+    kind: str, root: Path, option: dict[str, Any]
+) -> None:
+    ((name, value),) = option.items()
+
+    assert f"{name} is {value!r}" in error_of(lambda: make_manager(kind, root, **option))
+    assert files(root) == []
+
+
+def test_the_memory_of_the_first_saves_is_made_ahead_of_them(kind: str, root: Path) -> None:
+    with make_manager(kind, root) as manager:
+        error_of(manager.memory_plan)
+        state = state_of(0, 1, 40_000_000)
+        manager.warm_up(state)
+        planned = manager.memory_plan()
+        deadline = time.monotonic() + MAX_S
+        wanted = 2 if kind == "disk" else 1
+        while manager.store.staging_nbytes < wanted * planned.image_nbytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        layouts = manager._stored.planner.layouts_made
+        before = manager.store.staging_nbytes
+
+        manager.save(state, 1)
+
+        assert manager._stored.planner.layouts_made == layouts == 1
+        assert before <= manager.store.staging_nbytes <= 1.1 * 2 * planned.image_nbytes
+        assert manager.memory_plan() == planned
+        assert manager.find_latest() == 1
+        assert_same(manager.load()[0], state)
+    assert not any(map(is_ahead, root.rglob("*")))
+
+
+def _plan_of_memory(rank: int, world_size: int, kind: str) -> Any:
+    with cliques(1, 2) as replicas, make_manager(kind, node_store(), "job", replicas) as manager:
+        # Not the same on both, as ranks may hold parts of different sizes.
+        manager.save({"w": torch.zeros(1_000_000 * (1 + rank))}, 1)
+        manager.save({"w": torch.zeros(1_000_000 * (1 + rank))}, 2)
+        return manager.memory_plan()
+
+
+def test_the_plan_of_memory_counts_buffers_replicas_and_what_stays_in_memory(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    plans = run_ranks(_plan_of_memory, 2, kind, store_per_node=nodes)
+
+    total = sum(plan.image_nbytes for plan in plans)
+    for rank, plan in enumerate(plans):
+        assert plan.image_nbytes == pytest.approx(4_000_000 * (1 + rank), rel=0.01)
+        assert plan.replicas == 1
+        assert plan.staging_nbytes == 2 * total
+        assert plan.kept_nbytes == (0 if kind == "disk" else total)
+        assert plan.nbytes == plan.staging_nbytes + plan.kept_nbytes
+        assert plan.shared == (kind == "memory")
+
+
+def test_a_skipped_save_is_logged(kind: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "localckpt")
+    with make_manager(kind, root, on_busy="skip", num_buffers=1) as manager:
+        manager.save(state_of(0, 1), 1, is_async=True)
+        request = manager.save(state_of(0, 2), 2, is_async=True)
+        request.execute_sync()
+
+    assert [r.getMessage() for r in caplog.records] == [
+        "iteration 2 is not saved: the 1 staging buffers of rank 0 are busy with older saves"
+    ]
+
+
+def test_an_optimizer_of_host_memory_is_guarded_by_the_copy_itself(
+    kind: str, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with (
+        make_manager(kind, root, guard=optimizer) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        for iteration in range(3):
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            weight = model.weight.detach().clone()
+            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+            optimizer.step()
+            manager.wait_staged()
+            queue.maybe_finalize_async_calls(blocking=True)
+            assert manager.find_latest() == iteration
+            found, _ = manager.load()
+            assert_same(found["model"]["weight"], weight)
+            assert_same(found["optimizer"]["state"][0]["step"], torch.tensor(2.0 * iteration + 1))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_guard_and_a_worker_process_exclude_each_other(kind: str, root: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+
+    refused = error_of(
+        lambda: make_manager(kind, root, guard=[optimizer], async_worker="process"),
+        CheckpointingException,
+    )
+
+    assert "async_worker='thread'" in refused
+    assert not optimizer._optimizer_step_pre_hooks

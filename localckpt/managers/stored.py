@@ -241,7 +241,7 @@ class _StagedSource(MemorySource):
     ) -> None:
         super().__init__(image)
         self._capture = capture
-        self._data_start = covered_nbytes - len(capture.skeleton) - capture.layout.nbytes
+        self._data_start = covered_nbytes - len(capture.skeleton) - capture.data_nbytes
         self._covered_nbytes = covered_nbytes
         self._sealing = sealing
 

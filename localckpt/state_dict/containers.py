@@ -12,25 +12,29 @@ import torch
 __all__ = ["map_tensors", "named_tensors"]
 
 
-def named_tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     """Each tensor in nested dicts, lists, tuples and dataclasses, with its path joined by dots.
 
     A tensor that stands in two places is given twice; a container that contains itself is entered
     once.
     """
-    return _named_tensors(state, "", set())
+    found: list[tuple[str, torch.Tensor]] = []
+    _find_tensors(state, "", set(), found)
+    return found
 
 
-def _named_tensors(value: Any, path: str, inside: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _find_tensors(
+    value: Any, path: str, inside: set[int], found: list[tuple[str, torch.Tensor]]
+) -> None:
     if isinstance(value, torch.Tensor):
-        yield path, value
+        found.append((path, value))
         return
     children = _children(value)
     if children is None or id(value) in inside:
         return
     inside.add(id(value))
     for key, child in children:
-        yield from _named_tensors(child, f"{path}.{key}" if path else str(key), inside)
+        _find_tensors(child, f"{path}.{key}" if path else str(key), inside, found)
     inside.discard(id(value))
 
 

@@ -59,7 +59,11 @@ class Copier:
 
 
 def _pieces(jobs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    for destination, source, nbytes in jobs:
+    for job in jobs:
+        destination, source, nbytes = job
+        if nbytes <= _PIECE_NBYTES:
+            yield job
+            continue
         for done in range(0, nbytes, _PIECE_NBYTES):
             yield destination + done, source + done, min(_PIECE_NBYTES, nbytes - done)
 

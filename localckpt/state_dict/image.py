@@ -7,9 +7,9 @@ is in ``restore.py``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from localckpt.state_dict.tensor_table import (
     is_flat,
     signature,
     slot_bytes,
+    storage_address,
 )
 
 __all__ = ["Capture", "ImagePlanner", "pack", "seal", "unpack"]
@@ -47,6 +48,18 @@ class _Plan:
     layout: Layout
     slots_json: bytes
     table_json: bytes
+    copies: tuple[_Copy, ...]
+
+
+class _Copy(NamedTuple):
+    """What fills one slot: a tensor, or a range of bytes of its storage."""
+
+    number: int
+    span: tuple[int, int] | None
+    offset: int
+    nbytes: int
+    is_plain: bool
+    """Whether it is one run of bytes in host memory."""
 
 
 class ImagePlanner:
@@ -81,12 +94,13 @@ class ImagePlanner:
         if plan is None or plan.signature != found:
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
-            plan = _Plan(found, table, layout, render_slots(layout), table.to_json())
+            copies = tuple(_copies(table, layout, tensors))
+            plan = _Plan(found, table, layout, render_slots(layout), table.to_json(), copies)
             self._plan = plan
             self.layouts_made += 1
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
-        return Capture(plan.table, plan.layout, plan.slots_json, framed, tensors)
+        return Capture(plan, framed, tensors)
 
     def targets(self, state: Any) -> tuple[TensorTable, list[torch.Tensor]]:
         """The tensors of a state that is to be filled, and their table.
@@ -105,11 +119,14 @@ class ImagePlanner:
 class Capture:
     """A state's tensors, and where each belongs in the image."""
 
-    table: TensorTable
-    layout: Layout
-    slots_json: bytes
+    plan: _Plan
     skeleton: bytes
     tensors: list[torch.Tensor]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.plan.layout.nbytes
 
     @property
     def gpu(self) -> torch.device | None:
@@ -149,24 +166,23 @@ class Capture:
         jobs: list[tuple[int, int, int]] = []
         now: list[tuple[memoryview, torch.Tensor]] = []
         later: list[tuple[memoryview, torch.Tensor]] = []
-        for slot, (number, span) in zip(self.layout.slots, self.table.sources, strict=True):
-            if not slot.nbytes:
+        for number, span, offset, nbytes, is_plain in self.plan.copies:
+            start, tensor = len(header) + offset, self.tensors[number]
+            if is_plain:
+                source = tensor.data_ptr() if span is None else storage_address(tensor) + span[0]
+                jobs.append((base + start, source, nbytes))
                 continue
-            start = len(header) + slot.offset
-            tensor = slot_bytes(self.tensors[number].detach(), span)
-            if tensor.device.type == "cpu" and is_flat(tensor):
-                jobs.append((base + start, tensor.data_ptr(), slot.nbytes))
-                continue
-            place = image[start : start + slot.nbytes]
+            place = image[start : start + nbytes]
+            tensor = slot_bytes(tensor.detach(), span)
             if tensor.device.type == "cpu":
                 copy_to_host(place, tensor)
-            elif tensor.untyped_storage().data_ptr() in guarded:
+            elif storage_address(tensor) in guarded:
                 later.append((place, tensor))
             else:
                 now.append((place, tensor))
         unguarded, under_way = streams.queue(now), streams.queue(later)
         copier.copy(jobs)
-        covered = len(header) + self.layout.nbytes + len(self.skeleton)
+        covered = len(header) + self.data_nbytes + len(self.skeleton)
         image[covered - len(self.skeleton) : covered] = self.skeleton
         unguarded.wait()
         return covered, under_way
@@ -183,14 +199,12 @@ class Capture:
             start: First byte to copy.
         """
         stop, done = start + bucket.numel(), start
-        for slot, (number, span) in sorted(
-            zip(self.layout.slots, self.table.sources, strict=True), key=lambda s: s[0].offset
-        ):
-            offset = data_start + slot.offset
-            begin, end = max(start, offset), min(stop, offset + slot.nbytes)
+        for copy in sorted(self.plan.copies, key=lambda copy: copy.offset):
+            offset = data_start + copy.offset
+            begin, end = max(start, offset), min(stop, offset + copy.nbytes)
             if begin >= end:
                 continue
-            tensor = slot_bytes(self.tensors[number].detach(), span)
+            tensor = slot_bytes(self.tensors[copy.number].detach(), copy.span)
             if tensor.device != bucket.device or not is_flat(tensor):
                 continue
             _copy_up(bucket[done - start : begin - start], image[done:begin])
@@ -200,7 +214,7 @@ class Capture:
         _copy_up(bucket[done - start :], image[done:stop])
 
     def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
-        return render_header(self.slots_json, self.layout.nbytes, len(self.skeleton), identity)
+        return render_header(self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity)
 
 
 def seal(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
@@ -240,6 +254,14 @@ def _names(state: Any) -> dict[int, str]:
     for path, tensor in named_tensors(root):
         names.setdefault(id(tensor), path.removeprefix("state_dict."))
     return names
+
+
+def _copies(table: TensorTable, layout: Layout, tensors: list[torch.Tensor]) -> Iterator[_Copy]:
+    for slot, (number, span) in zip(layout.slots, table.sources, strict=True):
+        if slot.nbytes:
+            tensor = tensors[number]
+            is_plain = tensor.is_cpu and (span is not None or is_flat(tensor))
+            yield _Copy(number, span, slot.offset, slot.nbytes, is_plain)
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -114,11 +114,9 @@ def test_only_what_is_wanted_is_streamed(source_of: Any) -> None:
 def test_pieces_in_thousands_of_parts_arrive(source_of: Any) -> None:
     state = {f"t{n}": torch.tensor([n, -n]) for n in range(5000)}
     image = pack(state, WHO)
-    into = ImagePlanner().capture({name: torch.zeros_like(t) for name, t in state.items()})
+    into = ImagePlanner().targets({name: torch.zeros_like(t) for name, t in state.items()})
 
-    loaded = ImageReader(source_of(image.view), SafeGlobals(), WHO).restore(
-        (into.table, into.tensors)
-    )
+    loaded = ImageReader(source_of(image.view), SafeGlobals(), WHO).restore(into)
 
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 

@@ -65,13 +65,13 @@ def test_a_flipped_bit_is_seen_when_tensors_are_filled_in_place() -> None:
     state = large_state()
     image = memoryview(bytearray(image_of(state)))
     header = read_header(MemorySource(image))
-    target = ImagePlanner().capture({name: torch.empty_like(t) for name, t in state.items()})
+    target = ImagePlanner().targets({name: torch.empty_like(t) for name, t in state.items()})
     for start, stop in regions(header).values():
         position = (start + stop) // 2
         image[position] ^= 16
 
         with pytest.raises(CorruptShardError):
-            ImageReader(MemorySource(image), SafeGlobals()).restore((target.table, target.tensors))
+            ImageReader(MemorySource(image), SafeGlobals()).restore(target)
 
         image[position] ^= 16
 

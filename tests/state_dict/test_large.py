@@ -43,8 +43,8 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     words[5 << 26] = 7
     assert store.holds(IDENTITY)
     source = store.open(IDENTITY)
-    target = ImagePlanner().capture({"large": tensor, "small": torch.tensor(0)})
-    loaded = ImageReader(source, SafeGlobals(), IDENTITY).restore((target.table, target.tensors))
+    target = ImagePlanner().targets({"large": tensor, "small": torch.tensor(0)})
+    loaded = ImageReader(source, SafeGlobals(), IDENTITY).restore(target)
 
     source.close()
     store.close()

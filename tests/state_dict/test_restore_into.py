@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_into(saved: Any, given: Any) -> Any:
-    target = ImagePlanner().capture(given)
-    return ImageReader(pack(saved, IDENTITY), SafeGlobals()).restore((target.table, target.tensors))
+    target = ImagePlanner().targets(given)
+    return ImageReader(pack(saved, IDENTITY), SafeGlobals()).restore(target)
 
 
 def state(fill: float) -> dict[str, Any]:
@@ -180,13 +180,13 @@ def status(name):
             return int(line.split()[1]) << 10
 
 given = {f"t{n}": torch.ones(2_500_000) for n in range(20)}
-capture = ImagePlanner().capture(given)
+into = ImagePlanner().targets(given)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 source = FileSource(Path(sys.argv[1]))
 reader = ImageReader(source, SafeGlobals())
 if sys.argv[2] == "in place":
-    reader.restore((capture.table, capture.tensors))
+    reader.restore(into)
     value = given["t7"]
 else:
     value = reader.restore()["t7"]

@@ -131,13 +131,18 @@ class SharedBuffer(Buffer):
         path: The file.
         nbytes: Bytes to hold.
         create: Make the file, which must not exist; else map the one that is there.
+        to_read: As for :func:`map_shared`.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, create: bool = True) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, create: bool = True, to_read: bool = False
+    ) -> None:
         self.path = path
         self._nbytes = nbytes
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
-        self._whole = memoryview(map_shared(path, size + PAGE_NBYTES, create=create))
+        self._whole = memoryview(
+            map_shared(path, size + PAGE_NBYTES, create=create, to_read=to_read)
+        )
         self.view = self._whole[:size]
         self._flag = size
 
@@ -164,11 +169,18 @@ class SharedBuffer(Buffer):
 
 
 def _attach(path: Path, nbytes: int) -> SharedBuffer:
-    return SharedBuffer(path, nbytes, create=False)
+    return SharedBuffer(path, nbytes, create=False, to_read=True)
 
 
-def map_shared(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
+def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> mmap.mmap:
     """Map a file in shared memory, and reserve all its pages.
+
+    Args:
+        path: The file.
+        nbytes: How much of it to map.
+        create: Make it; it must not exist.
+        to_read: Map pages only as they are read, which comes cheaper than having all of them ready
+            to be written to.
 
     Raises:
         StorageError: There is no room, or the file cannot be had.
@@ -183,7 +195,8 @@ def map_shared(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
             try:
                 # Pages come in the size that a mapping asks for only if they come through it.
                 prefer_huge_pages(address_of(memoryview(memory)), nbytes)
-                populate(address_of(memoryview(memory)), nbytes)
+                if not to_read:
+                    populate(address_of(memoryview(memory)), nbytes)
                 # Pages that are only promised are a SIGBUS when there is no memory left.
                 os.posix_fallocate(fd, 0, nbytes)
             except BaseException:

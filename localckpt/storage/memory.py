@@ -176,8 +176,8 @@ class _MappedFile(Buffer):
     _path: Path
     _nbytes: int
 
-    def __init__(self, path: Path, nbytes: int, *, create: bool) -> None:
-        self._open(path, nbytes, create=create)
+    def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
+        self._open(path, nbytes, create=create, to_read=to_read)
 
     @property
     def in_use(self) -> bool:
@@ -213,10 +213,12 @@ class _MappedFile(Buffer):
         self._unpin()
         self.view = memoryview(b"")
 
-    def _open(self, path: Path, nbytes: int, *, create: bool) -> None:
+    def _open(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that an image that is a little larger fits the next time.
-        self._map: mmap.mmap = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create)
+        self._map: mmap.mmap = map_shared(
+            path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read
+        )
         self.view = memoryview(self._map)[:nbytes]
         os.truncate(path, nbytes)
 
@@ -225,4 +227,4 @@ class _MappedFile(Buffer):
 
 
 def _attach(path: Path, nbytes: int) -> _MappedFile:
-    return _MappedFile(path, nbytes, create=False)
+    return _MappedFile(path, nbytes, create=False, to_read=True)

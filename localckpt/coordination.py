@@ -23,6 +23,9 @@ from localckpt.errors import MismatchError, PeerLostError
 __all__ = ["Coordinator", "default_store"]
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
+# All answers to a question are one number in the store, which is read without waiting and in one
+# round trip: a no adds 2 to it, the yes that ends it adds 1.
+_NO = 2
 
 
 class Coordinator:
@@ -78,9 +81,13 @@ class Coordinator:
         store, number = self._store, self._gathers
         self.post(phase, record)
         with _store_errors(phase):
-            came, ranks = f"came/{number}", list(range(self.world_size))
-            keys = [f"gather/{number}/{rank}" for rank in ranks]
-            self._wait(keys, phase, lambda: store.add(came, 0) >= self.world_size, ranks)
+            came = f"came/{number}"
+            keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
+            self._wait(
+                phase,
+                lambda: store.add(came, 0) >= self.world_size,
+                lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
+            )
             extended = store.has_extended_api()  # type: ignore[attr-defined]
             values = store.multi_get(keys) if extended else map(store.get, keys)
             phases, records = zip(*(json.loads(value) for value in values), strict=True)
@@ -123,48 +130,47 @@ class Coordinator:
         with _store_errors(f"poll {counter}"):
             return int(self._store.add(f"count/{counter}", 0)) >= self.world_size
 
-    def follow_first_rank(self, question: str, decide: Callable[[], bool]) -> bool:
-        """Rank 0 decides, and all ranks act alike; the others wait for it to reach this question.
+    def answer(self, question: str, yes: bool) -> None:
+        """On rank 0: say no to a question any number of times, then yes. Never waits."""
+        if self._store is not None:
+            with _store_errors(f"answer {question}"):
+                self._store.add(f"count/{question}", 1 if yes else _NO)
 
-        Args:
-            question: Names the decision; may be used once.
-            decide: Called on rank 0 only.
+    def hear_answer(self, question: str, number: int) -> bool:
+        """What rank 0 answers to a question, or has answered, for the ``number``-th time from 1.
 
         Raises:
-            PeerLostError: Rank 0 did not come in time.
+            PeerLostError: Rank 0 did not say in time.
         """
-        if self._store is None:
-            return decide()
-        key, store = f"decision/{question}", self._store
-        with _store_errors(question):
-            if self.rank == 0:
-                decision = decide()
-                store.set(key, "1" if decision else "0")
-                return decision
-            self._wait([key], question, lambda: store.check([key]), [0])
-            return store.get(key) == b"1"
+        assert self._store is not None, "rank 0 knows its answers"
+        key, store, phase = f"count/{question}", self._store, f"{question} ({number})"
+        noes, yes = 0, 0
 
-    def forget(self, key: str) -> None:
-        """Drop a counter or decision that every rank is done with (called on one rank)."""
+        def is_answered() -> bool:
+            nonlocal noes, yes
+            noes, yes = divmod(store.add(key, 0), _NO)
+            return noes + yes >= number
+
+        with _store_errors(phase):
+            self._wait(phase, is_answered, lambda: [0])
+        return noes < number
+
+    def forget(self, counter: str) -> None:
+        """Drop a counter or question that every rank is done with (called on one rank)."""
         if self._store is not None:
-            with _store_errors(f"forget {key}"):
-                self._store.delete_key(f"count/{key}")
-                self._store.delete_key(f"decision/{key}")
+            with _store_errors(f"forget {counter}"):
+                self._store.delete_key(f"count/{counter}")
 
     def _wait(
-        self, keys: list[str], phase: str, is_there: Callable[[], bool], ranks: list[int]
+        self, phase: str, is_there: Callable[[], bool], late: Callable[[], list[int]]
     ) -> None:
         # Asking again and again, since a wait on the store blocks all other users of this client,
         # torch's own among them, and a client of one's own takes a second to connect.
         deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
         while not is_there():
             if time.monotonic() > deadline:
-                assert self._store is not None
-                late = [
-                    r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])
-                ]
-                if late:
-                    raise PeerLostError(self._describe_late(late, phase))
+                if missing := late():
+                    raise PeerLostError(self._describe_late(missing, phase))
                 return
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

@@ -1,26 +1,26 @@
 """How all ranks decide, in the same poll, that a call is over, and tell each other how it ended.
 
 A rank that finalized a call alone would gather with others that train on, and each would hang in
-the other's collectives. So the first rank decides at every poll and all follow. Messages go over
-the job's store, never over a device.
+the other's collectives. So the first rank decides and all follow. It decides one poll ahead: a rank
+waits in a poll only if it is more than one poll ahead of the first rank. Messages go over the job's
+store, never over a device.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from localckpt.async_save.request import CallReport
 from localckpt.coordination import Coordinator
 from localckpt.errors import PeerLostError
 
-__all__ = ["OWN_WORK", "Agreement"]
+__all__ = ["Agreement"]
 
-# Waits end one after another within the timeout: a rank gives its own work up first, so that the
-# others hear the cause from it, then the first rank stops waiting for reports, then the others
-# stop waiting for the first rank.
-OWN_WORK, _FIRST_RANK, _OTHER_RANKS = 0.7, 0.8, 0.9
+# Waits end one after another within the timeout: a rank gives its own work up first (OWN_WORK), so
+# that the others hear the cause from it, then the first rank stops waiting for reports, then the
+# others stop waiting for the first rank.
+_FIRST_RANK, _OTHER_RANKS = 0.8, 0.9
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.02
 
 
@@ -38,8 +38,7 @@ class Agreement:
         self._settled = 0
         self._polls = 0
         self._reported = False
-        self._asked: list[str] = []
-        self._forgettable: deque[str] = deque()
+        self._agreed = False
 
     def reached(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
         """Whether all ranks finalize the oldest call now.
@@ -85,39 +84,41 @@ class Agreement:
         Raises:
             PeerLostError: Some rank did not come in time.
         """
-        number, asked = self._settled, self._asked
-        self._settled, self._polls, self._asked, self._reported = number + 1, 0, [], False
+        number = self._settled
+        self._settled, self._polls, self._agreed, self._reported = number + 1, 0, False, False
         self._set_deadline(start + self._timeout_s)
         records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
-        # Who takes part in the gathering has read all answers before it.
-        self._forgettable.extend([*asked, _over(number)])
+        if self._ranks.rank == 0:
+            # Who takes part in the gathering has read and reported all it will.
+            self._ranks.forget(_question(number))
+            self._ranks.forget(_over(number))
         return [CallReport.from_json(record) for record in records]
 
     def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
-        def decide() -> bool:
-            return blocking or (is_over() and self._ranks.reported_by_all(_over(self._settled)))
-
-        self._forget_some()
+        if self._ranks.world_size == 1:
+            return blocking or is_over()
         if is_over():
             self._report_once()
-        self._set_deadline(start + self._timeout_s * (_OTHER_RANKS if blocking else 1.0))
-        question = f"decide on async call {self._settled} (poll {self._polls})"
-        decision = self._ranks.follow_first_rank(question, decide)
+        if self._ranks.rank == 0:
+            agreed = self._agreed
+            if not agreed:
+                self._agreed = blocking or (
+                    is_over() and self._ranks.reported_by_all(_over(self._settled))
+                )
+                self._ranks.answer(_question(self._settled), self._agreed)
+        else:
+            self._set_deadline(start + self._timeout_s * (_OTHER_RANKS if blocking else 1.0))
+            # The answer for the first poll would have been given before the call was scheduled.
+            agreed = self._polls > 0 and self._ranks.hear_answer(
+                _question(self._settled), self._polls
+            )
         self._polls += 1
-        self._asked.append(question)
-        return decision
+        return agreed
 
     def _report_once(self) -> None:
         if not self._reported:
             self._ranks.report(_over(self._settled))
             self._reported = True
-
-    def _forget_some(self) -> None:
-        # Two a poll keep pace with what polls and calls leave, and no single poll pays for all.
-        for _ in range(min(2, len(self._forgettable))):
-            name = self._forgettable.popleft()
-            if self._ranks.rank == 0:
-                self._ranks.forget(name)
 
     def _set_deadline(self, deadline: float) -> None:
         self._ranks.timeout_s = round(max(0.0, deadline - time.monotonic()), 2)
@@ -125,3 +126,7 @@ class Agreement:
 
 def _over(number: int) -> str:
     return f"async call {number} is over"
+
+
+def _question(number: int) -> str:
+    return f"decide on async call {number}"

@@ -1,8 +1,8 @@
 """Who carries out a call: a thread of the trainer, a lasting worker process, or a forked child.
 
-A caller knows the outcome on this rank only; what all ranks make of it is the queue's part. Each
-runs its calls one after another, in a thread that lives only while there is work: an idle caller
-holds no thread, and interpreter exit waits for the calls that are in flight.
+Each runs its calls one after another, in a thread that lives only while there is work: an idle
+caller holds no thread, and interpreter exit waits for the calls that are in flight. A caller can
+be asked whether its latest call is over on all ranks; finalizing in order is the queue's part.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from localckpt.async_save.processes import ForkedProcess, WorkerProcess, pack_call
-from localckpt.async_save.request import AsyncRequest, function_name
+from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProcess, pack_call
+from localckpt.async_save.request import AsyncRequest, CallReport, function_name, judge
 from localckpt.errors import CheckpointingException
 
+if TYPE_CHECKING:
+    from localckpt.coordination import Coordinator
+
 __all__ = [
+    "OWN_WORK",
     "AsyncCaller",
     "PendingCall",
     "PersistentAsyncCaller",
@@ -29,6 +33,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# The share of a deadline in which a rank waits for its own work; in the rest it hears the others.
+OWN_WORK = 0.7
 
 
 class PendingCall:
@@ -88,7 +95,10 @@ class AsyncCaller(ABC):
         self._running: PendingCall | None = None
         self._runner: threading.Thread | None = None
         self._left_behind: list[threading.Thread] = []
-        self._latest: PendingCall | None = None
+        self._latest = PendingCall(function_name(None))
+        self._latest.settle(None)
+        self._scheduled = 0
+        self._ranks: Coordinator | None = None
         self._closed = False
 
     @abstractmethod
@@ -98,19 +108,16 @@ class AsyncCaller(ABC):
         """Give back what is held between calls."""
 
     def schedule_async_call(self, request: AsyncRequest) -> PendingCall:
-        """Begin a call, or put it after those that are not over.
+        """Begin a call, or put it after those that are not over. Its ``preload_fn`` runs first.
 
         Raises:
             CheckpointingException: This caller is closed, was made by another process, or cannot
                 carry out such a call.
         """
-        if os.getpid() != self._owner:
-            raise CheckpointingException(
-                f"this caller belongs to process {self._owner}, of which this one is a fork; "
-                f"make one here"
-            )
+        self._check_fork()
         if self._closed:
             raise CheckpointingException("this caller is closed; make another")
+        request = request.preload()
         if request.async_fn is None:
             call = PendingCall(function_name(None))
             call.settle(None)
@@ -118,30 +125,50 @@ class AsyncCaller(ABC):
             call = self._make_call(request, request.async_fn)
             self._enqueue(call)
         self._latest = call
+        self._scheduled += 1
         return call
 
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
-        """Whether the call that was scheduled last is over on this rank.
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the call that was scheduled last is over on all ranks.
 
         Args:
             blocking: Wait for it.
-            no_dist: Must be true: only :class:`AsyncCallsQueue` asks the other ranks.
+            no_dist: Look at this rank only. Otherwise all ranks ask equally often, and wait for
+                each other; an :class:`AsyncCallsQueue` waits less.
 
         Raises:
-            CheckpointingException: It failed, or did not end in time.
+            CheckpointingException: It failed, or did not end in time; the same on every rank.
+            PeerLostError: Some rank did not ask in time.
         """
-        if not no_dist:
-            raise CheckpointingException(
-                "a caller knows of its own rank only; use an AsyncCallsQueue to agree with others"
-            )
-        call = self._latest
-        if call is None:
-            return True
-        if blocking and not call.wait(self._timeout_s):
-            raise CheckpointingException(f"{call.name} was not over after {self._timeout_s:g} s")
-        if call.error is not None:
-            raise CheckpointingException(f"{call.name} failed: {call.error}") from call.error
-        return call.done()
+        self._check_fork()
+        call, patience_s = self._latest, self._timeout_s * (1.0 if no_dist else OWN_WORK)
+        in_time = not blocking or call.wait(patience_s)
+        error = call.error
+        if error is None and not in_time:
+            error = CheckpointingException(f"it was not over after {patience_s:g} s")
+        if no_dist:
+            if error is not None:
+                raise CheckpointingException(f"{call.name} failed: {error}") from error
+            return call.done()
+        is_alive = error is None and not call.done()
+        own = None if is_alive else CallReport.of(self._scheduled, call.name, error).to_json()
+        ranks = self._all_ranks()
+        records = ranks.all_gather("ask for an async call", own)
+        if None in records:
+            return False
+        failed = judge([CallReport.from_json(record) for record in records], ranks.global_ranks)
+        if failed is not None:
+            raise failed from error
+        return True
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Whether no rank says that its call is alive. All ranks ask, and wait for each other.
+
+        Raises:
+            PeerLostError: Some rank did not ask in time.
+        """
+        self._check_fork()
+        return not any(self._all_ranks().all_gather("ask who is alive", bool(is_alive)))
 
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
@@ -190,6 +217,21 @@ class AsyncCaller(ABC):
             if not self._join(time.monotonic() + 1.0):
                 logger.error("a call in a thread does not end, and goes on after close()")
         self._close()
+
+    def _check_fork(self) -> None:
+        if os.getpid() != self._owner:
+            raise CheckpointingException(
+                f"this caller belongs to process {self._owner}, of which this one is a fork; "
+                f"make one here"
+            )
+
+    def _all_ranks(self) -> Coordinator:
+        if self._ranks is None:
+            # Here only: who asks no other rank does without torch.
+            from localckpt.coordination import Coordinator
+
+            self._ranks = Coordinator("async caller", timeout_s=self._timeout_s)
+        return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
         with self._lock:
@@ -263,10 +305,17 @@ class PersistentAsyncCaller(AsyncCaller):
 
     It takes functions of importable modules with arguments that can be pickled. A worker that
     died is replaced at the next call.
+
+    Args:
+        timeout_s: As for every caller.
+        nice: How much lower than the trainer's its CPU priority is.
+        idle_io: Whether its disk accesses wait for those of others, where the I/O scheduler knows
+            such a class.
     """
 
-    def __init__(self, *, timeout_s: float = 300.0) -> None:
+    def __init__(self, *, timeout_s: float = 300.0, nice: int = 10, idle_io: bool = True) -> None:
         super().__init__(timeout_s=timeout_s)
+        self._priority = Priority(nice, idle_io)
         self._worker: WorkerProcess | None = None
 
     def warm_up(self) -> None:
@@ -290,7 +339,7 @@ class PersistentAsyncCaller(AsyncCaller):
     def _ready_worker(self) -> WorkerProcess:
         if self._worker is None or not self._worker.usable():
             self._close()
-            self._worker = WorkerProcess(self._timeout_s)
+            self._worker = WorkerProcess(self._timeout_s, self._priority)
         return self._worker
 
 
@@ -298,11 +347,16 @@ class TemporalAsyncCaller(AsyncCaller):
     """Forks a process for each call: for functions that cannot be pickled.
 
     The fork is made when the call is scheduled, so the call sees memory as it was then, even when
-    it has to wait for another. It must not touch a GPU.
+    it has to wait for another. It must not touch a GPU. Takes the options of
+    :class:`PersistentAsyncCaller`.
     """
 
+    def __init__(self, *, timeout_s: float = 300.0, nice: int = 10, idle_io: bool = True) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._priority = Priority(nice, idle_io)
+
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return _ForkedCall(request, function, self._timeout_s)
+        return _ForkedCall(request, function, self._timeout_s, self._priority)
 
 
 class _ThreadCall(PendingCall):
@@ -370,11 +424,15 @@ class _WarmUp(PendingCall):
 
 class _ForkedCall(PendingCall):
     def __init__(
-        self, request: AsyncRequest, function: Callable[..., Any], exit_patience_s: float
+        self,
+        request: AsyncRequest,
+        function: Callable[..., Any],
+        exit_patience_s: float,
+        priority: Priority,
     ) -> None:
         super().__init__(function_name(function))
         self._process = ForkedProcess(
-            function, request.async_fn_args, request.async_fn_kwargs, exit_patience_s
+            function, request.async_fn_args, request.async_fn_kwargs, exit_patience_s, priority
         )
 
     def run(self) -> None:

@@ -7,6 +7,7 @@ end is always found out here: their error with its text, or the signal that kill
 from __future__ import annotations
 
 import fcntl
+import gc
 import io
 import logging
 import multiprocessing
@@ -20,13 +21,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+
+import psutil
 
 from localckpt.async_save import worker
 from localckpt.errors import CheckpointingException, WorkerDiedError
 
-__all__ = ["ForkedProcess", "NotSendableError", "WorkerProcess", "pack_call"]
+__all__ = ["ForkedProcess", "NotSendableError", "Priority", "WorkerProcess", "pack_call"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +73,33 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) 
     return pickle.dumps((_import_path(), call.getvalue()), pickle.HIGHEST_PROTOCOL)
 
 
+@dataclass(frozen=True, slots=True)
+class Priority:
+    """How far a process steps back behind training."""
+
+    nice: int
+    idle_io: bool
+
+    def give(self, pid: int) -> None:
+        """Set it from outside, before the process has threads: it then need not import for it."""
+        try:
+            process = psutil.Process(pid)
+            process.nice(process.nice() + self.nice)
+            if self.idle_io:
+                process.ionice(psutil.IOPRIO_CLASS_IDLE)
+        except (psutil.Error, OSError) as reason:
+            logger.info("process %d keeps a higher priority than was asked for: %r", pid, reason)
+
+
 class WorkerProcess:
     """One interpreter that takes calls until it is stopped, killed, or its trainer ends.
 
     Args:
         exit_patience_s: How long a call may still take once the trainer's main thread has ended.
+        priority: The process's from its start.
     """
 
-    def __init__(self, exit_patience_s: float) -> None:
+    def __init__(self, exit_patience_s: float, priority: Priority) -> None:
         self._exit_patience_s = exit_patience_s
         self._killed = False
         requests, self._requests = os.pipe()
@@ -108,6 +131,7 @@ class WorkerProcess:
             self._requests,
             (self._replies, self._output),
         )
+        priority.give(self.pid)
 
     def usable(self) -> bool:
         """Whether it can be given a call."""
@@ -175,6 +199,7 @@ class ForkedProcess:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         exit_patience_s: float,
+        priority: Priority,
     ) -> None:
         self._exit_patience_s = exit_patience_s
         go, self._go = os.pipe()
@@ -195,6 +220,8 @@ class ForkedProcess:
             raise
         finally:
             _close_all(*theirs)
+        assert self._process.pid is not None
+        priority.give(self._process.pid)
 
     def call(self, name: str) -> None:
         """Let it begin, and return when it is over; raises as :meth:`WorkerProcess.call`."""
@@ -266,10 +293,12 @@ def _stop_worker(
 def _serve_once(
     trainer: int, ours: tuple[int, int], theirs: tuple[int, int], work: tuple[Any, Any, Any]
 ) -> None:
+    # Collecting would touch, and so copy, all of the trainer's objects.
+    gc.disable()
     # What the trainer does on a signal is not this child's to do.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    worker.step_back()
+    worker.leave_ctrl_c_to_trainer()
     os.setsid()
     _close_all(*theirs)
     if "torch" in sys.modules:

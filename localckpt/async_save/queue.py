@@ -12,10 +12,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from localckpt.async_save.agreement import OWN_WORK, Agreement
+from localckpt.async_save.agreement import Agreement
 from localckpt.async_save.callers import (
+    OWN_WORK,
     AsyncCaller,
     PendingCall,
     PersistentAsyncCaller,
@@ -41,8 +42,6 @@ __all__ = ["AsyncCallsQueue"]
 
 logger = logging.getLogger(__name__)
 
-_Caller = TypeVar("_Caller", bound=AsyncCaller)
-
 
 @dataclass(slots=True)
 class _Entry:
@@ -63,7 +62,8 @@ class _Entry:
 class AsyncCallsQueue:
     """Runs requests behind training and finalizes them, in order, on all ranks together.
 
-    All ranks schedule the same calls in the same order and poll equally often. Used by one thread.
+    All ranks schedule the same calls in the same order and poll equally often; several ranks
+    finalize one poll after the first rank finds that all are done. Used by one thread.
 
     Args:
         persistent: Send calls that can be pickled to one worker process; else fork one a call.
@@ -71,6 +71,9 @@ class AsyncCallsQueue:
         timeout_s: The longest that a blocking poll waits for a call, in seconds. A rank's own
             part gets seven tenths of it.
         process_group: The ranks that agree; ``None`` for all.
+        nice: How much lower than the trainer's the CPU priority of its processes is.
+        idle_io: Whether their disk accesses wait for those of others, where the I/O scheduler
+            knows such a class.
     """
 
     def __init__(
@@ -79,12 +82,18 @@ class AsyncCallsQueue:
         *,
         timeout_s: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
+        nice: int = 10,
+        idle_io: bool = True,
     ) -> None:
         self._persistent = persistent
         self._timeout_s = timeout_s
         self._process_group = process_group
         self._owner = os.getpid()
-        self._callers: dict[type[AsyncCaller], AsyncCaller] = {}
+        # They hold no thread and no process until they get a call.
+        self._thread = ThreadAsyncCaller(timeout_s=timeout_s)
+        self._worker = PersistentAsyncCaller(timeout_s=timeout_s, nice=nice, idle_io=idle_io)
+        self._forker = TemporalAsyncCaller(timeout_s=timeout_s, nice=nice, idle_io=idle_io)
+        self._callers: list[AsyncCaller] = [self._thread, self._worker, self._forker]
         self._entries: deque[_Entry] = deque()
         self._scheduled = 0
         self._closed = False
@@ -110,7 +119,7 @@ class AsyncCallsQueue:
         """Start the worker process in the background, so that the first call finds it ready."""
         self._check_usable()
         if self._persistent:
-            self._caller(PersistentAsyncCaller).warm_up()
+            self._worker.warm_up()
 
     def schedule_async_request(self, request: AsyncRequest) -> int:
         """Begin a call behind training.
@@ -215,7 +224,7 @@ class AsyncCallsQueue:
                     logger.error("a further call failed at close: %s", error)
                 # A rank that did not come for one call will not come for the next.
                 raised, abort = raised or error, self._lost_ranks
-        for caller in self._callers.values():
+        for caller in self._callers:
             caller.close(abort)
         while self._entries:
             entry = self._entries.popleft()
@@ -229,7 +238,7 @@ class AsyncCallsQueue:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
-        for caller in self._callers.values():
+        for caller in self._callers:
             caller.close()
         if self._entries:
             logger.warning(
@@ -250,24 +259,15 @@ class AsyncCallsQueue:
                 f"make one here"
             )
 
-    def _caller(self, kind: type[_Caller]) -> _Caller:
-        caller = self._callers.get(kind)
-        if not isinstance(caller, kind):
-            caller = self._callers[kind] = kind(timeout_s=self._timeout_s)
-        return caller
-
     def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
         if request.async_fn is None or must_run_in_trainer(request.async_fn):
-            thread = self._caller(ThreadAsyncCaller)
-            return thread, thread.schedule_async_call(request)
+            return self._thread, self._thread.schedule_async_call(request)
         if self._persistent:
-            worker = self._caller(PersistentAsyncCaller)
             try:
-                return worker, worker.schedule_async_call(request)
+                return self._worker, self._worker.schedule_async_call(request)
             except NotSendableError as reason:
                 logger.debug("a process is forked for call %d: %s", request.call_idx, reason)
-        forker = self._caller(TemporalAsyncCaller)
-        return forker, forker.schedule_async_call(request)
+        return self._forker, self._forker.schedule_async_call(request)
 
     def _finalize(self, entry: _Entry, reports: list[CallReport], ranks: list[int]) -> None:
         failed = judge(reports, ranks)

@@ -34,6 +34,8 @@ _MARK = "__localckpt_runs_in_trainer__"
 # Every rank sends its error to every other, so one endless message must not fill the job's store.
 _LONGEST_TEXT = 4000
 
+_NO_FUNCTION = "no function"
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -155,7 +157,7 @@ def function_name(function: Callable[..., Any] | None) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     if function is None:
-        return "no function"
+        return _NO_FUNCTION
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
@@ -203,7 +205,9 @@ def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingE
         reports: One of each rank.
         ranks: The global ranks, in the same order.
     """
-    if len({(r.call_idx, r.function) for r in reports}) > 1:
+    # A rank that has nothing to write takes part with no function.
+    functions = {r.function for r in reports} - {_NO_FUNCTION}
+    if len({r.call_idx for r in reports}) > 1 or len(functions) > 1:
         where = ", ".join(
             f"rank {rank} is at call {r.call_idx} ({r.function})"
             for rank, r in zip(ranks, reports, strict=True)
@@ -221,7 +225,7 @@ def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingE
         getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
     )
     causes = "; ".join(f"rank {rank}: {r.text.rstrip('.')}" for rank, r in failed)
-    first = reports[0]
+    _, first = failed[0]
     return raised(
         f"call {first.call_idx} ({first.function}) failed on {causes}. "
         f"It was finalized on no rank; further calls can be scheduled"

@@ -7,6 +7,7 @@ trainer: a call in hand is finished first, then it leaves.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -24,9 +25,9 @@ __all__ = [
     "RemoteTraceback",
     "carry_out",
     "is_readable",
+    "leave_ctrl_c_to_trainer",
     "main",
     "read_frame",
-    "step_back",
     "write_frame",
 ]
 
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 # A forked child of the trainer can keep the pipe open after the trainer's death, so end of file
 # alone does not tell; the parent's pid does, at this interval.
 _LOOK_ROUND_S = 1.0
-_NICENESS = 10
 _LONGEST_TEXT = 16_000
 _LARGEST_PICKLE = 64_000
 
@@ -46,7 +46,10 @@ def main() -> None:
     for fd in (requests, replies):
         os.set_inheritable(fd, False)
     faulthandler.enable()
-    step_back()
+    leave_ctrl_c_to_trainer()
+    gc.disable()
+    # What is imported by now stays, so the collections between calls need not look at it.
+    gc.freeze()
     asked_to_leave: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_leave.append(number))
     while not asked_to_leave and os.getppid() == trainer:
@@ -62,12 +65,13 @@ def main() -> None:
             write_frame(replies, b"" if failure is None else pickle.dumps(failure))
         except BrokenPipeError:
             return
+        # Between calls, so that collecting takes no time of one.
+        gc.collect()
 
 
-def step_back() -> None:
-    """Leave the processor to training, and Ctrl-C to the trainer, which decides what it means."""
+def leave_ctrl_c_to_trainer() -> None:
+    """Ignore it here: the trainer decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICENESS)
 
 
 def carry_out(function: Any, args: Any, kwargs: Any) -> Failure | None:

@@ -6,10 +6,11 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from localckpt.async_save.callers import (
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
-from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.processes import NotSendableError, Priority
 from localckpt.async_save.request import AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from tests.async_save import work
 
 PATIENCE_S = 20.0
+Children = Callable[[], list[psutil.Process]]
 ALL = [ThreadAsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller]
 PROCESSES = [PersistentAsyncCaller, TemporalAsyncCaller]
 
@@ -119,7 +121,7 @@ class TestEveryCaller:
         assert make(kind).is_current_async_call_done(blocking=True)
 
     def test_close_waits_for_what_is_scheduled_and_leaves_no_thread(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
         caller = make(kind)
         caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 0.1))
@@ -131,15 +133,18 @@ class TestEveryCaller:
         assert (tmp_path / "a").exists()
         assert (tmp_path / "b").exists()
         assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
-        assert not psutil.Process().children() or kind is ThreadAsyncCaller
+        assert not our_children()
         with pytest.raises(CheckpointingException, match="closed"):
             caller.schedule_async_call(request(work.nothing))
 
-    def test_an_idle_caller_holds_no_thread_and_is_collected(self, kind: type[AsyncCaller]) -> None:
+    def test_an_idle_caller_holds_no_thread_and_is_collected(
+        self, kind: type[AsyncCaller], our_children: Children
+    ) -> None:
         caller = kind(timeout_s=PATIENCE_S)
         assert outcome(caller, work.nothing) is None
         assert caller._join(time.monotonic() + PATIENCE_S)
-        children = psutil.Process().children()
+        children = our_children()
+        assert len(children) == (kind is PersistentAsyncCaller)
         gone = weakref.ref(caller)
 
         assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
@@ -149,9 +154,30 @@ class TestEveryCaller:
         assert gone() is None
         assert not [c for c in children if c.is_running()]
 
-    def test_only_this_rank_can_be_asked(self, make: Any, kind: type[AsyncCaller]) -> None:
-        with pytest.raises(CheckpointingException, match="AsyncCallsQueue"):
-            make(kind).is_current_async_call_done(no_dist=False)
+    @pytest.mark.parametrize("no_dist", [False, True])
+    def test_a_call_that_is_not_over_in_time_is_an_error(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, no_dist: bool
+    ) -> None:
+        caller, gate = make(kind, timeout_s=0.5), tmp_path / "gate"
+        caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
+
+        with pytest.raises(CheckpointingException, match=r"write_when.* was not over after 0\."):
+            caller.is_current_async_call_done(blocking=True, no_dist=no_dist)
+
+        work.write(gate)
+        assert caller.is_current_async_call_done(blocking=True, no_dist=no_dist)
+
+    def test_preload_runs_before_the_call_is_scheduled(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        caller = make(kind)
+
+        caller.schedule_async_call(
+            AsyncRequest(work.write, (tmp_path / "a", "raw"), [], preload_fn=lambda: "staged")
+        )
+
+        assert caller.is_current_async_call_done(blocking=True)
+        assert (tmp_path / "a").read_text() == "staged"
 
     def test_a_call_that_was_given_up_does_not_stop_those_after_it(
         self, make: Any, kind: type[AsyncCaller], tmp_path: Path
@@ -185,9 +211,28 @@ class TestEveryProcess:
 
         told = json.loads((tmp_path / "a").read_text())
         assert told["pid"] != os.getpid()
-        assert told["niceness"] > os.nice(0)
+        assert told["niceness"] == min(os.nice(0) + 10, 19)
+        assert told["io_class"] == psutil.IOPRIO_CLASS_IDLE
         assert told["ignores_sigint"]
         assert told["leads_session"]
+
+    def test_steps_back_as_far_as_is_asked(self, kind: Any, tmp_path: Path) -> None:
+        caller = kind(timeout_s=PATIENCE_S, nice=0, idle_io=False)
+
+        assert outcome(caller, work.describe_process, tmp_path / "a") is None
+
+        caller.close()
+        told = json.loads((tmp_path / "a").read_text())
+        assert told["niceness"] == os.nice(0)
+        assert told["io_class"] == psutil.Process().ionice().ioclass
+
+    def test_collects_no_garbage_during_a_call(
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+    ) -> None:
+        assert outcome(make(kind), work.describe_process, tmp_path / "a") is None
+
+        assert not json.loads((tmp_path / "a").read_text())["collects_garbage"]
+        assert gc.isenabled()
 
     @pytest.mark.parametrize(
         ("number", "named"),
@@ -220,7 +265,7 @@ class TestEveryProcess:
         assert "in fail_unrebuildable" in str(error.__cause__)
 
     def test_abort_ends_what_runs_and_what_waits(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
         caller, gate = make(kind), tmp_path / "gate"
         runs = caller.schedule_async_call(request(work.write_when, tmp_path / "a", gate))
@@ -234,11 +279,11 @@ class TestEveryProcess:
         assert isinstance(runs.error, CheckpointingException)
         assert isinstance(waits.error, CheckpointingException)
         assert work.await_end(pid, 5.0)
-        assert not psutil.Process().children()
+        assert not our_children()
         assert not (tmp_path / "b").exists()
 
     def test_close_ends_a_process_that_does_not_answer(
-        self, make: Any, kind: type[AsyncCaller], tmp_path: Path
+        self, make: Any, kind: type[AsyncCaller], tmp_path: Path, our_children: Children
     ) -> None:
         caller = make(kind, timeout_s=0.3)
         call = caller.schedule_async_call(request(work.write_slowly, tmp_path / "a", 60))
@@ -247,7 +292,7 @@ class TestEveryProcess:
         caller.close()
 
         assert isinstance(call.error, CheckpointingException)
-        assert not psutil.Process().children()
+        assert not our_children()
 
 
 class TestThread:
@@ -270,6 +315,16 @@ class TestThread:
 
         assert (tmp_path / "a").exists()
         assert isinstance(waits.error, CheckpointingException)
+
+
+def test_a_priority_that_cannot_be_given_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(PATIENCE_S)
+
+    with caplog.at_level("INFO"):
+        Priority(10, True).give(gone.pid)
+
+    assert f"process {gone.pid} keeps" in caplog.text
 
 
 class TestWorker:
@@ -338,6 +393,24 @@ class TestWorker:
     def test_refuses_what_cannot_be_pickled(self, make: Any, function: Any, args: Any) -> None:
         with pytest.raises(NotSendableError, match="cannot be sent"):
             make(PersistentAsyncCaller).schedule_async_call(request(function, *args))
+
+    def test_an_argument_that_cannot_be_read_is_an_error_and_the_next_call_works(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        caller = make(PersistentAsyncCaller)
+
+        error = outcome(caller, print, work.Unreadable())
+
+        assert type(error) is ValueError
+        assert str(error) == "a number is wrong"
+        assert outcome(caller, work.write, tmp_path / "a") is None
+
+    def test_collects_garbage_between_calls(self, make: Any, tmp_path: Path) -> None:
+        caller = make(PersistentAsyncCaller)
+
+        assert outcome(caller, work.leave_a_cycle, tmp_path / "collected") is None
+
+        assert work.await_file(tmp_path / "collected")
 
     def test_its_last_words_are_told(self, make: Any) -> None:
         error = outcome(make(PersistentAsyncCaller), work.die, signal.SIGABRT, "so it ends")

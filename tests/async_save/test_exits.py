@@ -207,7 +207,7 @@ def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: st
         call = schedule(caller, work.write_when, here / "a", here / "gate")
         try:
             work.await_file(here / "a.started")
-            print(caller.is_current_async_call_done(blocking=True))
+            print(caller.is_current_async_call_done(blocking=True, no_dist=True))
         except KeyboardInterrupt:
             work.write(here / "gate")
             print(call.wait(20), call.error)

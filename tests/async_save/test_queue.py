@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from localckpt import AsyncCallsQueue, AsyncRequest
-from localckpt.async_save.callers import PersistentAsyncCaller
 from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from tests.async_save import work
 
 PATIENCE_S = 20.0
+Children = Callable[[], list[psutil.Process]]
 
 
 class Owner:
@@ -266,7 +266,9 @@ def test_a_thread_that_is_not_over_in_time_does_not_stop_later_calls(tmp_path: P
     assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
 
 
-def test_close_finalizes_and_leaves_nothing(owner: Owner, tmp_path: Path) -> None:
+def test_close_finalizes_and_leaves_nothing(
+    owner: Owner, tmp_path: Path, our_children: Children
+) -> None:
     owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
     owner.schedule(work.note_pid, [], name="b")
 
@@ -274,13 +276,15 @@ def test_close_finalizes_and_leaves_nothing(owner: Owner, tmp_path: Path) -> Non
     owner.queue.close()
 
     assert owner.finalized == ["a", "b"]
-    assert not psutil.Process().children()
+    assert not our_children()
     assert not [t for t in threading.enumerate() if t.name.startswith("localckpt")]
     with pytest.raises(CheckpointingException, match="closed"):
         owner.schedule(None)
 
 
-def test_close_raises_what_failed_after_everything_else_is_finalized(owner: Owner) -> None:
+def test_close_raises_what_failed_after_everything_else_is_finalized(
+    owner: Owner, our_children: Children
+) -> None:
     owner.schedule(work.fail_storage)
     owner.schedule(None, name="good")
 
@@ -289,11 +293,11 @@ def test_close_raises_what_failed_after_everything_else_is_finalized(owner: Owne
 
     assert owner.finalized == ["good"]
     assert len(owner.failed) == 1
-    assert not psutil.Process().children()
+    assert not our_children()
 
 
 def test_close_with_abort_finalizes_nothing_and_tells_the_owner(
-    owner: Owner, tmp_path: Path
+    owner: Owner, tmp_path: Path, our_children: Children
 ) -> None:
     owner.schedule(work.write_when, tmp_path / "a", tmp_path / "gate", name="a")
     owner.schedule(None, name="b")
@@ -304,7 +308,7 @@ def test_close_with_abort_finalizes_nothing_and_tells_the_owner(
     assert [type(error) for error in owner.failed] == [CheckpointingException] * 2
     assert "call 0 (write_when) was given up" in str(owner.failed[0])
     assert owner.queue.get_num_unfinalized_calls() == 0
-    assert not psutil.Process().children()
+    assert not our_children()
 
 
 def test_leaving_the_with_block_finalizes(tmp_path: Path) -> None:
@@ -316,7 +320,7 @@ def test_leaving_the_with_block_finalizes(tmp_path: Path) -> None:
 
 
 def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, our_children: Children
 ) -> None:
     owner = Owner(AsyncCallsQueue(timeout_s=PATIENCE_S))
     owner.schedule(work.write_slowly, tmp_path / "a", 0.1, name="a")
@@ -328,15 +332,15 @@ def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
     assert owner.finalized == []
     assert owner.failed == []
     assert "call 0 (write_slowly): not finalized" in caplog.text
-    assert not psutil.Process().children()
+    assert not our_children()
 
 
 def test_warm_up_has_the_worker_ready_before_the_first_call(
-    queue: AsyncCallsQueue, tmp_path: Path
+    queue: AsyncCallsQueue, tmp_path: Path, our_children: Children
 ) -> None:
     queue.warm_up()
     deadline = time.monotonic() + PATIENCE_S
-    while not (children := psutil.Process().children()):
+    while not (children := our_children()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -344,6 +348,18 @@ def test_warm_up_has_the_worker_ready_before_the_first_call(
     queue.wait_until_finished()
 
     assert json.loads((tmp_path / "a").read_text())["pid"] == children[0].pid
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_its_processes_have_the_priority_that_is_asked_for(
+    tmp_path: Path, persistent: bool
+) -> None:
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S, nice=1, idle_io=False) as queue:
+        Owner(queue).schedule(work.describe_process, tmp_path / "a")
+
+    told = json.loads((tmp_path / "a").read_text())
+    assert told["niceness"] == min(os.nice(0) + 1, 19)
+    assert told["io_class"] == psutil.Process().ionice().ioclass
 
 
 def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -> None:
@@ -365,26 +381,28 @@ def test_what_a_call_worked_on_is_not_kept_until_it_is_finalized(owner: Owner) -
     assert owner.queue.maybe_finalize_async_calls() == [0]
 
 
-def test_a_queue_that_was_only_made_costs_nothing() -> None:
+def test_a_queue_that_was_only_made_costs_nothing(our_children: Children) -> None:
     before = threading.active_count()
 
     queue = AsyncCallsQueue()
 
     assert queue.maybe_finalize_async_calls(blocking=True) == []
     assert threading.active_count() == before
-    assert not psutil.Process().children()
+    assert not our_children()
     queue.close()
 
 
-def test_a_queue_that_is_dropped_takes_its_worker_with_it(tmp_path: Path) -> None:
+def test_a_queue_that_is_dropped_takes_its_worker_with_it(
+    tmp_path: Path, our_children: Children
+) -> None:
     queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
     Owner(queue).schedule(work.describe_process, tmp_path / "a")
     queue.wait_until_finished()
     pid = json.loads((tmp_path / "a").read_text())["pid"]
-    caller = queue._caller(PersistentAsyncCaller)
+    caller = queue._worker
     assert caller._join(time.monotonic() + PATIENCE_S)
 
     del queue, caller
 
     assert work.await_end(pid)
-    assert not psutil.Process().children()
+    assert not our_children()

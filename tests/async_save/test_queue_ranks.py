@@ -19,7 +19,7 @@ from localckpt import AsyncCallsQueue, AsyncRequest
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException
 from tests.async_save import work
-from tests.ranks import await_announced, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
 PATIENCE_S = 20.0
 # (type, message) of an exception, since ranks are compared by what crosses process borders.
@@ -178,6 +178,39 @@ def test_ranks_that_schedule_different_calls_are_told_who_is_where() -> None:
     assert "rank 0 is at call 0 (nothing), rank 1 is at call 0 (write)" in raised[1]
     assert failed == [raised]
     assert finalized == ["b"]
+
+
+def _one_has_nothing_to_write(rank: int, world_size: int, directory: Path) -> Any:
+    one = Rank()
+    if rank == 1:
+        one.schedule(None, name="a")
+    else:
+        one.schedule(work.write, directory / f"{rank}", name="a")
+    one.queue.close()
+    return one.finalized, (directory / "0").exists()
+
+
+def test_a_rank_that_has_nothing_to_write_finalizes_with_the_others(tmp_path: Path) -> None:
+    assert run_ranks(_one_has_nothing_to_write, 2, tmp_path) == [(["a"], True)] * 2
+
+
+def _polls_ahead(rank: int, world_size: int, directory: Path) -> Any:
+    one, gate = Rank(), directory / "gate"
+    one.schedule(work.write_when, directory / f"{rank}", gate)
+    one.queue.maybe_finalize_async_calls()
+    dist.barrier()
+    if rank == 0:
+        await_announced("polled again")
+    one.queue.maybe_finalize_async_calls()
+    if rank == 1:
+        announce("polled again")
+    work.write(gate)
+    one.queue.close()
+    return one.finalized
+
+
+def test_a_rank_that_is_one_poll_ahead_of_the_first_does_not_wait_for_it(tmp_path: Path) -> None:
+    assert run_ranks(_polls_ahead, 2, tmp_path) == [[""]] * 2
 
 
 def _one_is_ahead(rank: int, world_size: int) -> Any:

@@ -227,3 +227,18 @@ def test_ranks_at_different_calls_are_told_where_each_is(other: CallReport) -> N
 
 def test_an_endless_message_is_cut() -> None:
     assert len(str(judge([failed(OSError("x" * 1_000_000))], [0]))) < 10_000
+
+
+def test_a_rank_without_a_function_takes_part_in_the_call_of_the_others() -> None:
+    nothing = CallReport.of(GOOD.call_idx, function_name(None), None)
+
+    assert judge([nothing, GOOD], [0, 1]) is None
+    error = judge([nothing, failed(StorageError("disk full"))], [0, 1])
+    assert type(error) is StorageError
+    assert f"({GOOD.function}) failed on rank 1" in str(error)
+
+
+def test_a_rank_without_a_function_must_be_at_the_same_call() -> None:
+    nothing = CallReport.of(GOOD.call_idx + 1, function_name(None), None)
+
+    assert type(judge([GOOD, nothing], [0, 1])) is MismatchError

@@ -1,0 +1,177 @@
+"""A caller that is asked about all ranks, without a queue."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from localckpt import (
+    AsyncCaller,
+    AsyncRequest,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    ThreadAsyncCaller,
+)
+from localckpt.errors import CheckpointingException
+from tests.async_save import work
+from tests.ranks import run_ranks
+
+PATIENCE_S = 20.0
+ALL = [ThreadAsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller]
+
+
+def _error_of(caller: AsyncCaller, blocking: bool = True) -> tuple[str, str] | None:
+    try:
+        caller.is_current_async_call_done(blocking)
+    except CheckpointingException as error:
+        return (type(error).__name__, str(error))
+    return None
+
+
+def _polls(rank: int, world_size: int, kind: type[AsyncCaller], directory: Path) -> Any:
+    caller, gate = kind(timeout_s=PATIENCE_S), directory / "gate"
+    args = (directory / "a", gate) if rank == 1 else ()
+    caller.schedule_async_call(AsyncRequest(work.write_when if rank == 1 else None, args, []))
+    alone = caller.is_current_async_call_done(no_dist=True)
+    before = caller.is_current_async_call_done()
+    dist.barrier()
+    if rank == 0:
+        work.write(gate)
+    polls = 0
+    while not caller.is_current_async_call_done():
+        polls += 1
+        time.sleep(0.002)
+    caller.close()
+    return alone, before, polls, (directory / "a").exists()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_call_is_done_on_all_ranks_in_the_same_poll(
+    kind: type[AsyncCaller], tmp_path: Path
+) -> None:
+    first, second = run_ranks(_polls, 2, kind, tmp_path)
+
+    assert (first[0], second[0]) == (True, False)
+    assert first[1:] == second[1:]
+    assert first[1] is False
+    assert first[3]
+
+
+def _waits(rank: int, world_size: int, kind: type[AsyncCaller], directory: Path) -> Any:
+    with_nothing = kind(timeout_s=PATIENCE_S)
+    done = with_nothing.is_current_async_call_done(blocking=True)
+    caller = kind(timeout_s=PATIENCE_S)
+    caller.schedule_async_call(
+        AsyncRequest(work.write_slowly, (directory / f"{rank}", 0.1 * rank), [])
+    )
+    done = done and caller.is_current_async_call_done(blocking=True)
+    caller.close()
+    return done, all((directory / f"{r}").exists() for r in range(world_size))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_blocking_question_returns_when_the_call_is_over_on_all_ranks(
+    kind: type[AsyncCaller], tmp_path: Path
+) -> None:
+    assert run_ranks(_waits, 2, kind, tmp_path) == [(True, True)] * 2
+
+
+def _fails(rank: int, world_size: int) -> Any:
+    caller = PersistentAsyncCaller(timeout_s=PATIENCE_S)
+    caller.schedule_async_call(
+        AsyncRequest(work.fail_or_not, ("fail_storage" if rank == 1 else "nothing",), [])
+    )
+    raised = _error_of(caller)
+    caller.schedule_async_call(AsyncRequest(work.nothing, (), []))
+    again = _error_of(caller)
+    caller.close()
+    return raised, again
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank_and_the_next_call_works() -> None:
+    results = run_ranks(_fails, 2)
+
+    (kind, text), again = results[0]
+    assert results == [results[0]] * 2
+    assert kind == "StorageError"
+    assert "(fail_or_not) failed on rank 1: StorageError: no space left" in text
+    assert again is None
+
+
+def _hangs(rank: int, world_size: int, directory: Path) -> Any:
+    caller = TemporalAsyncCaller(timeout_s=1.0)
+    caller.schedule_async_call(
+        AsyncRequest(work.write_slowly, (directory / f"{rank}", 60 * rank), [])
+    )
+    raised = _error_of(caller)
+    caller.close(abort=True)
+    return raised
+
+
+def test_a_call_that_is_not_over_in_time_is_an_error_on_every_rank_that_names_it(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(_hangs, 2, tmp_path)
+
+    assert first == second
+    assert "failed on rank 1: CheckpointingException: it was not over after 0.7 s" in first[1]
+
+
+def _schedules_less(rank: int, world_size: int) -> Any:
+    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
+    for _ in range(rank + 1):
+        caller.schedule_async_call(AsyncRequest(work.nothing, (), []))
+    raised = _error_of(caller)
+    caller.close()
+    return raised
+
+
+def test_ranks_that_are_at_different_calls_are_told_who_is_where() -> None:
+    first, second = run_ranks(_schedules_less, 2)
+
+    assert first == second
+    assert first[0] == "MismatchError"
+    assert "rank 0 is at call 1 (nothing), rank 1 is at call 2 (nothing)" in first[1]
+
+
+def _sync(rank: int, world_size: int) -> list[bool]:
+    caller = TemporalAsyncCaller(timeout_s=PATIENCE_S)
+    alive_on = [{0, 1, 2}, {2}, set[int]()]
+    told = [caller.sync_all_async_calls(is_alive=int(rank in ranks)) for ranks in alive_on]
+    caller.close()
+    return told
+
+
+def test_all_calls_are_over_when_none_is_alive_on_any_rank() -> None:
+    assert run_ranks(_sync, 3) == [[False, False, True]] * 3
+
+
+def test_one_rank_has_only_itself_to_ask() -> None:
+    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
+
+    assert not caller.sync_all_async_calls(1)
+    assert caller.sync_all_async_calls(0)
+    caller.close()
+
+
+def _one_does_not_ask(rank: int, world_size: int) -> Any:
+    caller = ThreadAsyncCaller(timeout_s=0.5)
+    caller.schedule_async_call(AsyncRequest(None, (), []))
+    start = time.monotonic()
+    raised = None if rank == 1 else _error_of(caller)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    caller.close()
+    return raised, seconds
+
+
+def test_a_rank_that_does_not_ask_is_named_within_the_timeout() -> None:
+    ((kind, text), seconds), _ = run_ranks(_one_does_not_ask, 2)
+
+    assert kind == "PeerLostError"
+    assert "rank 1" in text
+    assert seconds < 0.5 + 0.5

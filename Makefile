@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv/peers/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint format bench clean test-tools
@@ -30,7 +31,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)
+bench: $(STAMP) $(PEERS)
 	$(BIN)/python -m benchmarks
 
 # The stamp is written last, so an installation that was interrupted is done again.
@@ -43,6 +44,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
+
+# A peer that cannot be installed is told as such beside the figures of the others.
+$(PEERS): benchmarks/peers.txt $(STAMP)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --no-deps --target $(@D) --requirement benchmarks/peers.txt && touch $@ || \
+	  echo 'not all peers could be installed, those are not measured'
 
 # Some fault tests inject errors into system calls, cut networks or mount small file systems. The
 # programs they use are installed where that is possible, and those tests are skipped elsewhere.

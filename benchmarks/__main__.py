@@ -1,7 +1,7 @@
 """``python -m benchmarks [section ...]``: measure, print tables, keep the samples as JSON.
 
 Each section runs in a process of its own, so that none inherits the memory of another, and no large
-file is removed while something is measured.
+file is removed while something is measured. ``plot`` draws the newest ``peers``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.limits import settle
+from benchmarks.plot import plot
 from benchmarks.report import Report, describe_machine
 from benchmarks.setup import Options
 
@@ -27,16 +28,24 @@ _SECTIONS = {
     "replicate": "benchmarks.replicate",
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",
+    "poll": "benchmarks.poll",
+    "peers": "benchmarks.peers.section",
     "gpu": "benchmarks.device",
 }
+_PLOT = "plot"
 _SECTION_TIMEOUT_S = 1800.0
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("section", nargs="*", help=f"of {', '.join(_SECTIONS)}; all by default")
+    parser.add_argument(
+        "section", nargs="*", help=f"{_PLOT}, or of {', '.join(_SECTIONS)}; all by default"
+    )
     Options.add_to(parser, Path(tempfile.gettempdir()))
     asked = parser.parse_args(arguments)
+    if asked.section == [_PLOT]:
+        print(plot())
+        return 0
     if unknown := set(asked.section) - set(_SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}")
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -45,6 +54,7 @@ def main(arguments: list[str]) -> int:
         return 0
     console.print("machine: ", describe_machine(asked.dir))
     options = [f"--dir={asked.dir}", f"--rounds={asked.rounds}", f"--width={asked.width}"]
+    options.append(f"--state={asked.state}")
     failed = []
     for section in asked.section or _SECTIONS:
         command = [sys.executable, "-m", "benchmarks", section, *options]
@@ -61,7 +71,7 @@ def _run_section(section: str, asked: argparse.Namespace, console: Console) -> N
     directory = Path(tempfile.mkdtemp(prefix="localckpt-bench-", dir=base))
     try:
         measure = importlib.import_module(_SECTIONS[section]).measure
-        report: Report = measure(Options(directory, asked.rounds, asked.width))
+        report: Report = measure(Options(directory, asked.rounds, asked.width, asked.state))
         report.show(console)
         console.print(f"samples: {report.save(directory)}")
     finally:

@@ -13,7 +13,7 @@ __all__ = ["measure"]
 
 def measure(options: Options) -> Report:
     """Stall, commit and both ways to load, each beside one memcpy."""
-    report = Report("in-memory")
+    report = Report("in-memory", options.state)
     setting = make_setting(options)
     saver = Saver(
         localckpt.InMemoryCheckpointManager(root=options.directory / "shm"), setting.state

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 import localckpt
+from benchmarks.footprint import family_bytes, sampled_peak, status_bytes
 from benchmarks.report import Report
 from benchmarks.setup import Options, Saver, closing_all, largest_file
 from benchmarks.state import build_state, state_nbytes
@@ -27,8 +22,8 @@ def measure(options: Options) -> Report:
     report.fact("state", state_nbytes(state) / 1e9, "GB")
     for worker in ("thread", "process"):
         root = options.directory / worker
-        family_before, own_before = _family_bytes(), _reset_high_water()
-        with _sampled_peak() as peak:
+        family_before, own_before = family_bytes(), _reset_high_water()
+        with sampled_peak() as peak:
             saver = Saver(localckpt.LocalCheckpointManager(root, async_worker=worker), state)
             with closing_all([saver]):
                 for _ in range(_SAVES):
@@ -37,7 +32,7 @@ def measure(options: Options) -> Report:
                     saver.start()
                     saver.finish()
                 image = largest_file(root).stat().st_size
-                own = _status_bytes("VmHWM") - own_before
+                own = status_bytes("VmHWM") - own_before
         family = peak[0] - family_before
         note = f"{_SAVES} times two saves at once; goal: 2 images and little more"
         report.fact(f"image, {worker}", image / 1e9, "GB")
@@ -53,43 +48,4 @@ def measure(options: Options) -> Report:
 
 def _reset_high_water() -> int:
     Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str, pid: int | None = None) -> int:
-    for line in Path(f"/proc/{pid or 'self'}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
-
-
-def _family_bytes() -> int:
-    """Private memory of this process and its children, and shared memory counted once."""
-    me = psutil.Process()
-    total = sum(_private_bytes(process.pid) for process in [me, *me.children(recursive=True)])
-    usage = os.statvfs("/dev/shm")
-    return total + (usage.f_blocks - usage.f_bfree) * usage.f_frsize
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        return _status_bytes("RssAnon", pid)
-    except (FileNotFoundError, ProcessLookupError, RuntimeError):
-        return 0  # it ended in the meantime
-
-
-@contextmanager
-def _sampled_peak() -> Iterator[list[int]]:
-    peak, stop = [_family_bytes()], threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.01):
-            peak[0] = max(peak[0], _family_bytes())
-
-    thread = threading.Thread(target=sample, name="memory-sampler")
-    thread.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        thread.join()
+    return status_bytes("VmRSS")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import localckpt
+from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options, Saver, closing_all, largest_file
 from benchmarks.state import build_state, expected_nbytes
@@ -41,28 +40,11 @@ def measure_into(report: Report, options: Options, device: str) -> None:
     With ``cuda`` both ranks share one GPU and NCCL carries the bytes, from and to device memory.
     """
     width = _width_that_fits(options.width)
-    port = _free_port()
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.replicate", str(options.directory)),
-                *(str(options.rounds), str(width), device),
-            ],
-            stdout=subprocess.PIPE,
-            env=_environment(rank, port),
-            text=True,
-        )
-        for rank in range(2)
+    command = [
+        *(sys.executable, "-m", "benchmarks.replicate", str(options.directory)),
+        *(str(options.rounds), str(width), device),
     ]
-    try:
-        outputs = [rank.communicate(timeout=_TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"the ranks ended with {[rank.returncode for rank in ranks]}")
-    samples = [json.loads(output.splitlines()[-1]) for output in outputs]
+    samples = [json.loads(output) for output in run_ranks(command, 2, _TIMEOUT_S)]
     nbytes = samples[0]["nbytes"]
     limit = f"{'gloo' if device == 'cpu' else 'NCCL'} isend/irecv"
     replicated = report.compared(f"replicate, each way, {device}", limit, nbytes, 1.3)
@@ -126,26 +108,6 @@ def _width_that_fits(width: int) -> int:
         return width
     print(f"replicate: {available / 1e9:.0f} GB free, so half the width is measured")
     return width // 2
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _environment(rank: int, port: int) -> dict[str, str]:
-    return os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        # NCCL refuses two ranks on one GPU of one host, so each says it is a host of its own.
-        "NCCL_HOSTID": f"benchmark-{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.state import KINDS
+
 __all__ = ["Comparison", "Fact", "Report", "compare", "describe_machine"]
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,6 +58,12 @@ class Fact:
     value: float
     unit: str
     note: str = ""
+    target: float | None = None
+    """The largest value that is good."""
+
+    @property
+    def goal(self) -> str:
+        return _goal(self.value, self.target)
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class Report:
     """Everything that one section measured."""
 
     section: str
+    state: str = "gpt2"
     comparisons: list[Comparison] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
 
@@ -73,8 +82,10 @@ class Report:
         self.comparisons.append(Comparison(name, limit_name, nbytes, target))
         return self.comparisons[-1]
 
-    def fact(self, name: str, value: float, unit: str, note: str = "") -> None:
-        self.facts.append(Fact(name, value, unit, note))
+    def fact(
+        self, name: str, value: float, unit: str, note: str = "", target: float | None = None
+    ) -> None:
+        self.facts.append(Fact(name, value, unit, note, target))
 
     def show(self, console: Console) -> None:
         if self.comparisons:
@@ -87,29 +98,36 @@ class Report:
         RESULTS.mkdir(exist_ok=True)
         when = time.strftime("%Y%m%d-%H%M%S")
         path = RESULTS / f"{self.section}-{when}.json"
-        content = {
-            "section": self.section,
-            "machine": describe_machine(directory),
-            "comparisons": [asdict(c) | {"ratio": c.ratio} for c in self.comparisons],
-            "facts": [asdict(f) for f in self.facts],
-        }
+        content = {"machine": describe_machine(directory)} | self.content()
         path.write_text(json.dumps(content, indent=1) + "\n")
         return path
 
+    def content(self) -> dict[str, Any]:
+        """What :meth:`save` keeps of the measurement."""
+        return {
+            "section": self.section,
+            "state": self.state,
+            "comparisons": [asdict(c) | {"ratio": c.ratio} for c in self.comparisons],
+            "facts": [asdict(f) for f in self.facts],
+        }
+
     def _comparison_table(self) -> Table:
-        table = Table(title=self.section, title_justify="left")
+        table = Table(title=f"{self.section}, {KINDS[self.state]}", title_justify="left")
         for column in ("what", "limit"):
             table.add_column(column)
         for column in ("GB", "pairs", "ms", "spread", "GB/s", "limit ms", "ratio", "goal"):
             table.add_column(column, justify="right")
         for c in self.comparisons:
             ours, limit = median(c.ours_s), median(c.limit_s)
-            good = c.target is None or c.ratio <= c.target
-            goal = "" if c.target is None else f"{c.target:g} {'met' if good else 'missed'}"
             table.add_row(
                 *(c.name, c.limit_name, f"{c.nbytes / 1e9:.2f}", str(len(c.ours_s))),
                 *(f"{ours * 1e3:.0f}", f"{min(c.ours_s) * 1e3:.0f}-{max(c.ours_s) * 1e3:.0f}"),
-                *(f"{c.nbytes / 1e9 / ours:.1f}", f"{limit * 1e3:.0f}", f"{c.ratio:.2f}", goal),
+                *(
+                    f"{c.nbytes / 1e9 / ours:.1f}",
+                    f"{limit * 1e3:.0f}",
+                    f"{c.ratio:.2f}",
+                    _goal(c.ratio, c.target),
+                ),
             )
         return table
 
@@ -117,10 +135,10 @@ class Report:
         table = Table(title=None if self.comparisons else self.section, title_justify="left")
         table.add_column("figure")
         table.add_column("value", justify="right")
-        table.add_column("unit")
-        table.add_column("note")
+        for column in ("unit", "goal", "note"):
+            table.add_column(column)
         for fact in self.facts:
-            table.add_row(fact.name, f"{fact.value:.4g}", fact.unit, fact.note)
+            table.add_row(fact.name, f"{fact.value:.4g}", fact.unit, fact.goal, fact.note)
         return table
 
 
@@ -134,6 +152,12 @@ def compare(
     for _ in range(rounds):
         for comparison, arm in arms:
             comparison.add(limit(), arm())
+
+
+def _goal(value: float, target: float | None) -> str:
+    if target is None:
+        return ""
+    return f"{target:.3g} {'met' if value <= target else 'missed'}"
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import localckpt
 from benchmarks.limits import HugeBuffer
-from benchmarks.state import GPT2_WIDTH, build_state, state_nbytes, state_tensors
+from benchmarks.state import GPT2_WIDTH, KINDS, build_state, state_nbytes, state_tensors
 from localckpt.managers.reports import SaveReport
 
 __all__ = ["Options", "Saver", "Setting", "closing_all", "largest_file", "make_setting"]
@@ -29,6 +31,7 @@ class Options:
     directory: Path
     rounds: int
     width: int
+    state: str = "gpt2"
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser, default_directory: Path) -> None:
@@ -42,15 +45,27 @@ class Options:
             default=GPT2_WIDTH,
             help=f"width of the model: {GPT2_WIDTH} is 1.49 GB, less is quicker and says less",
         )
+        parser.add_argument(
+            "--state",
+            choices=KINDS,
+            default="gpt2",
+            help="what save, load and peers save: "
+            + "; ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
+        )
 
 
 @dataclass(slots=True)
 class Setting:
-    """One state, and a buffer of its size that the limits use."""
+    """One state, and buffers of its size that the limits use."""
 
     state: dict[str, Any]
+    flat: torch.Tensor
     buffer: HugeBuffer
     nbytes: int
+
+    def copy_flat_s(self) -> float:
+        """One-thread copy of as many bytes that lie in one piece into the reused buffer."""
+        return self.buffer.copy_from_s([self.flat])
 
     def copy_in_s(self) -> float:
         """One-thread copy of the state into the reused buffer."""
@@ -62,9 +77,10 @@ class Setting:
 
 
 def make_setting(options: Options) -> Setting:
-    state = build_state(options.width)
+    state = build_state(options.width, kind=options.state)
     nbytes = state_nbytes(state)
-    setting = Setting(state, HugeBuffer(nbytes + _IMAGE_EXTRA), nbytes)
+    flat = torch.ones(nbytes, dtype=torch.uint8)
+    setting = Setting(state, flat, HugeBuffer(nbytes + _IMAGE_EXTRA), nbytes)
     setting.copy_in_s()
     return setting
 

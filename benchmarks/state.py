@@ -1,26 +1,48 @@
-"""What is saved: GPT-2 124M with AdamW, 592 tensors and 1.49 GB, built from shapes alone."""
+"""What is saved, built from shapes alone: a GPT-2 with AdamW, many small tensors, or one large one.
+
+All three have the same outer structure, so that whoever reads one of them reads the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from math import prod
 from typing import Any
 
 import torch
 
-__all__ = ["GPT2_WIDTH", "build_state", "expected_nbytes", "state_nbytes", "state_tensors"]
+__all__ = [
+    "GPT2_WIDTH",
+    "KINDS",
+    "build_state",
+    "expected_nbytes",
+    "flat_tensors",
+    "state_nbytes",
+    "state_tensors",
+]
 
 GPT2_WIDTH = 768
+KINDS = {
+    "gpt2": "GPT-2 124M with AdamW, 592 tensors",
+    "small": "10,000 tensors of 16 KiB",
+    "one": "one large tensor",
+}
+_RANDOM_BLOCK = 4 << 20
 _LAYERS, _VOCABULARY, _CONTEXT = 12, 50257, 1024
 
 
-def build_state(width: int = GPT2_WIDTH, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
-    """Parameters, both moments in fp32 and the step of each; a smaller width keeps the count."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def filled(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape).uniform_(-1, 1, generator=generator).to(device)
-
+def build_state(
+    width: int = GPT2_WIDTH, seed: int = 0, device: str = "cpu", kind: str = "gpt2"
+) -> dict[str, Any]:
+    """One of :data:`KINDS`; a smaller width makes the GPT-2 and the one tensor smaller."""
+    filled = _filler(seed, device)
+    if kind == "small":
+        model = {f"tensor.{number}": filled((64, 64)) for number in range(10_000)}
+        return {"model": model, "optimizer": {"state": {}, "param_groups": []}, "iteration": 100}
+    if kind == "one":
+        model = {"tensor": filled(((1 << 29) * width // GPT2_WIDTH,))}
+        return {"model": model, "optimizer": {"state": {}, "param_groups": []}, "iteration": 100}
     shapes = dict(_parameter_shapes(width))
     moments = {
         number: {"step": torch.tensor(100.0), "exp_avg": filled(s), "exp_avg_sq": filled(s)}
@@ -34,8 +56,29 @@ def build_state(width: int = GPT2_WIDTH, seed: int = 0, device: str = "cpu") -> 
     }
 
 
+def _filler(seed: int, device: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """Makes tensors of random values; one block serves all, for 1.5 GB of them take 5 seconds.
+
+    Each tensor begins elsewhere in the block, so that no two of one shape are equal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.empty(_RANDOM_BLOCK).uniform_(-1, 1, generator=generator)
+    starts = count()
+
+    def filled(shape: tuple[int, ...]) -> torch.Tensor:
+        values = block[next(starts) :]
+        tensor = torch.empty(shape)
+        flat = tensor.view(-1)
+        for start in range(0, len(flat), len(values)):
+            piece = flat[start : start + len(values)]
+            piece.copy_(values[: len(piece)])
+        return tensor.to(device)
+
+    return filled
+
+
 def expected_nbytes(width: int) -> int:
-    """Bytes of :func:`build_state`, without building it."""
+    """Bytes of the GPT-2 of this width, without building it."""
     return sum(4 * (3 * prod(shape) + 1) for _, shape in _parameter_shapes(width))
 
 
@@ -47,6 +90,14 @@ def state_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 def state_nbytes(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in state_tensors(state))
+
+
+def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state under one name each."""
+    named = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for number, moment in state["optimizer"]["state"].items():
+        named |= {f"optimizer.{number}.{name}": tensor for name, tensor in moment.items()}
+    return named
 
 
 def _parameter_shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,0 +1,37 @@
+"""All peers by name, and those that cannot be measured, with the reason."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from benchmarks.peers.base import Peer
+
+__all__ = ["NOT_MEASURED", "OURS", "PEERS", "peer_class"]
+
+OURS = "localckpt, thread"
+PEERS = {
+    OURS: "ours:OursThread",
+    "localckpt, process": "ours:OursProcess",
+    "torch.save": "plain_files:TorchSave",
+    "safetensors": "plain_files:SafetensorsFile",
+    "DCP save": "dcp:DcpSave",
+    "DCP async_save, thread": "dcp:DcpThread",
+    "DCP async_save, cached": "dcp:DcpCached",
+    "DCP async_save, process": "dcp:DcpProcess",
+    "NVRx local": "nvrx:NvrxLocal",
+    "torchsnapshot take": "snapshots:SnapshotTake",
+    "torchsnapshot async_take": "snapshots:SnapshotAsyncTake",
+    "torch_checkpointing": "torch_checkpointing:TorchCheckpointing",
+    "lm-resiliency (GEMINI)": "gemini:Gemini",
+}
+NOT_MEASURED = {
+    "ml-flashpoint": "not installable from a package registry alone: version 0.0.10 has no wheel, "
+    "and building it clones abseil-cpp from its public repository",
+}
+
+
+def peer_class(name: str) -> type[Peer]:
+    """Import a peer; what it needs may not be installed."""
+    module, _, attribute = PEERS[name].partition(":")
+    return cast(type[Peer], getattr(import_module(f"benchmarks.peers.{module}"), attribute))

@@ -85,7 +85,7 @@ class Agreement:
             PeerLostError: Some rank did not come in time.
         """
         number = self._settled
-        self._settled, self._polls, self._agreed, self._reported = number + 1, 0, False, False
+        self.leave_out()
         self._set_deadline(start + self._timeout_s)
         records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
         if self._ranks.rank == 0:
@@ -93,6 +93,11 @@ class Agreement:
             self._ranks.forget(_question(number))
             self._ranks.forget(_over(number))
         return [CallReport.from_json(record) for record in records]
+
+    def leave_out(self) -> None:
+        """Go on to the next call: this one needs no more polls."""
+        self._settled += 1
+        self._polls, self._agreed, self._reported = 0, False, False
 
     def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
         if self._ranks.world_size == 1:

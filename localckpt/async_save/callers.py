@@ -143,14 +143,15 @@ class AsyncCaller(ABC):
         self._check_fork()
         call, patience_s = self._latest, self._timeout_s * (1.0 if no_dist else OWN_WORK)
         in_time = not blocking or call.wait(patience_s)
-        error = call.error
+        # In this order: an error is there before the call is over.
+        is_over, error = call.done(), call.error
         if error is None and not in_time:
             error = CheckpointingException(f"it was not over after {patience_s:g} s")
         if no_dist:
             if error is not None:
                 raise CheckpointingException(f"{call.name} failed: {error}") from error
-            return call.done()
-        is_alive = error is None and not call.done()
+            return is_over
+        is_alive = error is None and not is_over
         own = None if is_alive else CallReport.of(self._scheduled, call.name, error).to_json()
         ranks = self._all_ranks()
         records = ranks.all_gather("ask for an async call", own)

@@ -62,8 +62,9 @@ class _Entry:
 class AsyncCallsQueue:
     """Runs requests behind training and finalizes them, in order, on all ranks together.
 
-    All ranks schedule the same calls in the same order and poll equally often; several ranks
-    finalize one poll after the first rank finds that all are done. Used by one thread.
+    All ranks schedule the same calls in the same order and poll equally often, blocking in the same
+    polls; several ranks finalize one poll after the first rank finds that all are done. Used by one
+    thread.
 
     Args:
         persistent: Send calls that can be pickled to one worker process; else fork one a call.
@@ -285,7 +286,11 @@ class AsyncCallsQueue:
     def _ask_own_rank(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
         if blocking:
             self._wait_for_own_work(entry, time.monotonic())
-        return [entry.report()] if entry.call.done() else None
+        if not entry.call.done():
+            return None
+        assert self._agreement is not None
+        self._agreement.leave_out()
+        return [entry.report()]
 
     def _ask_all_ranks(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
         """What all ranks say of their oldest call, or ``None`` while it is not over on all."""

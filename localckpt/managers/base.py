@@ -424,8 +424,10 @@ class BaseCheckpointManager(ABC):
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not let go of older checkpoints", self.rank)
-        self.last_save = save.report()
-        logger.info("saved %s", self.last_save)
+        report = save.report()
+        if self.last_save is not None and self.last_save.iteration == iteration:
+            self.last_save = report
+        logger.info("saved %s", report)
 
     def _take_back(self, save: SaveUnderWay) -> None:
         if self._newest_iteration == save.identity.iteration:

@@ -34,7 +34,9 @@ class Guard:
         tensors = (t for optimizer in self._optimizers for t in _tensors_of(optimizer))
         # Of a DTensor, this rank's part is what is saved.
         local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-        return frozenset(t.untyped_storage().data_ptr() for t in local)
+        # A tensor that is made of others has no storage; what it is made of is copied at once.
+        plain = (t for t in local if type(t) in (torch.Tensor, torch.nn.Parameter))
+        return frozenset(t.untyped_storage().data_ptr() for t in plain)
 
     def close(self) -> None:
         """Leave the optimizers alone. May be called twice."""

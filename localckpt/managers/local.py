@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.disk import DiskStore
+from localckpt.storage.pool import buffer_nbytes
 
 __all__ = ["LocalCheckpointManager"]
 
@@ -85,6 +86,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
             )
         )
 
-    def _memory_plan(self, own_nbytes: int, replicas: int, total_nbytes: int) -> MemoryPlan:
-        staging_nbytes, shared = self.num_buffers * total_nbytes, self.async_worker == "process"
-        return MemoryPlan(own_nbytes, replicas, staging_nbytes, 0, shared)
+    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
+        staging_nbytes = self.num_buffers * sum(map(buffer_nbytes, images.values()))
+        shared = self.async_worker == "process"
+        return MemoryPlan(images[self.rank], len(images) - 1, staging_nbytes, 0, shared)

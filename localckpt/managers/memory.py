@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -86,7 +86,9 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             )
         )
 
-    def _memory_plan(self, own_nbytes: int, replicas: int, total_nbytes: int) -> MemoryPlan:
+    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
+        total_nbytes = sum(images.values())
         # What is staged is what is kept; each save under way has a file of its own.
         kept_nbytes = self.keep_last * total_nbytes
-        return MemoryPlan(own_nbytes, replicas, self.num_buffers * total_nbytes, kept_nbytes, True)
+        staging_nbytes = self.num_buffers * total_nbytes
+        return MemoryPlan(images[self.rank], len(images) - 1, staging_nbytes, kept_nbytes, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -137,11 +137,11 @@ class StoreCheckpointManager(BaseCheckpointManager):
             raise CheckpointingException(
                 "nothing is known of the state yet: call warm_up(state) or save() first"
             )
-        return self._memory_plan(images[self.rank], len(images) - 1, sum(images.values()))
+        return self._memory_plan(images)
 
     @abstractmethod
-    def _memory_plan(self, own_nbytes: int, replicas: int, total_nbytes: int) -> MemoryPlan:
-        """See :meth:`memory_plan`."""
+    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
+        """:meth:`memory_plan` for images of these sizes, by rank."""
 
     def _may_start(self, iteration: int) -> bool:
         if self.on_busy == "wait":

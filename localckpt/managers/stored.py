@@ -93,6 +93,8 @@ class StoreShelf(Shelf):
 
     def is_busy(self) -> bool:
         """Whether a save would have to wait for an older one."""
+        # A load that failed may have left it.
+        self._forget_arrival()
         return any(map(self.store.is_busy, self.image_nbytes))
 
     def wait_staged(self) -> None:
@@ -204,7 +206,7 @@ class StoreShelf(Shelf):
         self._guard.close()
         self._sealer.shutdown()
         self._copier.close()
-        self.store.close()
+        self.store.close(begun.identity for begun in self._begun)
 
     def _hold_back_training(self) -> None:
         for copies in self._copies:

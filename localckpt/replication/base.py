@@ -185,7 +185,13 @@ class ReplicationStrategy(ABC):
                     transport = HostTransport.connect(offers[0][1], ranks, rank, self.timeout_s)
                     opened.callback(transport.close)
                     transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
-            agree(everyone, "bring shards to the ranks that lack them", exchanging)
+            # Others may be in the middle of theirs, and go on together with this rank.
+            agree(
+                everyone,
+                "bring shards to the ranks that lack them",
+                exchanging,
+                grace_s=self.timeout_s,
+            )
         return [entry.id_ for entry in plan.receives(rank)]
 
     def replicate(

@@ -180,8 +180,13 @@ class Capture:
                 later.append((place, tensor))
             else:
                 now.append((place, tensor))
-        unguarded, under_way = streams.queue(now), streams.queue(later)
-        copier.copy(jobs)
+        try:
+            unguarded, under_way = streams.queue(now), streams.queue(later)
+            copier.copy(jobs)
+        except BaseException:
+            # The memory is given up now, and nothing may still be written to it.
+            streams.synchronize()
+            raise
         covered = len(header) + self.data_nbytes + len(self.skeleton)
         image[covered - len(self.skeleton) : covered] = self.skeleton
         unguarded.wait()

@@ -68,9 +68,17 @@ class SideStreams:
             events[device].record(stream)
         return CopiesUnderWay([tensor for _, tensor in copies], events)
 
+    def synchronize(self) -> None:
+        """Return when nothing that was queued is under way."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
 
 def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:
     """Copy a tensor's value, contiguous, whatever its dtype, strides and device."""
+    if not tensor.is_cpu:
+        # torch would conjugate or negate on the host, before the bytes have arrived there.
+        tensor = tensor.resolve_conj().resolve_neg()
     flat = torch.frombuffer(place, dtype=torch.uint8)
     target = flat.view(tensor.dtype).view(tensor.shape)
     copy_values(target, tensor, non_blocking=True)

@@ -6,6 +6,7 @@ are files in shared memory, for a writer in another process, which is given thei
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -63,7 +64,7 @@ class Buffer(ABC):
         """
         import torch
 
-        if self._pinned or not torch.cuda.is_available():
+        if self._pinned or self._pin_refused or not torch.cuda.is_available():
             return
         # The device's context is there already; another's would take memory on its GPU.
         with torch.cuda.device(device):
@@ -71,7 +72,11 @@ class Buffer(ABC):
             code = runtime.cudaHostRegister(address_of(self.view), len(self.view), 0)
         self._pinned = int(code) == 0
         if not self._pinned:
+            self._pin_refused = True
             logger.warning("CUDA cannot pin %d bytes (error %s)", len(self.view), int(code))
+            # CUDA keeps the refusal, and the next kernel of this thread would raise it: this one.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
 
     def _unpin(self) -> None:
         if self._pinned:
@@ -81,7 +86,7 @@ class Buffer(ABC):
             runtime.cudaHostUnregister(address_of(self.view))
             self._pinned = False
 
-    _pinned = False
+    _pinned = _pin_refused = False
 
 
 class PrivateBuffer(Buffer):

@@ -8,6 +8,7 @@ import itertools
 import logging
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -105,9 +106,9 @@ class DiskStore(Store):
         """Bytes of all staging buffers."""
         return self._pool.nbytes
 
-    def close(self) -> None:
+    def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         self._pool.close()
-        super().close()
+        super().close(unfinished)
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
         """Files on disk are found again by name."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,7 @@ class MemoryStore(Store):
         self._keep_last = keep_last
         self._owners: set[int] = set()
         self._preparing: threading.Thread | None = None
+        self._closed = False
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}
@@ -134,23 +135,29 @@ class MemoryStore(Store):
         """Bytes of all files that this process has mapped."""
         return sum(len(b.view) for b in (*self._staged.values(), *self._spares.values()))
 
-    def close(self) -> None:
+    def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
+        self._closed = True
         self._finish_preparing()
         for buffer in (*self._staged.values(), *self._spares.values()):
             buffer.close()
         self._staged.clear()
         self._spares.clear()
-        super().close()
+        super().close(unfinished)
 
     def _make_spare(self, nbytes: int, pin: torch.device | None) -> None:
         name = f"ahead.{secrets.token_hex(4)}"
         path, spare = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{SPARE}"
         try:
             buffer = allocate(lambda n: _MappedFile(path, n, create=True), nbytes)
-            if pin is not None:
-                buffer.pin(pin)
-            with storage_errors("name", spare):
-                os.rename(path, spare)
+            try:
+                if pin is not None:
+                    buffer.pin(pin)
+                with storage_errors("name", spare):
+                    # Who closed the store may not have waited for this.
+                    os.unlink(path) if self._closed else os.rename(path, spare)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
         except StorageError as error:
             # The save that wants it tries again, and raises.
             logger.warning("memory could not be had ahead of time: %s", error)

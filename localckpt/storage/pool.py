@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.state_dict.host_memory import HUGE_PAGE_NBYTES
+from localckpt.state_dict.layout import round_up
 from localckpt.storage.buffers import Buffer
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BufferPool", "allocate", "wait_until_free"]
+__all__ = ["BufferPool", "allocate", "buffer_nbytes", "wait_until_free"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +137,18 @@ class BufferPool:
                     if self._closed or len(buffers) >= self._depth:
                         return
                 buffer = self._new(nbytes)
-                if pin is not None:
-                    buffer.pin(pin)
-                with self._lock:
-                    buffers.append(buffer)
+                kept = False
+                try:
+                    if pin is not None:
+                        buffer.pin(pin)
+                    with self._lock:
+                        # Who closed the pool may not have waited for this one.
+                        kept = not self._closed
+                        if kept:
+                            buffers.append(buffer)
+                finally:
+                    if not kept:
+                        buffer.close()
         except StorageError as error:
             # The save that wants it tries again, and raises.
             logger.warning("a staging buffer could not be made ahead of time: %s", error)
@@ -147,8 +157,12 @@ class BufferPool:
                 del self._preparing[purpose]
 
     def _new(self, nbytes: int) -> Buffer:
-        # A little more, so that a skeleton that grows from save to save fits.
-        return allocate(self._make, nbytes + nbytes // 64)
+        return allocate(self._make, buffer_nbytes(nbytes))
+
+
+def buffer_nbytes(image_nbytes: int) -> int:
+    """Size of a buffer for images of a size: a skeleton that grows from save to save fits in."""
+    return round_up(image_nbytes + image_nbytes // 64, HUGE_PAGE_NBYTES)
 
 
 def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:

@@ -250,12 +250,11 @@ class Store(ABC):
         with storage_errors("read", self.folder):
             return [path for path in self.folder.iterdir() if path.name.endswith(endings)]
 
-    def close(self) -> None:
-        """Remove the spares and what is not written yet, and give up the folder."""
+    def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
+        """Remove the spares, and what was begun of shards that are not written, and leave."""
         with storage_errors("clean up", self.folder):
-            for ending in (SPARE, DIRTY):
-                for path in self.folder.glob(f"*{ending}"):
-                    path.unlink(missing_ok=True)
+            for path in (*self.folder.glob(f"*{SPARE}"), *map(self._dirty, unfinished)):
+                path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
                 (self.folder / _OWNER_NAME).unlink()
 

@@ -85,7 +85,7 @@ class Agreement:
             PeerLostError: Some rank did not come in time.
         """
         number = self._settled
-        self.leave_out()
+        self._go_on()
         self._set_deadline(start + self._timeout_s)
         records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
         if self._ranks.rank == 0:
@@ -95,7 +95,11 @@ class Agreement:
         return [CallReport.from_json(record) for record in records]
 
     def leave_out(self) -> None:
-        """Go on to the next call: this one needs no more polls."""
+        """The oldest call is settled without the other ranks: what they were told of it is void."""
+        if self._polls:
+            self._go_on()
+
+    def _go_on(self) -> None:
         self._settled += 1
         self._polls, self._agreed, self._reported = 0, False, False
 

@@ -213,6 +213,29 @@ def test_a_rank_that_is_one_poll_ahead_of_the_first_does_not_wait_for_it(tmp_pat
     assert run_ranks(_polls_ahead, 2, tmp_path) == [[""]] * 2
 
 
+def _polls_and_then_asks_nobody(rank: int, world_size: int, directory: Path) -> Any:
+    one, gate = Rank(), directory / f"gate {rank}"
+    one.schedule(None, name="polled")
+    one.queue.maybe_finalize_async_calls()
+    dist.barrier()
+    one.queue.maybe_finalize_async_calls(no_dist=True)
+    one.schedule(work.write_when, directory / f"{rank}", gate, name="next")
+    start = time.monotonic()
+    early = one.queue.maybe_finalize_async_calls()
+    seconds = time.monotonic() - start
+    work.write(gate)
+    one.queue.close()
+    return early, seconds < 2.0, one.finalized
+
+
+def test_what_ranks_were_told_of_a_call_is_void_once_it_is_settled_without_them(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(_polls_and_then_asks_nobody, 2, tmp_path)
+
+    assert results == [([], True, ["polled", "next"])] * 2
+
+
 def _one_is_ahead(rank: int, world_size: int) -> Any:
     one = Rank()
     if rank == 1:

@@ -43,10 +43,10 @@ from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.state_dict.base import TensorAwareStateDict
-from localckpt.state_dict.basic import PlainState
+from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 
-__all__ = ["BaseCheckpointManager", "wrapped"]
+__all__ = ["BaseCheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -284,9 +284,7 @@ class BaseCheckpointManager(ABC):
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
             logger.info("loaded %s", self.last_load)
-            return _unwrapped(loaded.state), CkptID(
-                checkpoint.iteration, self.rank, self.session_id
-            )
+            return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
             f"there is no complete checkpoint to load: {describe_incomplete(self._holdings)}. "
@@ -443,12 +441,3 @@ class BaseCheckpointManager(ABC):
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
         self._holdings = None
-
-
-def wrapped(state: Any) -> TensorAwareStateDict:
-    """What a user gave to save, or to load into, as the protocol handles it."""
-    return state if isinstance(state, TensorAwareStateDict) else PlainState(state)
-
-
-def _unwrapped(state: Any) -> Any:
-    return state.state_dict if isinstance(state, PlainState) else state

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity
-from localckpt.managers.base import BaseCheckpointManager, wrapped
+from localckpt.managers.base import BaseCheckpointManager
 from localckpt.managers.joining import JOINING
 from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
@@ -20,6 +20,7 @@ from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import give_up
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.basic import wrapped
 from localckpt.storage.store import Store
 from localckpt.storage.write import write_shards
 

@@ -12,7 +12,7 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import map_tensors, named_tensors
 
-__all__ = ["BasicTensorAwareStateDict", "PlainState"]
+__all__ = ["BasicTensorAwareStateDict", "PlainState", "unwrapped", "wrapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +118,13 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
 class PlainState(BasicTensorAwareStateDict):
     """What a manager wraps a plain object in; whoever loads it gets the plain object again."""
+
+
+def wrapped(state: Any) -> TensorAwareStateDict:
+    """What a user gave to save, or to load into, as the managers handle it."""
+    return state if isinstance(state, TensorAwareStateDict) else PlainState(state)
+
+
+def unwrapped(state: Any) -> Any:
+    """What :func:`wrapped` was given."""
+    return state.state_dict if isinstance(state, PlainState) else state

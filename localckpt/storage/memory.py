@@ -20,7 +20,7 @@ from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.pool import allocate, wait_until_free
+from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.store import DIRTY, SPARE, Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -148,22 +148,24 @@ class MemoryStore(Store):
         name = f"ahead.{secrets.token_hex(4)}"
         path, spare = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{SPARE}"
         try:
-            buffer = allocate(lambda n: _MappedFile(path, n, create=True), nbytes)
-            try:
-                if pin is not None:
-                    buffer.pin(pin)
-                with storage_errors("name", spare):
-                    # Who closed the store may not have waited for this.
-                    os.unlink(path) if self._closed else os.rename(path, spare)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
+            buffer = _MappedFile.made(path, nbytes)
         except StorageError as error:
             # The save that wants it tries again, and raises.
             logger.warning("memory could not be had ahead of time: %s", error)
-        else:
-            assert isinstance(buffer, _MappedFile)
-            self._spares[spare.name] = buffer
+            return
+        kept = False
+        try:
+            if pin is not None:
+                buffer.pin(pin)
+            # Who closed the store may not have waited for this.
+            if not self._closed:
+                os.rename(path, spare)
+                self._spares[spare.name] = buffer
+                kept = True
+        finally:
+            if not kept:
+                buffer.close()
+                path.unlink(missing_ok=True)
 
     def _finish_preparing(self) -> None:
         if self._preparing is not None:
@@ -185,6 +187,12 @@ class _MappedFile(Buffer):
 
     def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         self._open(path, nbytes, create=create, to_read=to_read)
+
+    @classmethod
+    def made(cls, path: Path, nbytes: int) -> _MappedFile:
+        """A new one, if the node has the memory; raises StorageError if not."""
+        check_memory(nbytes)
+        return cls(path, nbytes, create=True)
 
     @property
     def in_use(self) -> bool:

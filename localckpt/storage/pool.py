@@ -18,7 +18,7 @@ from localckpt.storage.buffers import Buffer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BufferPool", "allocate", "buffer_nbytes", "wait_until_free"]
+__all__ = ["BufferPool", "allocate", "buffer_nbytes", "check_memory", "wait_until_free"]
 
 logger = logging.getLogger(__name__)
 
@@ -186,19 +186,27 @@ def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def check_memory(nbytes: int) -> None:
+    """Refuse more than the node has: touching it would have the kernel kill a process.
+
+    Raises:
+        StorageError: There is less.
+    """
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise StorageError(
+            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
+            f"available on this node. Checkpoints saved before are as they were"
+        )
+
+
 def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
     """A new buffer, if the node has the memory.
 
     Raises:
         StorageError: It has not.
     """
-    available = psutil.virtual_memory().available
-    if nbytes > available:
-        # Touching the pages would have the kernel kill a process, most likely this one.
-        raise StorageError(
-            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
-            f"available on this node. Checkpoints saved before are as they were"
-        )
+    check_memory(nbytes)
     try:
         return make(nbytes)
     except (OSError, MemoryError) as error:

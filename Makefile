@@ -6,11 +6,13 @@ STAMP := .venv/.installed
 PEERS := .venv/peers/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean test-tools
+.PHONY: help demo test faults lint format bench clean test-tools
 
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
 	@echo 'make test     run the tests'
+	@echo 'make faults   the long forms of all tests of faults, and the table of what was run;'
+	@echo '              SEED= and STEPS= for the random campaign'
 	@echo 'make lint     ruff, ruff format --check, mypy --strict'
 	@echo 'make format   let ruff rewrite what it can'
 	@echo 'make bench    measure; results also in benchmarks/results/'
@@ -21,6 +23,9 @@ demo: $(STAMP)
 
 test: $(STAMP) test-tools
 	$(BIN)/python -m pytest
+
+faults: $(STAMP) test-tools
+	$(BIN)/python -m pytest --faults $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.table import FaultTable
+
 _SHARED_MEMORY = Path("/dev/shm")
 _RUN = "LOCALCKPT_TEST_RUN"
 # A worker process may still be finishing the save that a killed rank had handed to it.
@@ -30,7 +32,18 @@ _environment_before = pytest.StashKey[str | None]()
 _shared_memory_before = pytest.StashKey[set[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("localckpt")
+    group.addoption(
+        "--faults", action="store_true", help="only tests of faults, in long form, and their table"
+    )
+    group.addoption("--seed", type=int, help="of the random campaign of faults")
+    group.addoption("--steps", type=int, help="how many steps the random campaign takes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
+    config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
     # Python makes and removes this one by itself, so it must not be in a directory that we remove.
     multiprocessing_util.get_temp_dir()
     run = uuid.uuid4().hex[:12]
@@ -154,3 +167,9 @@ def can_attach(can_trace: None) -> None:
     """Skips where a process cannot have itself traced by another."""
     if os.geteuid() != 0:
         pytest.skip("only root may attach to any process")
+
+
+@pytest.fixture
+def long_form(pytestconfig: pytest.Config) -> bool:
+    """Whether a test may take minutes, to run every case instead of a selection."""
+    return bool(pytestconfig.getoption("--faults"))

@@ -1,0 +1,186 @@
+"""The faults that must be survived; a test says by ``@pytest.mark.fault(...)`` which it makes.
+
+``make faults`` prints the table of faults, what happens, and how many cases were run, counted in
+that run and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+__all__ = ["FAULTS", "FaultTable"]
+
+FAULTS = {
+    "kill-save": (
+        "SIGKILL at a system call of a save",
+        "the older checkpoint stands, or the new one is whole; the next start removes the rest",
+    ),
+    "kill-load": (
+        "SIGKILL at a system call of receiving a replica, of a load, of cleaning up",
+        "the source is untouched, and the load can be run again",
+    ),
+    "power-cut": (
+        "power lost after an fsync or a rename",
+        "what was finalized is there, else the one before",
+    ),
+    "torn-file": (
+        "a file cut short, or zeros at its end",
+        "seen; another copy or an older checkpoint; the bad file is set aside",
+    ),
+    "flipped-bit": (
+        "a flipped bit, anywhere in a file",
+        "seen; another copy or an older checkpoint; the bad file is set aside",
+    ),
+    "wrong-place": (
+        "a good file, or a good block, in the place of another",
+        "refused",
+    ),
+    "partial-io": (
+        "short writes and reads, EINTR, EAGAIN",
+        "the rest is written, or it is an error",
+    ),
+    "refused-io": (
+        "ENOSPC, EDQUOT, EROFS, EACCES, EIO at any call",
+        "a typed error on every rank; older checkpoints stand, space is given back",
+    ),
+    "unusable-store": (
+        "a directory that is missing, read-only, another user's, full, or without inodes",
+        "an error at the start or at the save, with the path and the cure",
+    ),
+    "lost-nodes": (
+        "any set of nodes lost",
+        "exact to the limit; past it an older checkpoint, or an error that names the shards",
+    ),
+    "lost-during-recovery": (
+        "a node lost while another one is restored",
+        "the others raise in time; the next start finds what is left",
+    ),
+    "silent-peer": (
+        "a peer dies, stops or never calls in the middle of a save",
+        "an error within the deadline that names it; local copies stay good",
+    ),
+    "cut-network": (
+        "the network is cut",
+        "an error within the deadline; never two answers",
+    ),
+    "disagreement": (
+        "ranks disagree on iteration, session, world size or version",
+        "an error on every rank that says who has what",
+    ),
+    "two-jobs": (
+        "two jobs, or two managers, on one directory",
+        "the second is refused and told who is there, or kept apart by its session",
+    ),
+    "late-writer": (
+        "a writer of an attempt that is over",
+        "its files are not counted",
+    ),
+    "old-files": (
+        "a node that returns with older files",
+        "generations are never mixed",
+    ),
+    "clock": (
+        "clocks that jump, equal file times",
+        "no effect",
+    ),
+    "moved-ranks": (
+        "ranks on other nodes after a restart, several nodes on one host",
+        "every rank gets its own shard",
+    ),
+    "world-size": (
+        "a restart with another number of ranks",
+        "an error that says so and what can be done",
+    ),
+    "bad-copies": (
+        "a bad own copy, a bad replica, or both",
+        "the good one is taken; with none an older checkpoint",
+    ),
+    "worker-dies": (
+        "the async worker is killed, crashes, or stops",
+        "the next poll raises with the cause on every rank; the save after it works",
+    ),
+    "trainer-dies": (
+        "the trainer is killed while its worker writes",
+        "the worker finishes or cleans up; nothing is left after the next start",
+    ),
+    "interrupted": (
+        "SIGTERM, Ctrl-C, exit, or fork with a save in flight",
+        "drained or given up; no hang at exit",
+    ),
+    "changed-state": (
+        "tensors changed as soon as save returns",
+        "the values at the call are saved",
+    ),
+    "hard-state": (
+        "states with empty, shared, overlapping, huge, very many or odd values",
+        "bit for bit, aliases kept",
+    ),
+    "hostile-file": (
+        "a file made to run code, exhaust memory, or reach out of its store",
+        "refused before anything is allocated or followed",
+    ),
+    "random-sequence": (
+        "random sequences of the above",
+        "all guarantees hold; a failing seed is printed",
+    ),
+}
+"""Each fault by a short name: what it is, and what must happen."""
+
+
+class FaultTable:
+    """A pytest plugin that counts the cases which made each fault.
+
+    A test counts as one case, unless it says with ``record_property("cases", n)`` that it looped
+    over more.
+
+    Args:
+        alone: Run the tests of faults and no others, and print the table.
+    """
+
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
+        self._faults: dict[str, frozenset[str]] = {}
+        self._passed: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        for item in items:
+            names = {name for mark in item.iter_markers("fault") for name in mark.args}
+            if unknown := names - FAULTS.keys():
+                raise pytest.UsageError(f"{item.nodeid}: no such fault: {', '.join(unknown)}")
+            self._faults[item.nodeid] = frozenset(names)
+        if self._alone:
+            others = [item for item in items if not self._faults[item.nodeid]]
+            config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if self._faults[item.nodeid]]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        faults = self._faults.get(report.nodeid, frozenset())
+        if report.when == "call" and report.passed:
+            properties = dict(report.user_properties)
+            self._count(self._passed, faults, int(str(properties.get("cases", 1))))
+        elif report.failed:
+            self._count(self._failed, faults)
+        elif report.skipped:
+            self._count(self._skipped, faults)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._alone:
+            return
+        terminalreporter.section("faults")
+        for name, (what, then) in FAULTS.items():
+            counts = f"{self._passed[name]} held"
+            counts += f", {n} FAILED" if (n := self._failed[name]) else ""
+            counts += f", {n} skipped" if (n := self._skipped[name]) else ""
+            terminalreporter.write_line(f"{counts:>24}  {what}: {then}")
+
+    @staticmethod
+    def _count(counter: Counter[str], faults: Iterable[str], cases: int = 1) -> None:
+        for fault in faults:
+            counter[fault] += cases

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["Copier", "default_copy_threads"]
@@ -40,7 +40,7 @@ class Copier:
         The memory on both sides must stay alive meanwhile, and destinations must not overlap.
         """
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
-        pieces = iter(list(_pieces(jobs)))
+        pieces = iter([piece for job in jobs for piece in _pieces(job)])
         if self._threads == 1:
             _copy_pieces(pieces)
             return
@@ -58,14 +58,14 @@ class Copier:
             self._pool = None
 
 
-def _pieces(jobs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    for job in jobs:
-        destination, source, nbytes = job
-        if nbytes <= _PIECE_NBYTES:
-            yield job
-            continue
-        for done in range(0, nbytes, _PIECE_NBYTES):
-            yield destination + done, source + done, min(_PIECE_NBYTES, nbytes - done)
+def _pieces(job: tuple[int, int, int]) -> Sequence[tuple[int, int, int]]:
+    destination, source, nbytes = job
+    if nbytes <= _PIECE_NBYTES:
+        return (job,)
+    return [
+        (destination + done, source + done, min(_PIECE_NBYTES, nbytes - done))
+        for done in range(0, nbytes, _PIECE_NBYTES)
+    ]
 
 
 def _copy_pieces(pieces: Iterator[tuple[int, int, int]]) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 
-__all__ = ["BLOCK_NBYTES", "DIGEST_NBYTES", "BlockHasher", "digests_nbytes"]
+__all__ = ["BLOCK_NBYTES", "DIGEST_NBYTES", "BlockHasher", "covered_nbytes", "digests_nbytes"]
 
 BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 8
@@ -25,6 +25,12 @@ _DIGEST = Struct("<Q")
 def digests_nbytes(covered_nbytes: int) -> int:
     """Bytes of the digests that cover the first ``covered_nbytes`` of an image."""
     return -(-covered_nbytes // BLOCK_NBYTES) * DIGEST_NBYTES
+
+
+def covered_nbytes(image_nbytes: int) -> int:
+    """How much of an image its digests cover, which follow at once: the inverse of the above."""
+    blocks = -(-image_nbytes // (BLOCK_NBYTES + DIGEST_NBYTES))
+    return image_nbytes - blocks * DIGEST_NBYTES
 
 
 class BlockHasher:

@@ -32,6 +32,7 @@ __all__ = [
     "ImageHeader",
     "header_length",
     "parse_header",
+    "parse_identity",
     "parse_safetensors",
     "render_header",
     "render_slots",
@@ -41,6 +42,7 @@ FORMAT_VERSION = "localckpt-1"
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
+_BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
 # The limit of the safetensors library, which must be able to open the file.
@@ -109,7 +111,7 @@ def render_header(
             _entry(DIGESTS, "U8", (digests,), data_nbytes + skeleton_nbytes, digests),
         )
     )
-    text = b'{"%s":%s,%s%s}' % (METADATA.encode(), metadata, slots_json, tail.encode())
+    text = b"%s%s,%s%s}" % (_BEGINNING, metadata, slots_json, tail.encode())
     header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
     return header, digests_start + digests
 
@@ -162,7 +164,7 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
         CorruptShardError: The header does not describe an image of that size.
     """
     metadata, slots = parse_safetensors(header)
-    identity = _parse_identity(metadata)
+    identity = _identity_of(metadata)
     end = sum(slot.nbytes for slot in slots)
     by_name = {slot.name: slot for slot in slots}
     skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
@@ -183,6 +185,22 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
     )
 
 
+def parse_identity(header: memoryview | bytes) -> ShardIdentity:
+    """What a shard is, without looking at the rest of its header, which may describe 100,000 slots.
+
+    Raises:
+        CorruptShardError: The header does not begin as an image's does.
+    """
+    text = bytes(header[8:])
+    if not text.startswith(_BEGINNING):
+        _refuse(f"its header does not begin with {METADATA}")
+    try:
+        metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEGINNING))
+    except (ValueError, RecursionError) as error:
+        _refuse(f"its header is not JSON: {error}", error)
+    return _identity_of(metadata)
+
+
 def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> str:
     value = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
     return f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
@@ -191,16 +209,17 @@ def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int
 def _parse_entry(name: str, entry: Any) -> TensorSlot:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        figures = (*shape, begin, end)
         # JSON's true is an int to Python.
-        good = type(shape) is list and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        good = type(shape) is list and set(map(type, figures)) == {int} and min(figures) >= 0
         if good and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
-            return TensorSlot(name, dtype, tuple(shape), begin)
+            return TensorSlot(name, dtype, tuple(shape), end - begin, begin)
     except (KeyError, TypeError, ValueError):
         pass
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 
 
-def _parse_identity(metadata: Any) -> ShardIdentity:
+def _identity_of(metadata: Any) -> ShardIdentity:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT_VERSION:
         found = metadata.get("format") if isinstance(metadata, dict) else None
         if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):

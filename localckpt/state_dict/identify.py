@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.state_dict.header import ImageHeader, header_length, parse_header
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher, covered_nbytes
+from localckpt.state_dict.header import (
+    ImageHeader,
+    header_length,
+    parse_header,
+    parse_identity,
+)
 from localckpt.state_dict.layout import round_up
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
@@ -28,11 +33,25 @@ def read_verified_identity(source: ShardSource) -> ShardIdentity:
     Raises:
         CorruptShardError: The header is damaged.
     """
-    header = read_header(source)
-    digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
-    stop = min(round_up(header.data_start, BLOCK_NBYTES), header.digests_start)
-    BlockHasher(header.identity).check(0, [source.read(0, stop)], digests)
-    return header.identity
+    try:
+        return _read_verified_identity(source)
+    except CorruptShardError:
+        # It says more exactly what is wrong, if it sees it.
+        read_header(source)
+        raise
+
+
+def _read_verified_identity(source: ShardSource) -> ShardIdentity:
+    nbytes = source.nbytes
+    start = header_length(source.read(0, min(8, nbytes)), nbytes)
+    identity = parse_identity(source.read(0, start))
+    covered = covered_nbytes(nbytes)
+    if covered < start:
+        raise CorruptShardError("not a shard image: its header leaves no room for its digests")
+    digests = memoryview(bytes(source.read(covered, nbytes)))
+    stop = min(round_up(start, BLOCK_NBYTES), covered)
+    BlockHasher(identity).check(0, [source.read(0, stop)], digests)
+    return identity
 
 
 def verify(source: ShardSource, identity: ShardIdentity) -> None:

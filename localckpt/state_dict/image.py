@@ -7,7 +7,7 @@ is in ``restore.py``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import named_tensors
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.digests import BlockHasher
+from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.header import render_header, render_slots
 from localckpt.state_dict.host_memory import address_of
 from localckpt.state_dict.layout import Layout, lay_out
@@ -48,7 +49,10 @@ class _Plan:
     layout: Layout
     slots_json: bytes
     table_json: bytes
-    copies: tuple[_Copy, ...]
+    whole: tuple[tuple[int, int, int], ...]
+    """(number, offset, bytes) of each tensor that fills a slot from one run of host memory."""
+    others: tuple[_Copy, ...]
+    """What fills the other slots, in the order of their offsets."""
 
 
 class _Copy(NamedTuple):
@@ -58,8 +62,6 @@ class _Copy(NamedTuple):
     span: tuple[int, int] | None
     offset: int
     nbytes: int
-    is_plain: bool
-    """Whether it is one run of bytes in host memory."""
 
 
 class ImagePlanner:
@@ -77,6 +79,7 @@ class ImagePlanner:
         self.layouts_made = 0
         """How many layouts have been computed."""
 
+    @collection_paused()
     def capture(self, state: Any) -> Capture:
         """Find a state's tensors. Copies nothing yet, and leaves the state as it is.
 
@@ -94,14 +97,16 @@ class ImagePlanner:
         if plan is None or plan.signature != found:
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
-            copies = tuple(_copies(table, layout, tensors))
-            plan = _Plan(found, table, layout, render_slots(layout), table.to_json(), copies)
-            self._plan = plan
+            whole, others = _copies(table, layout, tensors)
+            plan = self._plan = _Plan(
+                found, table, layout, render_slots(layout), table.to_json(), whole, others
+            )
             self.layouts_made += 1
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
         return Capture(plan, framed, tensors)
 
+    @collection_paused()
     def targets(self, state: Any) -> tuple[TensorTable, list[torch.Tensor]]:
         """The tensors of a state that is to be filled, and their table.
 
@@ -162,19 +167,21 @@ class Capture:
         if len(image) != nbytes:
             raise ValueError(f"the image has {nbytes} bytes and its buffer {len(image)}")
         image[: len(header)] = header
-        base = address_of(image)
-        jobs: list[tuple[int, int, int]] = []
+        data = address_of(image) + len(header)
+        jobs = [
+            (data + offset, self.tensors[number].data_ptr(), nbytes)
+            for number, offset, nbytes in self.plan.whole
+        ]
         now: list[tuple[memoryview, torch.Tensor]] = []
         later: list[tuple[memoryview, torch.Tensor]] = []
-        for number, span, offset, nbytes, is_plain in self.plan.copies:
-            start, tensor = len(header) + offset, self.tensors[number]
-            if is_plain:
-                source = tensor.data_ptr() if span is None else storage_address(tensor) + span[0]
-                jobs.append((base + start, source, nbytes))
+        for number, span, offset, nbytes in self.plan.others:
+            tensor = self.tensors[number]
+            if tensor.is_cpu and span is not None:
+                jobs.append((data + offset, storage_address(tensor) + span[0], nbytes))
                 continue
-            place = image[start : start + nbytes]
+            place = image[len(header) + offset : len(header) + offset + nbytes]
             tensor = slot_bytes(tensor.detach(), span)
-            if tensor.device.type == "cpu":
+            if tensor.is_cpu:
                 copy_to_host(place, tensor)
             elif storage_address(tensor) in guarded:
                 later.append((place, tensor))
@@ -204,7 +211,7 @@ class Capture:
             start: First byte to copy.
         """
         stop, done = start + bucket.numel(), start
-        for copy in sorted(self.plan.copies, key=lambda copy: copy.offset):
+        for copy in self.plan.others:
             offset = data_start + copy.offset
             begin, end = max(start, offset), min(stop, offset + copy.nbytes)
             if begin >= end:
@@ -261,12 +268,18 @@ def _names(state: Any) -> dict[int, str]:
     return names
 
 
-def _copies(table: TensorTable, layout: Layout, tensors: list[torch.Tensor]) -> Iterator[_Copy]:
+def _copies(
+    table: TensorTable, layout: Layout, tensors: list[torch.Tensor]
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[_Copy, ...]]:
+    whole, others = [], []
     for slot, (number, span) in zip(layout.slots, table.sources, strict=True):
         if slot.nbytes:
             tensor = tensors[number]
-            is_plain = tensor.is_cpu and (span is not None or is_flat(tensor))
-            yield _Copy(number, span, slot.offset, slot.nbytes, is_plain)
+            if span is None and tensor.is_cpu and is_flat(tensor):
+                whole.append((number, slot.offset, slot.nbytes))
+            else:
+                others.append(_Copy(number, span, slot.offset, slot.nbytes))
+    return tuple(whole), tuple(sorted(others, key=lambda copy: copy.offset))
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
+from typing import NamedTuple
 
 __all__ = ["ITEM_NBYTES", "PAGE_NBYTES", "Layout", "TensorSlot", "lay_out", "round_up"]
 
@@ -31,18 +32,14 @@ ITEM_NBYTES = {
 """Bytes per element of each dtype label of the safetensors format that an image uses."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
+class TensorSlot(NamedTuple):
     """One named run of bytes. ``offset`` counts from the start of the tensor data."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
     offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +62,8 @@ def lay_out(slots: Iterable[TensorSlot]) -> Layout:
     placed: dict[int, TensorSlot] = {}
     offset = 0
     for i in order:
-        slot = slots[i]
-        placed[i] = TensorSlot(slot.name, slot.dtype, slot.shape, offset)
-        offset += slot.nbytes
+        placed[i] = slots[i]._replace(offset=offset)
+        offset += slots[i].nbytes
     return Layout(tuple(placed[i] for i in range(len(slots))), offset)
 
 

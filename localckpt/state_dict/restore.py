@@ -15,6 +15,7 @@ import torch
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.host_memory import memory_at, prefer_huge_pages
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
@@ -48,6 +49,7 @@ class ImageReader:
         CorruptShardError: The header is damaged, or belongs to another shard.
     """
 
+    @collection_paused()
     def __init__(
         self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity | None = None
     ) -> None:
@@ -62,6 +64,7 @@ class ImageReader:
             bytes(source.read(self.header.digests_start, self.header.nbytes))
         )
 
+    @collection_paused()
     def restore(
         self,
         into: tuple[TensorTable, list[torch.Tensor]] | None = None,
@@ -251,7 +254,7 @@ def _tensor_by_number(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tens
 
 
 def _check_same_structure(saved: tuple[TableEntry, ...], given: tuple[TableEntry, ...]) -> None:
-    if [e.structure() for e in saved] == [e.structure() for e in given]:
+    if saved == given or [e.structure() for e in saved] == [e.structure() for e in given]:
         return
     there = {e.slot: e for e in given}
     here = {e.slot: e for e in saved}

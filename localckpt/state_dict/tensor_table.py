@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,8 +55,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOB_ALIGN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class TableEntry:
+class TableEntry(NamedTuple):
     """One tensor: where its bytes are, and what it is.
 
     ``slot`` is ``None`` for a tensor without data (on the meta device). ``view`` is ``None`` for
@@ -130,26 +129,26 @@ def _parse_row(row: list[Any]) -> TableEntry:
 
 def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tuple[Any, ...]:
     """All that :func:`build_table` depends on, cheap to compare with that of the last save."""
-    groups: dict[int, int] = {}
-    rows = []
-    for tensor in tensors:
-        address, offset = tensor.data_ptr(), int(tensor.storage_offset())
-        group = address and groups.setdefault(address - offset * tensor.itemsize, len(groups))
-        rows.append(
-            (
-                names.get(id(tensor)),
-                tensor.dtype,
-                tensor.shape,
-                tensor.device,
-                tensor.requires_grad,
-                _kind(tensor),
-                group,
-                offset,
-                tensor.stride(),
-                _is_lazy(tensor),
-            )
-        )
-    return tuple(rows)
+    offsets = [int(t.storage_offset()) for t in tensors]
+    # Column by column takes half the time of row by row, and training waits for it.
+    storages = [
+        (address := t.data_ptr()) and address - offset * t.itemsize
+        for t, offset in zip(tensors, offsets, strict=True)
+    ]
+    numbers: dict[int, int] = {}
+    return (
+        [names.get(id(t)) for t in tensors],
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.stride() for t in tensors],
+        [t.device for t in tensors],
+        [t.requires_grad for t in tensors],
+        [_kind(t) for t in tensors],
+        [address and numbers.setdefault(address, len(numbers)) for address in storages],
+        offsets,
+        [t.is_conj() for t in tensors],
+        [t.is_neg() for t in tensors],
+    )
 
 
 def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> TensorTable:
@@ -169,11 +168,12 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
         # A name that is no text (half of a surrogate pair) would keep other tools from the file.
         wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
         if span is not None:
-            slot = TensorSlot(_free_name(f"shared:{wanted}", taken), "U8", (span[1] - span[0],))
+            nbytes = span[1] - span[0]
+            slot = TensorSlot(_free_name(f"shared:{wanted}", taken), "U8", (nbytes,), nbytes)
         else:
-            label = _LABELS.get(tensor.dtype)
-            shape = tuple(tensor.shape) if label else (tensor.numel() * tensor.itemsize,)
-            slot = TensorSlot(_free_name(wanted, taken), label or "U8", shape)
+            label, nbytes = _LABELS.get(tensor.dtype), tensor.numel() * tensor.itemsize
+            shape = tuple(tensor.shape) if label else (nbytes,)
+            slot = TensorSlot(_free_name(wanted, taken), label or "U8", shape, nbytes)
         slots.append(slot)
         sources.append((number, span))
         return slot
@@ -248,7 +248,7 @@ def _kind(tensor: torch.Tensor) -> str:
     if type(tensor) is torch.nn.Parameter:
         return "parameter"
     # What makes a buffer is an attribute, and asking torch for it takes ten times as long.
-    return "buffer" if vars(tensor) and isinstance(tensor, torch.nn.Buffer) else "tensor"
+    return "buffer" if tensor.__dict__ and isinstance(tensor, torch.nn.Buffer) else "tensor"
 
 
 def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

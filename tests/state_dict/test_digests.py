@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher, digests_nbytes
+from localckpt.state_dict.digests import (
+    BLOCK_NBYTES,
+    BlockHasher,
+    covered_nbytes,
+    digests_nbytes,
+)
 from localckpt.state_dict.header import ImageHeader
 from localckpt.state_dict.identify import read_header, read_verified_identity
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
@@ -213,6 +220,13 @@ def test_the_identity_is_told_by_a_header_of_several_blocks() -> None:
     source.view[BLOCK_NBYTES + 5] ^= 1
     with pytest.raises(CorruptShardError):
         read_verified_identity(source)
+
+
+@given(st.integers(1, 10 * BLOCK_NBYTES) | st.integers(1, 1 << 50))
+@example(BLOCK_NBYTES)
+@example(BLOCK_NBYTES + 1)
+def test_the_size_of_an_image_tells_where_its_digests_begin(covered: int) -> None:
+    assert covered_nbytes(covered + digests_nbytes(covered)) == covered
 
 
 def test_a_damaged_shard_says_which_one_it_is() -> None:

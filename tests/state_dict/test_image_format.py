@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from typing import Any
 
 import pytest
@@ -207,7 +208,10 @@ _SLOTS = st.lists(
 def test_a_layout_has_no_holes_and_aligns_every_slot_as_far_as_its_size_is_round(
     wanted: list[tuple[str, Any]],
 ) -> None:
-    slots = [TensorSlot(str(n), dtype, shape) for n, (dtype, shape) in enumerate(wanted)]
+    slots = [
+        TensorSlot(str(n), dtype, shape, prod(shape) * ITEM_NBYTES[dtype])
+        for n, (dtype, shape) in enumerate(wanted)
+    ]
 
     layout = lay_out(slots)
 

@@ -38,6 +38,7 @@ from localckpt.managers.coverage import (
 from localckpt.managers.hooks import HookShelf
 from localckpt.managers.joining import gather_holdings, join
 from localckpt.managers.recovery import Recovery
+from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
@@ -109,6 +110,7 @@ class BaseCheckpointManager(ABC):
         self._newest_iteration = -1
         self._holdings: dict[int, list[ShardRecord]] | None = None
         self._complete: list[Checkpoint] = []
+        self._redundancy: Redundancy | None = None
 
     # The five hooks.
 
@@ -179,6 +181,7 @@ class BaseCheckpointManager(ABC):
         """
         called = time.monotonic()
         self._check_iteration(iteration)
+        self._finish_copies()
         self._join()
         if is_async and not self._may_start(iteration):
             self.last_save = SaveReport.of_skipped(iteration)
@@ -220,6 +223,7 @@ class BaseCheckpointManager(ABC):
         """
         if self.latest_iteration != -1:
             return self.latest_iteration
+        self._finish_copies()
         self._join()
         self._holdings = gather_holdings(self._coordinator, self._shelf, self.session_id)
         self._complete = complete_checkpoints(self._holdings)
@@ -259,6 +263,7 @@ class BaseCheckpointManager(ABC):
                 "load() was called before find_latest(): call find_latest() on all ranks first, "
                 "and load() if it is not -1"
             )
+        self._finish_copies()
         options = LoadOptions(None if into is None else wrapped(into), map_location)
         recovery = Recovery(
             self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
@@ -284,6 +289,8 @@ class BaseCheckpointManager(ABC):
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
             logger.info("loaded %s", self.last_load)
+            if self._redundancy is not None:
+                self._redundancy.restore(checkpoint, self._holdings, self._domains)
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
@@ -293,6 +300,7 @@ class BaseCheckpointManager(ABC):
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before."""
+        self._finish_copies()
         self._shelf.close()
         if self.repl_strategy is None:
             self._strategy.close()
@@ -302,6 +310,19 @@ class BaseCheckpointManager(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def degraded(self) -> int:
+        """How many shards of the newest checkpoint have fewer copies than asked for.
+
+        Known from a ``load`` on. The built-in managers then make those copies again behind
+        training; a save that is complete has all of its own.
+        """
+        return self._redundancy.degraded if self._redundancy is not None else 0
+
+    def _finish_copies(self) -> None:
+        if self._redundancy is not None:
+            self._redundancy.finish()
 
     # The steps of a save.
 
@@ -417,6 +438,8 @@ class BaseCheckpointManager(ABC):
             )
         self._complete.append(checkpoint)
         self._complete.sort(key=lambda c: c.version, reverse=True)
+        if self._redundancy is not None:
+            self._redundancy.degraded = 0
         try:
             self._cleanup(iteration)
         except Exception:

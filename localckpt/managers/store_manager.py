@@ -10,10 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
 from localckpt.managers.joining import JOINING
+from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
@@ -80,6 +82,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
             async_worker=async_worker,
             safe_globals=safe_globals,
         )
+        # Here, so that all ranks have made as many, whatever becomes of their stores.
+        self._copying = Coordinator("redundancy", process_group, timeout)
         self.keep_last = keep_last
         self.num_buffers = num_buffers
         self.on_busy = on_busy
@@ -96,6 +100,13 @@ class StoreCheckpointManager(BaseCheckpointManager):
             store, self._allowed, self.timeout, self._staging_threads, self._guard
         )
         self._shelf = self._stored
+        self._redundancy = Redundancy(
+            self._stored,
+            self._strategy,
+            self.session_id,
+            self._copying,
+            lambda shard: self._save(shard.payload, shard.identity.ckpt_id),
+        )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
             # A placement that protects from nothing is an error now, not at the first save.

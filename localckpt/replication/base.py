@@ -93,6 +93,14 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
+    def cliques(self) -> list[list[int]]:
+        """Groups of ranks of the job that keep each other's shards; all ranks call it together.
+
+        Raises:
+            PeerLostError: A rank did not come.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""
 

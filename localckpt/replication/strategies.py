@@ -55,6 +55,9 @@ class NoReplication(ReplicationStrategy):
     def check_failure_domains(self, domains: Sequence[str]) -> None:
         return
 
+    def cliques(self) -> list[list[int]]:
+        return []
+
     def close(self) -> None:
         return
 
@@ -197,12 +200,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return [peer.id_ for peer in senders]
 
     def check_failure_domains(self, domains: Sequence[str]) -> None:
-        cliques = self._cliques
-        if cliques is None:
+        check_failure_domains(self.cliques(), domains)
+
+    def cliques(self) -> list[list[int]]:
+        if self._cliques is None:
             # Explicit groups are known to their members only; all ranks must come to one answer.
             told = self._world().all_gather("compare cliques", self.local_group.ranks)
-            cliques = sorted({tuple(ranks): ranks for ranks in told}.values())
-        check_failure_domains(cliques, domains)
+            self._cliques = sorted({tuple(ranks): ranks for ranks in told}.values())
+        return self._cliques
 
     def close(self) -> None:
         for transport in (self._host, self._device):
@@ -288,6 +293,9 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
 
     def check_failure_domains(self, domains: Sequence[str]) -> None:
         self._build().check_failure_domains(domains)
+
+    def cliques(self) -> list[list[int]]:
+        return self._build().cliques()
 
     def close(self) -> None:
         if self._built is not None:

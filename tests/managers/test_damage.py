@@ -101,8 +101,9 @@ def test_a_bad_own_copy_is_set_aside_and_the_replica_is_taken(
     assert told == [(8, 8, "own node"), (8, 8, "peer rank 0")]
     assert _set_aside(nodes[1]) == [(8, 1)]
     assert _set_aside(nodes[0]) == []
-    # Nothing is deleted by a restart.
-    assert len(files(*nodes)) == before
+    # Nothing is deleted by a restart, and the copy is made again.
+    assert len(files(*nodes)) == before + 1
+    assert _copy(nodes[1], 1, 8).read_bytes() == _copy(nodes[0], 1, 8).read_bytes()
 
 
 @pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE], ids=["start", "middle"])

@@ -1,0 +1,206 @@
+"""Gives shards that lost copies new ones, behind training, once a restart has loaded.
+
+Until the next save is complete the loaded checkpoint is all there is, and a node that came back
+empty holds nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.ids import CkptID, ShardIdentity, ShardRecord
+from localckpt.managers.coverage import Checkpoint
+from localckpt.managers.shelf import StagedShard
+from localckpt.managers.stored import StoreShelf
+from localckpt.replication.agreement import Attempt
+from localckpt.replication.exchange import ExchangePlan, plan_exchange
+from localckpt.replication.strategies import ReplicationStrategy
+
+__all__ = ["Redundancy", "missing_copies"]
+
+logger = logging.getLogger(__name__)
+
+# Opening, making room, connecting, sending, telling the outcome: each has the deadline once.
+_STEPS = 6
+
+
+def missing_copies(
+    checkpoint: Checkpoint,
+    holdings: Mapping[int, Sequence[ShardRecord]],
+    domains: Sequence[str],
+    cliques: Sequence[Sequence[int]],
+) -> dict[int, list[int]]:
+    """Who is to get which shard, so that each is again on as many nodes as its clique has members.
+
+    Args:
+        checkpoint: What was loaded.
+        holdings: What each rank's node holds.
+        domains: Each rank's failure domain.
+        cliques: Groups of ranks that keep each other's shards.
+
+    Returns:
+        For each owner of a shard that has too few copies, the ranks that lack it.
+    """
+    held_in: dict[int, set[str]] = {}
+    for holder, records in holdings.items():
+        for record in records:
+            owner = record.identity.rank
+            if record.identity == checkpoint.shard(owner, record.identity.session_id):
+                held_in.setdefault(owner, set()).add(domains[holder])
+    missing = {}
+    for clique in cliques:
+        for owner in clique:
+            have = held_in.get(owner, set())
+            # The owner first: its own node is where the next restart looks first.
+            members = [owner, *(rank for rank in clique if rank != owner)]
+            lacking = [rank for rank in members if domains[rank] not in have]
+            if wanted := lacking[: max(0, len(clique) - len(have))]:
+                missing[owner] = wanted
+    return missing
+
+
+class Redundancy:
+    """The copies of one manager's checkpoints.
+
+    Args:
+        shelf: This rank's shards.
+        strategy: Moves images between ranks.
+        session_id: The training run.
+        coordinator: The ranks of the job. Used by nobody else: it works behind other calls.
+        keep: Writes a shard that has arrived.
+    """
+
+    def __init__(
+        self,
+        shelf: StoreShelf,
+        strategy: ReplicationStrategy,
+        session_id: str,
+        coordinator: Coordinator,
+        keep: Callable[[StagedShard], None],
+    ) -> None:
+        self._shelf = shelf
+        self._strategy = strategy
+        self._session_id = session_id
+        self._coordinator = coordinator
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self.degraded = 0
+        """How many shards of the newest checkpoint have fewer copies than asked for."""
+
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        holdings: Mapping[int, Sequence[ShardRecord]],
+        domains: Sequence[str],
+    ) -> None:
+        """Begin to make the copies that a checkpoint lacks; all ranks call it.
+
+        Raises:
+            PeerLostError: A rank did not answer in time.
+        """
+        missing = missing_copies(checkpoint, holdings, domains, self._strategy.cliques())
+        self.degraded = len(missing)
+        if not missing:
+            return
+        logger.info(
+            "%d shards of iteration %d have fewer copies than asked for: making them again",
+            len(missing),
+            checkpoint.iteration,
+        )
+        available = {
+            holder: [
+                record.identity.ckpt_id
+                for record in records
+                if record.identity == checkpoint.shard(record.identity.rank, self._session_id)
+            ]
+            for holder, records in holdings.items()
+        }
+        wanted: dict[int, list[CkptID]] = {}
+        for owner, receivers in missing.items():
+            for rank in receivers:
+                wanted.setdefault(rank, []).append(
+                    checkpoint.shard(owner, self._session_id).ckpt_id
+                )
+        self._thread = threading.Thread(
+            target=self._make_copies,
+            args=(checkpoint, missing, plan_exchange(available, wanted)),
+            name="localckpt-redundancy",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when nothing is under way any more.
+
+        Raises:
+            CheckpointingException: It does not come to an end.
+        """
+        if self._thread is None:
+            return
+        deadline_s = _STEPS * self._coordinator.timeout_s
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            raise CheckpointingException(
+                f"making copies of the loaded checkpoint has not ended after {deadline_s:g} s: is "
+                f"the disk of this node stuck?"
+            )
+        self._thread = None
+
+    def _make_copies(
+        self, checkpoint: Checkpoint, missing: Mapping[int, list[int]], plan: ExchangePlan[CkptID]
+    ) -> None:
+        began = time.monotonic()
+        nbytes = 0
+        with Attempt() as copying:
+            nbytes = self._copy(checkpoint, plan)
+        if copying.succeeded:
+            self._shelf.settle(checkpoint.iteration)
+        else:
+            self._shelf.take_back(checkpoint.iteration)
+        phase = f"restore the copies of iteration {checkpoint.iteration}"
+        try:
+            told = self._coordinator.all_gather(phase, copying.told)
+        except CheckpointingException as error:
+            logger.warning("%d shards stay with fewer copies: %s", self.degraded, error)
+            return
+        self.degraded = sum(any(told[rank] for rank in ranks) for ranks in missing.values())
+        if self.degraded:
+            logger.warning(
+                "%d shards of iteration %d have fewer copies than asked for until the next save: "
+                "%s",
+                self.degraded,
+                checkpoint.iteration,
+                "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why),
+            )
+            return
+        logger.info(
+            "all shards of iteration %d have their copies again: %d bytes came here in %.3f s",
+            checkpoint.iteration,
+            nbytes,
+            time.monotonic() - began,
+        )
+
+    def _copy(self, checkpoint: Checkpoint, plan: ExchangePlan[CkptID]) -> int:
+        """Carry out the plan, and keep what comes; how many bytes did."""
+
+        def identity(id_: CkptID) -> ShardIdentity:
+            return checkpoint.shard(id_.rank, self._session_id)
+
+        received = self._strategy.retrieve_image(
+            plan,
+            lambda id_: self._shelf.open(identity(id_)),
+            lambda id_, nbytes: self._shelf.make_room(identity(id_), nbytes),
+        )
+        nbytes = 0
+        for id_ in received:
+            shard = self._shelf.received(identity(id_))
+            self._keep(shard)
+            if not self._shelf.holds(shard.identity):
+                raise StorageError(f"{shard.identity} was written, and is not there")
+            nbytes += shard.nbytes
+        return nbytes

@@ -1,0 +1,268 @@
+"""What an explanation says is what ``coverage`` decides, for any holdings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.errors import MismatchError
+from localckpt.ids import Generation, ShardIdentity, ShardRecord
+from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
+from localckpt.managers.explanation import Explanation, explain, ranges
+
+Holdings = Mapping[str, Sequence[ShardRecord]]
+
+
+def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
+    identity = ShardIdentity("run", Generation(epoch, sequence), iteration, owner, world_size)
+    return ShardRecord(identity, 4096)
+
+
+_records = st.builds(
+    _record,
+    epoch=st.integers(1, 2),
+    sequence=st.integers(1, 2),
+    iteration=st.integers(0, 2),
+    owner=st.integers(0, 2),
+    world_size=st.integers(1, 3),
+)
+_any_holdings = st.dictionaries(st.text(max_size=5), st.lists(_records, max_size=20), max_size=5)
+
+
+@st.composite
+def _jobs(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
+    """Holdings of one or two checkpoints, each shard on any of up to five nodes."""
+    world_size = draw(st.integers(1, 4))
+    nodes = [f"node {number}" for number in range(draw(st.integers(1, 5)))]
+    holdings: dict[str, list[ShardRecord]] = {node: [] for node in nodes}
+    for sequence in range(1, draw(st.integers(2, 3))):
+        for rank in range(world_size):
+            for node in draw(st.sets(st.sampled_from(nodes))):
+                holdings[node].append(_record(1, sequence, sequence, rank, world_size))
+    return holdings
+
+
+def _newest(holdings: Holdings, without: Collection[str] = ()) -> Checkpoint | None:
+    kept = [records for node, records in holdings.items() if node not in without]
+    complete = complete_checkpoints(dict(enumerate(kept)))
+    return complete[0] if complete else None
+
+
+@given(_any_holdings)
+def test_what_is_called_complete_is_what_coverage_finds_in_its_order(holdings: Holdings) -> None:
+    explanation = explain(holdings)
+
+    found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
+    assert found == complete_checkpoints(dict(enumerate(holdings.values())))
+    assert explanation.newest == explanation.loads == _newest(holdings)
+    versions = [s.checkpoint.version for s in explanation.checkpoints]
+    assert versions == sorted(versions, reverse=True)
+
+
+@given(_any_holdings | _jobs())
+def test_every_holder_of_every_shard_is_told_and_no_other(holdings: Holdings) -> None:
+    told = {
+        (node, standing.checkpoint.shard(rank, "run"))
+        for standing in explain(holdings).checkpoints
+        for rank, nodes in enumerate(standing.holders)
+        for node in nodes
+    }
+
+    held = {(node, record.identity) for node, records in holdings.items() for record in records}
+    assert told == {(node, i) for node, i in held if i.rank < i.world_size}
+
+
+@given(_any_holdings | _jobs())
+def test_exactly_what_is_incomplete_lacks_something_and_exactly_the_shards_that_nobody_holds(
+    holdings: Holdings,
+) -> None:
+    for standing in explain(holdings).checkpoints:
+        lacking = [rank for lack in standing.lacks for rank in lack.ranks]
+
+        assert sorted(lacking) == [r for r, on in enumerate(standing.holders) if not on]
+        assert standing.is_complete == (not lacking)
+
+
+@given(_any_holdings | _jobs())
+def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
+    holdings: Holdings,
+) -> None:
+    explanation = explain(holdings)
+
+    newest = _newest(holdings)
+    smallest: list[set[str]] = []
+    for count in range(1, len(holdings) + 1):
+        for lost in map(set, combinations(holdings, count)):
+            breaks = newest is not None and _newest(holdings, lost) != newest
+            if breaks and not any(known <= lost for known in smallest):
+                smallest.append(lost)
+    assert sorted(map(sorted, explanation.breaking)) == sorted(map(sorted, smallest))
+
+
+@given(_any_holdings | _jobs())
+def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(holdings: Holdings) -> None:
+    explanation = explain(holdings)
+    newest, most = _newest(holdings), explanation.survives_any
+
+    if newest is None:
+        assert most == 0
+        assert explanation.may_be_lost_alone == ()
+        return
+    assert all(_newest(holdings, lost) == newest for lost in combinations(holdings, most))
+    assert any(_newest(holdings, lost) != newest for lost in combinations(holdings, most + 1))
+    assert set(explanation.may_be_lost_alone) == {
+        node for node in holdings if _newest(holdings, [node]) == newest
+    }
+
+
+@given(_any_holdings | _jobs(), st.integers(1, 4))
+def test_a_restart_with_another_number_of_ranks_is_refused_as_the_manager_refuses_it(
+    holdings: Holdings, world_size: int
+) -> None:
+    explanation = explain(holdings, world_size)
+
+    complete = complete_checkpoints(dict(enumerate(holdings.values())))
+    try:
+        judge_newest(complete, world_size)
+    except MismatchError as error:
+        assert explanation.refusal == str(error)
+        assert explanation.loads is None
+        assert str(error) in str(explanation)
+    else:
+        assert explanation.refusal is None
+        assert explanation.loads == _newest(holdings)
+    assert explanation.newest == _newest(holdings)
+
+
+@given(_any_holdings | _jobs())
+def test_any_explanation_can_be_printed_and_sent(holdings: Holdings) -> None:
+    explanation = explain(holdings, bad={"elsewhere": ["nonsense", "1.2.3.4.safetensors: bad"]})
+
+    told = json.loads(json.dumps(explanation.to_json()))
+
+    assert [c["iteration"] for c in told["checkpoints"]] == [
+        s.checkpoint.iteration for s in explanation.checkpoints
+    ]
+    assert all(len(line) <= 100 for line in _matrix_of(explanation))
+    assert "elsewhere" in told["nodes"]
+
+
+def _matrix_of(explanation: Explanation) -> list[str]:
+    lines = str(explanation).splitlines()
+    return [line for line in lines if line.startswith("iteration ") or line[:1].isdigit()]
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranges_name_all_numbers_and_no_others(numbers: set[int]) -> None:
+    told = [part.split("-") for part in ranges(numbers).split(",") if part]
+
+    assert {n for part in told for n in range(int(part[0]), int(part[-1]) + 1)} == numbers
+    assert len(told) == len([n for n in numbers if n - 1 not in numbers])
+
+
+def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> None:
+    old = [_record(3, 1, 1150, rank, 4) for rank in range(4)]
+    new = [_record(3, 2, 1200, rank, 4) for rank in range(4)]
+    holdings = {
+        "/gathered/node0": [*old[:2], *new[:2]],
+        "/gathered/node1": [*old[:2], *new[:2]],
+        "/gathered/node2": [*old[2:], _record(2, 9, 1200, 2, 4)],
+        "/gathered/node3": [*old[2:]],
+    }
+    bad = {"/gathered/node2": ["000000001200.3.3.2.safetensors: its header is damaged"]}
+
+    told = str(explain(holdings, bad=bad))
+
+    assert (
+        told
+        == """\
+A   /gathered/node0
+B   /gathered/node1
+C   /gathered/node2
+D   /gathered/node3
+
+iteration  generation  complete  rank 0-1  rank 2  rank 3
+1200       3.2         no        A+B       none    C!
+1150       3.1         yes       A+B       C+D     C+D
+1200       2.9         no        none      C       none
+
+A restart loads iteration 1150 (generation 3.1, 4 ranks).
+Iteration 1200 (generation 3.2, 4 ranks) is newer, and lacks:
+  rank 2: only of another attempt, generation 2.9 (C)
+  rank 3: 1 copy, its header is damaged (C)
+Iteration 1200 (generation 2.9, 4 ranks) is of an earlier attempt: the job went back, and saved \
+iteration 1150 later.
+Iteration 1150 survives the loss of any one node. It is lost together with A+B, or C+D.
+Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
+    )
+
+
+def test_ranks_that_lack_a_shard_for_one_reason_are_told_in_one_line() -> None:
+    told = str(explain({"a": [_record(1, 1, 5, rank, 64) for rank in (0, 1, 40)]}))
+
+    assert "rank 0-1  rank 2-39  rank 40  rank 41-63" in told
+    assert "  ranks 2-39,41-63: on no node\n" not in told
+    assert told.endswith("  ranks 2-39,41-63: on no node")
+    assert "A restart finds nothing to load: no checkpoint is complete." in told
+
+
+def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
+    holdings = {"a": [_record(1, 1, 5, 0, 1)], "b": []}
+
+    explanation = explain(holdings, bad={"b": ["000000000005.0.1.1.safetensors.corrupt: bad"]})
+
+    assert explanation.loads == Checkpoint(Generation(1, 1), 5, 1)
+    assert explanation.checkpoints[0].damaged == (("b",),)
+    assert "A+B!" in str(explanation)
+    assert explanation.breaking == (("a",),)
+
+
+@pytest.mark.parametrize("holdings", [{}, {"a": []}])
+def test_nodes_that_hold_nothing_are_said_to(holdings: Holdings) -> None:
+    explanation = explain(holdings)
+
+    assert explanation.loads is None
+    assert "no node holds a shard" in str(explanation)
+
+
+def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> None:
+    shards = [_record(1, 1, 5, rank, 2) for rank in range(2)]
+
+    explanation = explain({"a": shards[:1], "b": shards[1:], "c": shards[1:]})
+
+    assert explanation.survives_any == 0
+    assert explanation.may_be_lost_alone == ("b", "c")
+    assert "survives the loss of one node only if it is B or C" in str(explanation)
+    assert explanation.breaking == (("a",), ("b", "c"))
+
+
+def test_many_nodes_have_a_letter_each() -> None:
+    holdings = {f"node {number}": [_record(1, 1, 5, number, 60)] for number in range(60)}
+
+    lines = str(explain(holdings)).splitlines()
+
+    assert [line.split()[0] for line in lines[24:29]] == ["Y", "Z", "AA", "AB", "AC"]
+    assert lines[-1].endswith("or L, or 48 more.")
+
+
+def test_a_large_job_is_explained_at_once() -> None:
+    world_size = 2048
+    holdings = {
+        f"node {node}": [
+            _record(1, sequence, sequence, rank % world_size, world_size)
+            for sequence in (1, 2)
+            for rank in (*range(8 * node, 8 * node + 8), *range(8 * node + 64, 8 * node + 72))
+        ]
+        for node in range(world_size // 8)
+    }
+
+    explanation = explain(holdings)
+
+    assert explanation.survives_any == 1
+    assert len(explanation.breaking) == len(holdings)
+    assert len(str(explanation).splitlines()) < 400

@@ -1,0 +1,223 @@
+"""After a restart the loaded checkpoint is soon on as many nodes again as it was meant to be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import localckpt
+from localckpt.errors import StorageError
+from localckpt.ids import Generation, ShardRecord
+from localckpt.managers.coverage import Checkpoint
+from localckpt.managers.redundancy import missing_copies
+from tests.managers.jobs import KINDS, MAX_S, cliques, files, make_manager, resume, state_of
+from tests.ranks import DeadRank, node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+def _save(rank: int, world_size: int, kind: str, jump: int, factor: int) -> None:
+    with cliques(jump, factor) as repl, make_manager(kind, node_store(), "job", repl) as manager:
+        manager.save(state_of(rank, 3), 3)
+
+
+def _restart(rank: int, world_size: int, kind: str, jump: int, factor: int) -> tuple[str, int, int]:
+    """Load, and wait for the copies.
+
+    Returns:
+        Where the shard came from, and how many shards were degraded before and after.
+    """
+    with cliques(jump, factor) as repl, make_manager(kind, node_store(), "job", repl) as manager:
+        came_from = resume(manager, rank, 3)
+        before = manager.degraded
+        _await_copies(manager)
+        return came_from, before, manager.degraded
+
+
+def _await_copies(manager: Any) -> None:
+    deadline = time.monotonic() + MAX_S
+    while manager.degraded and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _empty(node: Path) -> None:
+    shutil.rmtree(node)
+    node.mkdir()
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_can_be_lost_one_after_the_other_without_a_save_between(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(4)
+    run_ranks(_save, 4, kind, 2, 2, store_per_node=nodes)
+
+    for lost in (0, 2, 1, 3, 0):
+        _empty(nodes[lost])
+        told = run_ranks(_restart, 4, kind, 2, 2, store_per_node=nodes)
+
+        # The lost node held its own shard and that of its partner.
+        assert told == [
+            (f"peer rank {lost ^ 2}" if rank == lost else "own node", 2, 0) for rank in range(4)
+        ]
+        assert len(files(*nodes)) == 8
+
+
+@pytest.mark.fault("moved-ranks")
+def test_ranks_that_came_back_on_other_nodes_need_no_more_copies(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    before = files(*nodes)
+
+    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes[::-1])
+
+    assert told == [("own node", 0, 0)] * 2
+    assert files(*nodes) == before
+
+
+def _restart_and_save(rank: int, world_size: int) -> int:
+    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        resume(manager, rank, 3)
+        manager.save(state_of(rank, 4), 4)
+        return int(manager.degraded)
+
+
+def test_a_save_waits_until_the_copies_are_made(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    told = run_ranks(_restart_and_save, 2, store_per_node=nodes)
+
+    assert told == [0, 0]
+    names = [name.rpartition("/")[2] for name in files(*nodes)]
+    for iteration in (3, 4):
+        for owner in (0, 1):
+            assert sum(n.startswith(f"{iteration:012d}.{owner}.") for n in names) == 2
+
+
+class _Refusing(localckpt.LocalCheckpointManager):
+    """On one rank no shard of iteration 3 can be written."""
+
+    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
+        if self.rank == 0 and ckpt_id.iteration == 3:
+            raise StorageError("this disk takes nothing")
+        super()._save(state_dict, ckpt_id)
+
+
+def _restart_on_a_disk_that_refuses(rank: int, world_size: int) -> list[int]:
+    told = []
+    with cliques(1, 2) as repl, _Refusing(node_store(), "job", repl, timeout=MAX_S) as manager:
+        resume(manager, rank, 3)
+        told.append(manager.degraded)
+        # What is found again is what was found before.
+        manager.latest_iteration = -1
+        resume(manager, rank, 3)
+        told.append(manager.degraded)
+        manager.save(state_of(rank, 4), 4)
+        told.append(manager.degraded)
+    return told
+
+
+@pytest.mark.fault("refused-io")
+def test_a_node_that_cannot_keep_the_copies_is_told_and_training_goes_on(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    told = run_ranks(_restart_on_a_disk_that_refuses, 2, store_per_node=nodes)
+
+    assert told == [[2, 2, 0]] * 2
+    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".corrupt"))]
+    assert not [name for name in files(nodes[0]) if "000003." in name]
+
+
+class _Dying(localckpt.LocalCheckpointManager):
+    """One rank is killed when it is to write a copy."""
+
+    def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
+        if self.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save(state_dict, ckpt_id)
+
+
+def _restart_and_die(rank: int, world_size: int) -> tuple[int, float]:
+    repl = cliques(1, 2, timeout_s=2.0)
+    manager = _Dying(node_store(), "job", repl, timeout=2.0)
+    resume(manager, rank, 3)
+    began = time.monotonic()
+    manager.close()
+    repl.close()
+    return manager.degraded, time.monotonic() - began
+
+
+@pytest.mark.fault("lost-during-recovery")
+def test_a_rank_that_dies_meanwhile_holds_nobody_up_past_the_deadline(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    dead, (degraded, seconds) = run_ranks(
+        _restart_and_die, 2, store_per_node=nodes, expect_dead=[0]
+    )
+
+    assert isinstance(dead, DeadRank)
+    assert degraded == 2
+    assert seconds < MAX_S
+    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes)
+    assert [after for _, _, after in told] == [0, 0]
+
+
+_WORLDS = st.integers(1, 6).flatmap(
+    lambda world: st.tuples(
+        st.lists(
+            st.sets(st.integers(0, world - 1), max_size=world), min_size=world, max_size=world
+        ),
+        st.integers(1, world),
+        st.integers(1, world),
+    )
+)
+
+
+@given(_WORLDS)
+def test_the_copies_that_are_asked_for_are_those_that_are_missing(
+    world: tuple[list[set[int]], int, int],
+) -> None:
+    """``held[rank]``: owners of the shards on a rank's node; ranks share nodes in turn."""
+    held, nodes, members = world
+    size = len(held)
+    domains = [str(rank % nodes) for rank in range(size)]
+    groups = [list(range(first, min(first + members, size))) for first in range(0, size, members)]
+    groups = [group for group in groups if len({domains[rank] for rank in group}) == len(group)]
+    checkpoint, older = (Checkpoint(Generation(1, n), n, size) for n in (9, 8))
+    # Ranks of one node see the same files.
+    shards = [set().union(*(held[r] for r in range(size) if r % nodes == n)) for n in range(nodes)]
+    holdings = {
+        rank: [ShardRecord(checkpoint.shard(o, "run"), 1) for o in shards[rank % nodes]]
+        + [ShardRecord(older.shard(o, "run"), 1) for o in range(size)]
+        for rank in range(size)
+    }
+
+    missing = missing_copies(checkpoint, holdings, domains, groups)
+
+    for group in groups:
+        for owner in group:
+            have = {str(n) for n in range(nodes) if owner in shards[n]}
+            receivers = missing.get(owner, [])
+            assert set(receivers) <= set(group)
+            assert not have & {domains[rank] for rank in receivers}
+            after = have | {domains[rank] for rank in receivers}
+            assert len(after) == max(len(have), len(group))
+            if receivers and domains[owner] not in have:
+                assert receivers[0] == owner
+    assert set(missing) <= {rank for group in groups for rank in group}

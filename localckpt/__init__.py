@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from localckpt.errors import WorkerDiedError as WorkerDiedError
     from localckpt.ids import CkptID as CkptID
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
+    from localckpt.managers.explanation import Explanation as Explanation
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
@@ -59,6 +60,7 @@ _HOMES = {
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
     "ExchangePlan": "replication.exchange",
+    "Explanation": "managers.explanation",
     "FormatVersionError": "errors",
     "GroupWrapper": "replication.groups",
     "InMemoryCheckpointManager": "managers.memory",

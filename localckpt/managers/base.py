@@ -35,8 +35,9 @@ from localckpt.managers.coverage import (
     judge_newest,
     save_problems,
 )
+from localckpt.managers.explanation import Explanation
 from localckpt.managers.hooks import HookShelf
-from localckpt.managers.joining import gather_holdings, join
+from localckpt.managers.joining import gather_explanation, gather_holdings, join
 from localckpt.managers.recovery import Recovery
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
@@ -233,6 +234,22 @@ class BaseCheckpointManager(ABC):
         elif any(self._holdings.values()):
             logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
         return self.latest_iteration
+
+    def explain(self) -> Explanation:
+        """Say which checkpoint a restart would load, and why none that is newer.
+
+        All ranks call it, and get the same: what each node holds of each checkpoint, which are
+        complete, and which nodes may be lost. ``print`` shows it as a table.
+
+        Raises:
+            MismatchError: The ranks do not belong together.
+            CheckpointingException: Some node cannot be read; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._finish_copies()
+        self._join()
+        assert self._domains is not None
+        return gather_explanation(self._coordinator, self._shelf, self.session_id, self._domains)
 
     def load(
         self, *, into: Any = None, map_location: str | torch.device | None = None

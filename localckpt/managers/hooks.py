@@ -57,6 +57,9 @@ class HookShelf(Shelf):
             if CkptID(*ckpt_id).session_id == self._session_id
         ]
 
+    def bad_copies(self) -> list[str]:
+        return []
+
     def newest_epoch(self) -> int:
         return 0
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from localckpt.coordination import Coordinator
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
 from localckpt.managers.coverage import JoinRecord, judge_join
+from localckpt.managers.explanation import Explanation, explain, ranges
 from localckpt.managers.shelf import Shelf
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 
-__all__ = ["JOINING", "gather_holdings", "join"]
+__all__ = ["JOINING", "gather_explanation", "gather_holdings", "join"]
 
 JOINING = "join the job"
 """The phase in which the ranks meet; see :func:`join`."""
@@ -60,6 +62,35 @@ def join(
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
     return domains, Generation(epoch, records[0].draw * SAVES_AN_ATTEMPT)
+
+
+def gather_explanation(
+    coordinator: Coordinator, shelf: Shelf, session_id: str, domains: Sequence[str]
+) -> Explanation:
+    """What all nodes have, and what a restart makes of it; all ranks call it, and get the same.
+
+    Raises:
+        CheckpointingException: Some node cannot be read; on all ranks.
+        PeerLostError: A rank did not answer in time.
+    """
+    holdings = gather_holdings(coordinator, shelf, session_id)
+    bad: list[str] = []
+    with Attempt() as looking:
+        bad = shelf.bad_copies()
+    gathered = agree(coordinator, "tell what cannot be used", looking, bad)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, domain in enumerate(domains):
+        ranks_of.setdefault(domain, []).append(rank)
+    # Ranks of one node see the same files.
+    first = {
+        f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}": ranks[0]
+        for ranks in ranks_of.values()
+    }
+    return explain(
+        {node: holdings[rank] for node, rank in first.items()},
+        coordinator.world_size,
+        {node: gathered[rank] for node, rank in first.items()},
+    )
 
 
 def gather_holdings(

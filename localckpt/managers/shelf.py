@@ -57,6 +57,10 @@ class Shelf(ABC):
         """All shards that can be read here, whichever rank they belong to."""
 
     @abstractmethod
+    def bad_copies(self) -> list[str]:
+        """What is here and cannot be used: names, and what is wrong with each."""
+
+    @abstractmethod
     def newest_epoch(self) -> int:
         """The highest epoch known here: of any shard, and of any attempt that began."""
 

@@ -88,7 +88,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self.num_buffers = num_buffers
         self.on_busy = on_busy
         self._staging_threads = staging_threads
-        self._memory_told = False
+        self._is_first_save = True
 
     def _use(self, open_store: Callable[[], Store]) -> None:
         try:
@@ -176,9 +176,14 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
         super()._stage_and_replicate(save, state)
-        if not self._memory_told:
-            self._memory_told = True
+        if self._is_first_save:
             logger.info("memory of rank %d: %s", self.rank, self.memory_plan())
+            assert self._domains is not None
+            ranks_here = self._domains.count(self._stored.failure_domain)
+            images = self._stored.image_nbytes.values()
+            # One more than are kept is there while it is written.
+            self.store.check_room(images, self.keep_last + 1, ranks_here)
+            self._is_first_save = False
 
     def _my_ckpt_ids(self) -> Iterable[CkptID]:
         return [record.identity.ckpt_id for record in self._stored.inventory()]

@@ -78,6 +78,9 @@ class StoreShelf(Shelf):
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
 
+    def bad_copies(self) -> list[str]:
+        return self.store.bad_copies()
+
     def newest_epoch(self) -> int:
         self.store.scan()
         return self.store.newest_epoch()

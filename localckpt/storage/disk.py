@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
 from localckpt.storage.pool import BufferPool
+from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
 from localckpt.storage.store import DIRTY, Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -57,7 +55,16 @@ class DiskStore(Store):
         self._shared_memory = shared_memory
         self._numbers = itertools.count()
         self._remove_orphaned_buffers()
-        self._direct = self._takes_direct_io()
+        self._direct = try_out(self.folder, DIRTY)
+        if not self._direct:
+            logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
+        kind = file_system(self.folder)
+        if kind in IN_MEMORY:
+            logger.warning(
+                "%s is on %s: checkpoints there outlive processes, but not a reboot of the node",
+                self.root,
+                kind,
+            )
         self._pool = BufferPool(
             PrivateBuffer if writer == "thread" else self._make_shared, num_buffers
         )
@@ -127,23 +134,3 @@ class DiskStore(Store):
                 if path.lstat().st_uid == os.getuid():
                     path.unlink()
                     logger.info("removed %s, which a process that is gone left behind", path)
-
-    def _takes_direct_io(self) -> bool:
-        path = self.folder / f"probe{DIRTY}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with storage_errors("write to", self.folder):
-            try:
-                fd = os.open(path, flags | os.O_DIRECT, 0o600)
-                try:
-                    with mmap.mmap(-1, PAGE_NBYTES) as page:
-                        os.pwrite(fd, page, 0)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
-                return False
-            finally:
-                path.unlink(missing_ok=True)
-        return True

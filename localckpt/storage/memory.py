@@ -21,6 +21,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
+from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
 from localckpt.storage.store import DIRTY, SPARE, Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -59,6 +60,10 @@ class MemoryStore(Store):
         keep_last: int = 1,
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
+        try_out(self.folder, DIRTY)
+        kind = file_system(self.folder)
+        if kind not in IN_MEMORY:
+            logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
         self._num_buffers = num_buffers
         self._keep_last = keep_last
         self._owners: set[int] = set()

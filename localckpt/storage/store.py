@@ -13,7 +13,8 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -32,12 +33,13 @@ from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
 from localckpt.storage.owner import Owner
+from localckpt.storage.preflight import check_room
 from localckpt.storage.write import Digests, ShardWrite, sync_folder
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DIRTY", "SPARE", "Store"]
+__all__ = ["DIRTY", "SPARE", "Store", "why_set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ SPARE = ".spare"
 """Ends the name of a file that no shard needs, and a later save overwrites."""
 
 _SHARD, _CORRUPT = ".safetensors", ".corrupt"
+# What was wrong with a file that was set aside is noted in this attribute of it.
+_WHY, _WHY_NBYTES = "user.localckpt.why", 1000
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
 _POLL_S = 0.05
@@ -217,6 +221,12 @@ class Store(ABC):
         if path is not None:
             _set_aside(path, why)
 
+    def bad_copies(self) -> list[str]:
+        """Files of the session on this node that were set aside, each with what was wrong."""
+        with storage_errors("read", self._session):
+            paths = sorted(self._session.glob(f"*/*{_CORRUPT}"))
+        return [f"{path.name}: {why_set_aside(path) or 'set aside as damaged'}" for path in paths]
+
     def newest_epoch(self) -> int:
         """The highest epoch that began here, whether or not a shard of it is left."""
         epochs = [identity.generation.epoch for identity in self._shards]
@@ -249,6 +259,14 @@ class Store(ABC):
         endings = (_SHARD, SPARE, DIRTY)
         with storage_errors("read", self.folder):
             return [path for path in self.folder.iterdir() if path.name.endswith(endings)]
+
+    def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
+        """Compare what is going to be kept with what there is; see :func:`preflight.check_room`.
+
+        Raises:
+            StorageError: There is no room for what this rank alone will keep.
+        """
+        check_room(self.folder, self.images(), images, checkpoints, ranks)
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
@@ -347,9 +365,18 @@ class Store(ABC):
         (self.folder / _OWNER_NAME).write_text(str(self._owner))
 
 
-def _set_aside(path: Path, why: str) -> None:
+def why_set_aside(path: Path) -> str:
+    """What was wrong with a file that was set aside; empty where that could not be noted."""
     try:
-        os.rename(path, f"{path}{_CORRUPT}")
+        return os.getxattr(path, _WHY, follow_symlinks=False).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _set_aside(path: Path, why: str) -> None:
+    aside = Path(f"{path}{_CORRUPT}")
+    try:
+        os.rename(path, aside)
     except FileNotFoundError:
         logger.info("%s is gone: another rank set it aside, or it was removed", path)
     except OSError as error:
@@ -357,6 +384,9 @@ def _set_aside(path: Path, why: str) -> None:
         logger.error("%s is bad (%s), and could not be set aside: %s", path, why, error)
     else:
         logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
+        # Not every file system has attributes, and the log has it in any case.
+        with suppress(OSError):
+            os.setxattr(aside, _WHY, why.encode()[:_WHY_NBYTES], follow_symlinks=False)
 
 
 def _owner_of(folder: Path) -> Owner | None:

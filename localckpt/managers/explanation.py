@@ -1,0 +1,371 @@
+"""Why a restart loads the checkpoint that it loads, for people: a pure function of who holds what.
+
+What makes a checkpoint complete is said in ``coverage.py`` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.ids import Generation, ShardRecord
+from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
+
+__all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
+
+# How a store names the files of a shard; of one that is damaged, nothing else says what it was.
+_FILE_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors[.\w]*: ")
+_WIDTH = 100
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Shards that a checkpoint lacks, all for one reason."""
+
+    ranks: tuple[int, ...]
+    why: str
+    nodes: tuple[str, ...] = ()
+    """Where what is no good lies."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": list(self.ranks), "why": self.why, "nodes": list(self.nodes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One checkpoint of which at least one shard is left.
+
+    Attributes:
+        checkpoint: Which one.
+        holders: For each rank, the nodes that hold its shard.
+        damaged: For each rank, the nodes with a file that bears the shard's name and is no good.
+        is_complete: Whether every shard can be had.
+        lacks: Why not.
+    """
+
+    checkpoint: Checkpoint
+    holders: tuple[tuple[str, ...], ...]
+    damaged: tuple[tuple[str, ...], ...]
+    is_complete: bool
+    lacks: tuple[Lack, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **_checkpoint_json(self.checkpoint),
+            "complete": self.is_complete,
+            "holders": [list(nodes) for nodes in self.holders],
+            "damaged": [list(nodes) for nodes in self.damaged],
+            "lacks": [lack.to_json() for lack in self.lacks],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What all nodes together have, and what a restart makes of it. ``str()`` is for people.
+
+    Attributes:
+        nodes: The nodes that were asked.
+        checkpoints: What is left, the newest first.
+        newest: The newest complete checkpoint.
+        refusal: Why a restart raises an error instead of loading it.
+        breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
+            that breaks it contains one of them, and none contains another.
+        bad: What each node has that is not counted.
+    """
+
+    nodes: tuple[str, ...]
+    checkpoints: tuple[Standing, ...]
+    newest: Checkpoint | None
+    refusal: str | None
+    breaking: tuple[tuple[str, ...], ...]
+    bad: Mapping[str, tuple[str, ...]]
+
+    @property
+    def loads(self) -> Checkpoint | None:
+        """What a restart loads."""
+        return self.newest if self.refusal is None else None
+
+    @property
+    def survives_any(self) -> int:
+        """How many nodes may be lost, whichever they are, without losing ``newest``."""
+        return min(map(len, self.breaking), default=1) - 1
+
+    @property
+    def may_be_lost_alone(self) -> tuple[str, ...]:
+        """Nodes that ``newest`` does not need as long as all others are there."""
+        if self.newest is None:
+            return ()
+        return tuple(node for node in self.nodes if (node,) not in self.breaking)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        return {
+            "nodes": list(self.nodes),
+            "loads": None if self.loads is None else _checkpoint_json(self.loads),
+            "newest_complete": None if self.newest is None else _checkpoint_json(self.newest),
+            "refusal": self.refusal,
+            "checkpoints": [standing.to_json() for standing in self.checkpoints],
+            "survives_any": self.survives_any,
+            "may_be_lost_alone": list(self.may_be_lost_alone),
+            "breaking": [list(nodes) for nodes in self.breaking],
+            "bad": {node: list(texts) for node, texts in self.bad.items()},
+        }
+
+    def __str__(self) -> str:
+        keys = {node: _key(number) for number, node in enumerate(self.nodes)}
+        lines = [f"{key:3} {node}" for node, key in keys.items()]
+        for block in _matrix(self.checkpoints, keys):
+            lines += ["", *block]
+        lines += ["", *_verdict(self), *_rejections(self, keys), *_losses(self, keys)]
+        for node, texts in self.bad.items():
+            lines += [f"Not counted, on {keys[node]}: {text}" for text in texts]
+        return "\n".join(lines)
+
+
+def explain(
+    holdings: Mapping[str, Sequence[ShardRecord]],
+    world_size: int | None = None,
+    bad: Mapping[str, Sequence[str]] | None = None,
+) -> Explanation:
+    """Say which checkpoint a restart would load, and why none that is newer.
+
+    Args:
+        holdings: What each node holds of one session; the keys name the nodes.
+        world_size: With how many ranks the restart would be; ``None`` for as many as saved it.
+        bad: What each node has that cannot be counted. A text of the form ``<file name>: <what is
+            wrong>`` is told of the shard that the name speaks of.
+    """
+    bad = bad or {}
+    nodes = tuple(dict.fromkeys([*holdings, *bad]))
+    numbered: dict[int, Sequence[ShardRecord]] = dict(enumerate(holdings.values()))
+    complete = complete_checkpoints(numbered)
+    refusal = None
+    if world_size is not None:
+        try:
+            judge_newest(complete, world_size)
+        except MismatchError as error:
+            refusal = str(error)
+    held = _held(holdings)
+    damaged = _damaged(bad)
+    standings = [
+        _standing(checkpoint, held, damaged, checkpoint in complete)
+        for checkpoint in sorted(held, key=lambda c: c.version, reverse=True)
+    ]
+    loaded = next((s for s in standings if s.is_complete), None)
+    return Explanation(
+        nodes,
+        tuple(standings),
+        loaded.checkpoint if loaded else None,
+        refusal,
+        _breaking(loaded.holders, nodes) if loaded else (),
+        {node: tuple(texts) for node, texts in bad.items() if texts},
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+_Held = Mapping[Checkpoint, Mapping[int, Sequence[str]]]
+"""Nodes, by checkpoint and rank."""
+_Damaged = Mapping[tuple[int, int, Generation], Sequence[tuple[str, str]]]
+"""(node, what is wrong), by iteration, rank and generation."""
+
+
+def _held(holdings: Mapping[str, Sequence[ShardRecord]]) -> _Held:
+    held: dict[Checkpoint, dict[int, list[str]]] = {}
+    for node, records in holdings.items():
+        for identity in dict.fromkeys(record.identity for record in records):
+            checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
+            holders = held.setdefault(checkpoint, {}).setdefault(identity.rank, [])
+            if node not in holders:
+                holders.append(node)
+    return held
+
+
+def _damaged(bad: Mapping[str, Sequence[str]]) -> _Damaged:
+    damaged: dict[tuple[int, int, Generation], list[tuple[str, str]]] = {}
+    for node, texts in bad.items():
+        for text in texts:
+            if match := _FILE_NAME.match(text):
+                iteration, rank, *generation = map(int, match.groups())
+                shard = (iteration, rank, Generation(*generation))
+                damaged.setdefault(shard, []).append((node, text[match.end() :]))
+    return damaged
+
+
+def _standing(
+    checkpoint: Checkpoint, held: _Held, damaged: _Damaged, is_complete: bool
+) -> Standing:
+    ranks = range(checkpoint.world_size)
+    holders = [tuple(held[checkpoint].get(rank, ())) for rank in ranks]
+    bad = [damaged.get((checkpoint.iteration, r, checkpoint.generation), ()) for r in ranks]
+    lacks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    if not is_complete:
+        others = [
+            (other, shards)
+            for other, shards in held.items()
+            if other.iteration == checkpoint.iteration and other != checkpoint
+        ]
+        for rank in ranks:
+            if not holders[rank]:
+                reason = _reason(bad[rank], [(o, s[rank]) for o, s in others if rank in s])
+                lacks.setdefault(reason, []).append(rank)
+    return Standing(
+        checkpoint,
+        tuple(holders),
+        tuple(tuple(dict.fromkeys(node for node, _ in copies)) for copies in bad),
+        is_complete,
+        tuple(Lack(tuple(on), why, nodes) for (why, nodes), on in lacks.items()),
+    )
+
+
+def _reason(
+    damaged: Sequence[tuple[str, str]], others: Sequence[tuple[Checkpoint, Sequence[str]]]
+) -> tuple[str, tuple[str, ...]]:
+    """Why a shard cannot be had, and the nodes with what is there in its place."""
+    if damaged:
+        copies = "1 copy" if len(damaged) == 1 else f"{len(damaged)} copies"
+        why = "; ".join(dict.fromkeys(text for _, text in damaged))
+        return f"{copies}, {why}", tuple(dict.fromkeys(node for node, _ in damaged))
+    if others:
+        generations = ", ".join(sorted({str(other.generation) for other, _ in others}))
+        nodes = tuple(dict.fromkeys(node for _, on in others for node in on))
+        return f"only of another attempt, generation {generations}", nodes
+    return "on no node", ()
+
+
+def _breaking(
+    holders: Iterable[Collection[str]], nodes: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """A checkpoint is lost exactly when all holders of some rank's shard are."""
+    place = {node: number for number, node in enumerate(nodes)}
+    smallest: list[frozenset[int]] = []
+    distinct = {frozenset(place[node] for node in on) for on in holders}
+    for numbers in sorted(distinct, key=lambda numbers: (len(numbers), sorted(numbers))):
+        if not any(smaller <= numbers for smaller in smallest):
+            smallest.append(numbers)
+    return tuple(tuple(nodes[number] for number in sorted(numbers)) for numbers in smallest)
+
+
+def _matrix(standings: Sequence[Standing], keys: Mapping[str, str]) -> list[list[str]]:
+    """Lines of a table, in blocks that fit on a page. Ranks that do not differ share a column."""
+    if not standings:
+        return []
+    ranks = range(max(len(s.holders) for s in standings))
+    cells = [[_cell(s, rank, keys) for s in standings] for rank in ranks]
+    left = [
+        _padded(["iteration", *(str(s.checkpoint.iteration) for s in standings)]),
+        _padded(["generation", *(str(s.checkpoint.generation) for s in standings)]),
+        _padded(["complete", *("yes" if s.is_complete else "no" for s in standings)]),
+    ]
+    columns = [
+        _padded([f"rank {ranges(numbers)}", *column])
+        for column, numbers in groupby(ranks, key=lambda rank: cells[rank])
+    ]
+    blocks: list[list[list[str]]] = []
+    for column in columns:
+        if not blocks or sum(len(c[0]) + 2 for c in [*blocks[-1], column]) > _WIDTH:
+            blocks.append([*left])
+        blocks[-1].append(column)
+    return [["  ".join(row).rstrip() for row in zip(*b, strict=True)] for b in blocks]
+
+
+def _cell(standing: Standing, rank: int, keys: Mapping[str, str]) -> str:
+    if rank >= len(standing.holders):
+        return ""
+    bad = [f"{keys[n]}!" for n in standing.damaged[rank] if n not in standing.holders[rank]]
+    return "+".join([*(keys[node] for node in standing.holders[rank]), *bad]) or "none"
+
+
+def _padded(column: Sequence[str]) -> list[str]:
+    width = max(map(len, column))
+    return [cell.ljust(width) for cell in column]
+
+
+def _verdict(explanation: Explanation) -> list[str]:
+    if explanation.refusal is not None:
+        return [f"A restart is refused: {explanation.refusal}"]
+    if explanation.newest is None:
+        what = "no checkpoint is complete" if explanation.checkpoints else "no node holds a shard"
+        return [f"A restart finds nothing to load: {what}."]
+    return [f"A restart loads {_named(explanation.newest)}."]
+
+
+def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
+    """Why checkpoints that look newer are not loaded."""
+    lines = []
+    newest = explanation.newest
+    for standing in explanation.checkpoints:
+        what = _named(standing.checkpoint).capitalize()
+        if newest is None or standing.checkpoint.version > newest.version:
+            lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
+            lines += [
+                f"  rank{'s'[: len(lack.ranks) > 1]} {ranges(lack.ranks)}: {lack.why}"
+                + (f" ({_joined(lack.nodes, keys)})" if lack.nodes else "")
+                for lack in standing.lacks
+            ]
+        elif standing.checkpoint.iteration > newest.iteration:
+            lines.append(
+                f"{what} is of an earlier attempt: the job went back, and saved iteration "
+                f"{newest.iteration} later."
+            )
+    return lines
+
+
+def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
+    """Which nodes may be lost before the newest complete checkpoint is."""
+    if explanation.newest is None:
+        return []
+    most, alone = explanation.survives_any, explanation.may_be_lost_alone
+    if most:
+        survived = "any one node" if most == 1 else f"any {most} nodes"
+    elif alone:
+        survived = f"one node only if it is {' or '.join(keys[node] for node in alone)}"
+    else:
+        survived = "no node"
+    shown = [_joined(nodes, keys) for nodes in explanation.breaking[:_SHOWN]]
+    more = len(explanation.breaking) - len(shown)
+    return [
+        f"Iteration {explanation.newest.iteration} survives the loss of {survived}. "
+        f"It is lost together with {', or '.join(shown)}" + (f", or {more} more." if more else ".")
+    ]
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return (
+        f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
+        f"{checkpoint.world_size} ranks)"
+    )
+
+
+def _joined(nodes: Iterable[str], keys: Mapping[str, str]) -> str:
+    return "+".join(keys[node] for node in nodes)
+
+
+def _key(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    before, letter = divmod(number, 26)
+    return (_key(before - 1) if before else "") + chr(ord("A") + letter)
+
+
+def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, int]:
+    epoch, sequence = checkpoint.generation
+    return {
+        "iteration": checkpoint.iteration,
+        "epoch": epoch,
+        "sequence": sequence,
+        "world_size": checkpoint.world_size,
+    }

@@ -1,0 +1,315 @@
+"""Looks at a store from outside, while a job uses it or long after: nothing is changed, or locked.
+
+Files come, go and are recycled meanwhile. What was read of one counts only if it still has its name
+afterwards: a file that a job lets go loses its name first, and names are never used again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote
+
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    FormatVersionError,
+    StorageError,
+)
+from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.state_dict.identify import read_verified_identity, verify
+from localckpt.state_dict.source import Filled, Places
+from localckpt.storage.disk import _STAGING_PREFIX
+from localckpt.storage.files import FileSource
+from localckpt.storage.owner import Owner
+from localckpt.storage.store import _CORRUPT, _OWNER_NAME, _SHARD, _TOKEN_NAME, DIRTY, SPARE
+
+__all__ = [
+    "Fault",
+    "Leftover",
+    "LeftoverKind",
+    "SessionFolder",
+    "ShardFile",
+    "UncountedFile",
+    "find_sessions",
+    "find_staging",
+    "node_token",
+]
+
+Fault = Literal["damaged", "other version", "other session", "unreadable"]
+LeftoverKind = Literal["dirty", "spare", "corrupt", "staging"]
+
+_SESSION_PREFIX = "session-"
+_ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", SPARE: "spare", _CORRUPT: "corrupt"}
+_SHARED_MEMORY = Path("/dev/shm")
+# Far above any job: whoever believed a header that says more would count up to it.
+_MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file that holds a shard, as far as its header says."""
+
+    path: Path
+    record: ShardRecord
+
+
+@dataclass(frozen=True, slots=True)
+class UncountedFile:
+    """A file that is named like a shard, and is none of this session that can be read."""
+
+    path: Path
+    nbytes: int
+    fault: Fault
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file that is no shard: it is being written, waits to be overwritten, or was set aside."""
+
+    path: Path
+    nbytes: int
+    kind: LeftoverKind
+    is_live: bool
+    """Whether the process that it belongs to still runs."""
+
+
+class SessionFolder:
+    """One training run's part of a store.
+
+    Args:
+        folder: Its directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.session_id = unquote(folder.name.removeprefix(_SESSION_PREFIX))
+
+    def shards(self) -> tuple[list[ShardFile], list[UncountedFile]]:
+        """All files named like shards, judged by their headers.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        found: list[ShardFile] = []
+        uncounted: list[UncountedFile] = []
+        for folder in _folders(self.folder):
+            for path in _files(folder, _SHARD):
+                looked_at = self._examine(path, read_verified_identity)
+                if isinstance(looked_at, ShardFile):
+                    found.append(looked_at)
+                elif looked_at is not None:
+                    uncounted.append(looked_at)
+        return found, uncounted
+
+    def verify(
+        self, shard: ShardFile, on_read: Callable[[int], None]
+    ) -> ShardFile | UncountedFile | None:
+        """Read a shard whole, and check every block.
+
+        Args:
+            shard: From :meth:`shards`.
+            on_read: Told how many bytes have been read, each time that some have.
+
+        Returns:
+            What it is; ``None`` if it has lost its name meanwhile.
+        """
+
+        def examine(source: FileSource) -> ShardIdentity:
+            verify(_WatchedSource(source, on_read), shard.record.identity)
+            return shard.record.identity
+
+        return self._examine(shard.path, examine)
+
+    def leftovers(self) -> list[Leftover]:
+        """What is no shard, in the folders of all ranks.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        is_running = _RunningProcesses()
+        found = []
+        for folder in _folders(self.folder):
+            is_live = is_running(_owner_of(folder))
+            for ending, kind in _ENDINGS.items():
+                for path in _files(folder, ending):
+                    status = _status(path)
+                    if status is not None:
+                        found.append(Leftover(path, status.st_size, kind, is_live))
+        return found
+
+    def _examine(
+        self, path: Path, examine: Callable[[FileSource], ShardIdentity]
+    ) -> ShardFile | UncountedFile | None:
+        before = _status(path)
+        if before is None:
+            return None
+        result: ShardFile | UncountedFile
+        try:
+            source = FileSource(path)
+            try:
+                result = self._judge(path, examine(source), source.nbytes)
+            finally:
+                source.close()
+        except CheckpointingException as error:
+            result = UncountedFile(path, before.st_size, *_fault_of(error))
+        after = _status(path)
+        return result if after is not None and after.st_ino == before.st_ino else None
+
+    def _judge(self, path: Path, identity: ShardIdentity, nbytes: int) -> ShardFile | UncountedFile:
+        if not identity.rank < identity.world_size <= _MOST_RANKS:
+            why = f"it says that it is of rank {identity.rank} of {identity.world_size}"
+            return UncountedFile(path, nbytes, "damaged", why)
+        if identity.session_id != self.session_id:
+            why = f"it belongs to session {identity.session_id!r}"
+            return UncountedFile(path, nbytes, "other session", why)
+        return ShardFile(path, ShardRecord(identity, nbytes))
+
+
+def find_sessions(root: Path) -> list[SessionFolder]:
+    """The sessions of a store.
+
+    Raises:
+        StorageError: The directory is no store, or cannot be read.
+    """
+    sessions = [path for path in _folders(root) if path.name.startswith(_SESSION_PREFIX)]
+    if not sessions and node_token(root) is None:
+        for parent in list(root.absolute().parents)[:2]:
+            if node_token(parent) is not None:
+                raise StorageError(f"{root} is a part of a store: give {parent}")
+        raise StorageError(
+            f"{root} is no store of localckpt: give the directory that the manager was given"
+        )
+    return [SessionFolder(path) for path in sessions]
+
+
+def node_token(root: Path) -> str | None:
+    """The name of the node that a store belongs to; ``None`` if it has none."""
+    try:
+        return (root / _TOKEN_NAME).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
+    """Staging buffers in this node's shared memory, whatever store they are for.
+
+    Those of other users are left out, unless this is root.
+    """
+    is_running = _RunningProcesses()
+    found = []
+    for path in sorted(shared_memory.glob(f"{_STAGING_PREFIX}*")):
+        owner = Owner.parse(path.name.removeprefix(_STAGING_PREFIX).partition(".")[0])
+        status = _status(path)
+        if owner is None or status is None or os.geteuid() not in (0, status.st_uid):
+            continue
+        found.append(Leftover(path, status.st_size, "staging", is_running(owner)))
+    return found
+
+
+class _RunningProcesses:
+    """Tells whether an owner runs, also in a container of this node that counts its own pids."""
+
+    def __init__(self) -> None:
+        self._boot = Owner.me().boot
+        self._contained: frozenset[tuple[int, int]] | None = None
+
+    def __call__(self, owner: Owner | None) -> bool:
+        if owner is None or owner.boot != self._boot:
+            return False
+        if owner.is_alive():
+            return True
+        if self._contained is None:
+            self._contained = frozenset(_contained_processes())
+        return (owner.pid, owner.started) in self._contained
+
+
+def _contained_processes() -> Iterator[tuple[int, int]]:
+    """Processes in containers, as they know themselves: pid, and start time."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "status").read_text(errors="replace")
+            _, *inner = status.partition("\nNSpid:")[2].partition("\n")[0].split() or [""]
+            process = Owner.of(int(folder.name)) if inner else None
+        except OSError:
+            # It ended meanwhile.
+            continue
+        if process is not None:
+            yield from ((int(pid), process.started) for pid in inner)
+
+
+class _WatchedSource:
+    """A file that tells how much of it is read."""
+
+    def __init__(self, source: FileSource, on_read: Callable[[int], None]) -> None:
+        self._source = source
+        self._on_read = on_read
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        view = self._source.read(start, stop)
+        self._on_read(len(view))
+        return view
+
+    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+        self._source.stream(stop, places, filled)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _fault_of(error: CheckpointingException) -> tuple[Fault, str]:
+    if isinstance(error, FormatVersionError):
+        return "other version", str(error)
+    if isinstance(error, CorruptShardError):
+        return "damaged", str(error)
+    cause = error.__cause__
+    return "unreadable", (isinstance(cause, OSError) and cause.strerror) or str(error)
+
+
+def _owner_of(folder: Path) -> Owner | None:
+    with _readable(folder):
+        try:
+            return Owner.parse((folder / _OWNER_NAME).read_text(errors="replace"))
+        except FileNotFoundError:
+            return None
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with _readable(path):
+        try:
+            return path.lstat()
+        except FileNotFoundError:
+            return None
+
+
+def _folders(folder: Path) -> list[Path]:
+    with _readable(folder):
+        entries = [e for e in os.scandir(folder) if e.is_dir(follow_symlinks=False)]
+    return sorted(Path(entry.path) for entry in entries)
+
+
+def _files(folder: Path, ending: str) -> list[Path]:
+    with _readable(folder):
+        found = [
+            Path(entry.path)
+            for entry in os.scandir(folder)
+            if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False)
+        ]
+    return sorted(found)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error

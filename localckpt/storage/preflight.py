@@ -1,0 +1,123 @@
+"""Finds out before the first save whether a directory can keep checkpoints, and how many."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from localckpt.errors import StorageError
+from localckpt.state_dict.layout import PAGE_NBYTES
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.write import sync_folder
+
+__all__ = ["IN_MEMORY", "check_room", "file_system", "try_out"]
+
+logger = logging.getLogger(__name__)
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+"""File systems whose files are gone after a reboot."""
+
+
+def try_out(folder: Path, suffix: str) -> bool:
+    """Do once what every save does: write a file, fsync it, rename it, fsync the directory.
+
+    Args:
+        folder: Where saves will do it.
+        suffix: Ends the name of the file, so that it is removed later if this process is killed.
+
+    Returns:
+        Whether files there can be written past the page cache.
+
+    Raises:
+        StorageError: The directory does not take it.
+    """
+    path, renamed = folder / f"probe{suffix}", folder / f"probed{suffix}"
+    with storage_errors("write to", folder):
+        try:
+            direct = True
+            try:
+                _write_page(path, os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                direct = False
+                _write_page(path, 0)
+            os.rename(path, renamed)
+            sync_folder(folder)
+        finally:
+            path.unlink(missing_ok=True)
+            renamed.unlink(missing_ok=True)
+    return direct
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that a path is on, as mount names it; empty if it is not known."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == wanted:
+                return after.split()[0]
+    return ""
+
+
+def check_room(
+    folder: Path, there: Collection[Path], images: Collection[int], checkpoints: int, ranks: int
+) -> None:
+    """Compare what a rank is going to keep with what its file system has.
+
+    Args:
+        folder: Where it keeps it.
+        there: Files that its saves will use again.
+        images: Sizes of the images that it keeps of each checkpoint, in bytes.
+        checkpoints: How many there will be at once.
+        ranks: How many ranks of the job share the file system; if they save as much together as
+            there is no room for, this is said.
+
+    Raises:
+        StorageError: There is no room for what this rank alone will keep.
+    """
+    with storage_errors("look at", folder):
+        status = os.statvfs(folder)
+        own_nbytes = sum(path.stat().st_blocks * 512 for path in there if path.exists())
+    needed, files = checkpoints * sum(images), checkpoints * len(images)
+    free = status.f_bavail * status.f_frsize
+    # Some file systems have no fixed number of files, and say 0.
+    if status.f_files and files > len(there) + status.f_favail:
+        raise StorageError(
+            f"{folder} has room for {status.f_favail} more files, and {checkpoints} checkpoints of "
+            f"{len(images)} shards will be kept there: remove files, or choose a file system with "
+            f"more inodes. Checkpoints saved before are as they were"
+        )
+    if needed > free + own_nbytes:
+        raise StorageError(
+            f"{folder} has {free / 1e6:.1f} MB free, and {checkpoints} checkpoints of "
+            f"{sum(images) / 1e6:.1f} MB will be there at once: free space, lower keep_last, or "
+            f"choose a larger directory. Checkpoints saved before are as they were"
+        )
+    if ranks * (needed - own_nbytes) > free:
+        logger.warning(
+            "%s has %.1f MB free: if all %d ranks of this node keep %d checkpoints of %.1f MB, "
+            "there is no room for the last",
+            folder,
+            free / 1e6,
+            ranks,
+            checkpoints,
+            sum(images) / 1e6,
+        )
+
+
+def _write_page(path: Path, flag: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flag
+    fd = os.open(path, flags, 0o600)
+    try:
+        with mmap.mmap(-1, PAGE_NBYTES) as page:
+            os.pwrite(fd, page, 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)

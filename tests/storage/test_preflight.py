@@ -1,0 +1,113 @@
+"""What a node cannot do is an error when the manager is made, at the latest at the first save."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import localckpt
+from localckpt.errors import SaveFailedError, StorageError
+from localckpt.storage.preflight import file_system, try_out
+from tests.managers.jobs import assert_same, files
+
+MIB = 1 << 20
+
+
+def state(nbytes: int = MIB) -> dict[str, torch.Tensor]:
+    return {"weight": torch.rand(nbytes // 4)}
+
+
+@pytest.mark.parametrize("path", ["/", "/dev/shm", "/proc"])
+def test_the_kind_of_file_system_is_the_one_that_is_mounted(path: str) -> None:
+    told = subprocess.run(
+        ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", path],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+    assert file_system(Path(path)) == told.stdout.split()[-1]
+
+
+def test_trying_a_directory_out_leaves_nothing_in_it(tmp_path: Path) -> None:
+    try_out(tmp_path, ".dirty")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("unusable-store")
+@pytest.mark.parametrize("options", ["ro", "size=4k", "nr_inodes=7"])
+def test_a_store_that_cannot_be_written_is_an_error_when_the_manager_is_made(
+    options: str, small_disk: Callable[[str], Path]
+) -> None:
+    root = small_disk(options)
+    if options != "ro":
+        (root / "filler").write_bytes(bytes(4096))
+
+    with pytest.raises(StorageError, match=str(root)) as raised:
+        localckpt.LocalCheckpointManager(root)
+
+    assert ("read-only" if options == "ro" else "it is full: free space") in str(raised.value)
+
+
+@pytest.mark.fault("unusable-store")
+@pytest.mark.parametrize("root_option", ["disk", "memory"])
+def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
+    root_option: str, small_disk: Callable[[str], Path]
+) -> None:
+    root, given = small_disk("size=12m"), state(3 * MIB)
+
+    def manager(keep_last: int) -> localckpt.BaseCheckpointManager:
+        if root_option == "disk":
+            return localckpt.LocalCheckpointManager(root, keep_last=keep_last)
+        return localckpt.InMemoryCheckpointManager(root=root, keep_last=keep_last)
+
+    with manager(keep_last=4) as greedy:
+        for iteration in (1, 2):
+            with pytest.raises(SaveFailedError, match=r"5 checkpoints of 3\.\d MB.*lower keep_las"):
+                greedy.save(given, iteration)
+        assert greedy.find_latest() == -1
+    assert files(root) == []
+    with manager(keep_last=1) as modest:
+        for iteration in range(5):
+            modest.save(given, iteration)
+        assert modest.find_latest() == 4
+        assert_same(modest.load()[0], given)
+
+
+@pytest.mark.fault("unusable-store")
+def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str], Path]) -> None:
+    root = small_disk("size=64m,nr_inodes=16")
+
+    with (
+        localckpt.LocalCheckpointManager(root, keep_last=20) as manager,
+        pytest.raises(SaveFailedError, match=r"more files, and 21 checkpoints of 1 shards"),
+    ):
+        manager.save(state(), 1)
+
+
+def test_a_disk_that_is_memory_is_said(
+    small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = small_disk("size=64m")
+
+    with caplog.at_level(logging.WARNING), localckpt.LocalCheckpointManager(root) as manager:
+        manager.save(state(), 1)
+
+    assert f"{root} is on tmpfs: checkpoints there outlive processes, but not" in caplog.text
+
+
+def test_memory_that_is_a_disk_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if file_system(tmp_path) == "tmpfs":
+        pytest.skip("temporary files are in memory here")
+
+    with caplog.at_level(logging.WARNING), localckpt.InMemoryCheckpointManager(root=tmp_path):
+        pass
+
+    assert "which is not memory" in caplog.text

@@ -92,6 +92,7 @@ def _fails(rank: int, world_size: int) -> Any:
     return raised, again
 
 
+@pytest.mark.fault("worker-dies")
 def test_an_error_of_one_rank_is_raised_on_every_rank_and_the_next_call_works() -> None:
     results = run_ranks(_fails, 2)
 
@@ -112,6 +113,7 @@ def _hangs(rank: int, world_size: int, directory: Path) -> Any:
     return raised
 
 
+@pytest.mark.fault("worker-dies")
 def test_a_call_that_is_not_over_in_time_is_an_error_on_every_rank_that_names_it(
     tmp_path: Path,
 ) -> None:
@@ -130,6 +132,7 @@ def _schedules_less(rank: int, world_size: int) -> Any:
     return raised
 
 
+@pytest.mark.fault("disagreement")
 def test_ranks_that_are_at_different_calls_are_told_who_is_where() -> None:
     first, second = run_ranks(_schedules_less, 2)
 
@@ -169,6 +172,7 @@ def _one_does_not_ask(rank: int, world_size: int) -> Any:
     return raised, seconds
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_rank_that_does_not_ask_is_named_within_the_timeout() -> None:
     ((kind, text), seconds), _ = run_ranks(_one_does_not_ask, 2)
 

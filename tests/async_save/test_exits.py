@@ -70,6 +70,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         trainer.process.communicate(timeout=PATIENCE_S)
 
 
+@pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["", "sys.exit(0)", "1 / 0"])
 def test_interpreter_exit_lets_calls_end_well(
@@ -92,6 +93,7 @@ def test_interpreter_exit_lets_calls_end_well(
     assert work.await_end(int((tmp_path / "a.started").read_text()))
 
 
+@pytest.mark.fault("interrupted")
 def test_exit_with_an_idle_worker_ends_it_at_once(start: Start, tmp_path: Path) -> None:
     trainer = start(
         """
@@ -108,6 +110,7 @@ def test_exit_with_an_idle_worker_ends_it_at_once(start: Start, tmp_path: Path) 
     assert work.await_end(int(output), 0.5)
 
 
+@pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
     start: Start, tmp_path: Path, kind: str
@@ -128,6 +131,7 @@ def test_exit_does_not_wait_for_ever_for_a_process_that_hangs(
     assert work.await_end(int((tmp_path / "a.started").read_text()))
 
 
+@pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_the_process_ends(
     start: Start, tmp_path: Path, kind: str
@@ -149,6 +153,7 @@ def test_when_the_trainer_is_killed_the_call_in_hand_is_finished_and_the_process
     assert work.await_end(pid)
 
 
+@pytest.mark.fault("trainer-dies")
 def test_a_forked_call_that_waits_for_its_turn_ends_with_the_trainer(
     start: Start, tmp_path: Path
 ) -> None:
@@ -174,6 +179,7 @@ def test_a_forked_call_that_waits_for_its_turn_ends_with_the_trainer(
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.fault("trainer-dies")
 def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open(
     start: Start, tmp_path: Path
 ) -> None:
@@ -199,6 +205,7 @@ def test_an_idle_worker_ends_with_the_trainer_though_a_child_keeps_the_pipe_open
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_ctrl_c_goes_to_the_trainer_alone(start: Start, tmp_path: Path, kind: str) -> None:
     trainer = start(
@@ -258,6 +265,7 @@ def test_an_unguarded_script_is_not_run_again_and_its_functions_are_called_in_a_
     assert (tmp_path / "a").exists()
 
 
+@pytest.mark.fault("interrupted")
 def test_a_forked_child_neither_uses_nor_ends_the_callers_of_its_parent(
     start: Start, tmp_path: Path
 ) -> None:

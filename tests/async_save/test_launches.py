@@ -151,6 +151,7 @@ def test_a_trainer_calls_what_it_imports_and_what_it_defines_and_ends(
         assert (tmp_path / f"late-{rank}").exists() == (end == "in flight")
 
 
+@pytest.mark.fault("trainer-dies")
 def test_when_a_rank_dies_under_torchrun_the_calls_in_hand_are_finished_and_all_ends(
     start: Callable[[Way, str], Trainer], tmp_path: Path
 ) -> None:

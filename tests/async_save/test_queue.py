@@ -175,6 +175,7 @@ def test_an_error_is_raised_once_the_owner_is_told_and_later_calls_work(
     assert owner.finalized == ["good"]
 
 
+@pytest.mark.fault("worker-dies")
 def test_death_by_signal_is_named_and_the_next_call_works(owner: Owner, tmp_path: Path) -> None:
     owner.schedule(work.die, signal.SIGKILL)
 
@@ -229,6 +230,7 @@ def _fail() -> None:
     raise OSError("it fails")
 
 
+@pytest.mark.fault("worker-dies")
 def test_a_call_that_is_not_over_in_time_is_an_error_and_its_process_is_ended(
     tmp_path: Path,
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_call_that_is_not_over_in_time_is_an_error_and_its_process_is_ended(
     queue.close()
 
 
+@pytest.mark.fault("worker-dies")
 def test_a_thread_that_is_not_over_in_time_does_not_stop_later_calls(tmp_path: Path) -> None:
     queue = AsyncCallsQueue(timeout_s=0.5)
     owner, gate = Owner(queue), tmp_path / "gate"

@@ -90,6 +90,7 @@ def test_all_ranks_finalize_a_call_in_the_same_poll(
     assert results == [results[0]] * world_size
 
 
+@pytest.mark.fault("worker-dies")
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_an_error_of_one_rank_is_the_same_error_on_every_rank(bad: int, blocking: bool) -> None:
@@ -124,6 +125,7 @@ def _fail_differently(rank: int, world_size: int) -> Any:
     return raised
 
 
+@pytest.mark.fault("worker-dies")
 def test_different_errors_become_one_that_names_each_rank_and_cause() -> None:
     first, second = run_ranks(_fail_differently, 2)
 
@@ -146,6 +148,7 @@ def _worker_is_killed(rank: int, world_size: int, directory: Path) -> Any:
     return raised, one.finalized, work.await_end(pid)
 
 
+@pytest.mark.fault("worker-dies")
 def test_the_death_of_a_worker_is_raised_on_every_rank_and_the_next_call_works(
     tmp_path: Path,
 ) -> None:
@@ -169,6 +172,7 @@ def _schedules_other(rank: int, world_size: int) -> Any:
     return raised, one.failed, one.finalized
 
 
+@pytest.mark.fault("disagreement")
 def test_ranks_that_schedule_different_calls_are_told_who_is_where() -> None:
     results = run_ranks(_schedules_other, 2)
 
@@ -273,6 +277,7 @@ def _one_never_comes(rank: int, world_size: int, absent: int) -> Any:
     return raised, seconds, one.failed, one.queue.get_num_unfinalized_calls()
 
 
+@pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(absent: int) -> None:
     with start_ranks(_one_never_comes, 3, absent) as ranks:
@@ -327,6 +332,7 @@ def _one_hangs(rank: int, world_size: int, directory: Path) -> Any:
     return raised, one.failed, one.finalized, seconds < 1.5 + 0.5, work.await_end(pid)
 
 
+@pytest.mark.fault("worker-dies")
 def test_a_call_that_hangs_on_one_rank_is_an_error_on_every_rank_that_names_it(
     tmp_path: Path,
 ) -> None:
@@ -354,6 +360,7 @@ def _one_is_killed(rank: int, world_size: int) -> Any:
     return raised, one.finalized
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_rank_that_was_killed_is_named_with_what_it_did_last() -> None:
     results = run_ranks(_one_is_killed, 3, expect_dead={1})
 

@@ -95,6 +95,7 @@ def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explaine
         assert (checkpoint in complete) != (line in explained)
 
 
+@pytest.mark.fault("old-files")
 def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
     holdings = {
         0: [_record(1, 5, 100, 0, 2), _record(1, 4, 90, 0, 2)],
@@ -108,6 +109,7 @@ def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
     )
 
 
+@pytest.mark.fault("old-files")
 def test_a_later_attempt_beats_a_higher_iteration_of_an_abandoned_one() -> None:
     holdings = {0: [_record(1, 9, 100, 0, 1), _record(2, 1, 95, 0, 1), _record(1, 8, 90, 0, 1)]}
 
@@ -135,6 +137,7 @@ def test_ranks_that_belong_together_may_join_whatever_their_nodes_and_epochs() -
     judge_join([_joining(), _joining(failure_domain="y", newest_epoch=7), _joining()])
 
 
+@pytest.mark.fault("disagreement")
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -156,6 +159,7 @@ def test_join_records_survive_the_way_to_the_other_ranks() -> None:
     assert JoinRecord(*json.loads(json.dumps(record.to_json()))) == record
 
 
+@pytest.mark.fault("world-size")
 def test_another_number_of_ranks_is_refused_with_what_can_be_done() -> None:
     checkpoint = Checkpoint(Generation(1, 1), 7, 4)
 

@@ -88,6 +88,7 @@ def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
     return (node_dirs if kind == "disk" else shm_roots)(2)
 
 
+@pytest.mark.fault("bad-copies")
 @pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE, _END], ids=["start", "middle", "end"])
 def test_a_bad_own_copy_is_set_aside_and_the_replica_is_taken(
     kind: str, position: float, nodes: list[Path]
@@ -106,6 +107,7 @@ def test_a_bad_own_copy_is_set_aside_and_the_replica_is_taken(
     assert _copy(nodes[1], 1, 8).read_bytes() == _copy(nodes[0], 1, 8).read_bytes()
 
 
+@pytest.mark.fault("bad-copies")
 @pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE], ids=["start", "middle"])
 def test_a_bad_replica_does_no_harm_while_the_own_copy_is_good(
     kind: str, position: float, nodes: list[Path]
@@ -118,6 +120,7 @@ def test_a_bad_replica_does_no_harm_while_the_own_copy_is_good(
     assert told == [(8, 8, "own node")] * 2
 
 
+@pytest.mark.fault("bad-copies")
 def test_a_replica_that_turns_out_bad_on_its_way_is_set_aside_where_it_is_kept(
     kind: str, nodes: list[Path]
 ) -> None:
@@ -133,6 +136,7 @@ def test_a_replica_that_turns_out_bad_on_its_way_is_set_aside_where_it_is_kept(
     assert found_again == [(7, 7, "own node")] * 2
 
 
+@pytest.mark.fault("bad-copies")
 @pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "alone"])
 def test_when_no_copy_is_good_all_ranks_take_the_older_checkpoint(
     kind: str, replicated: bool, nodes: list[Path]
@@ -165,6 +169,7 @@ def _all_is_bad(rank: int, world_size: int, kind: str) -> list[str]:
     return told
 
 
+@pytest.mark.fault("bad-copies")
 def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(
     kind: str, nodes: list[Path]
 ) -> None:
@@ -203,6 +208,7 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_counted_among_those_that_a
     run_ranks(_go_on_after_a_fall_back, 2, kind, store_per_node=nodes)
 
 
+@pytest.mark.fault("wrong-place")
 def test_a_good_file_in_the_place_of_another_is_refused(kind: str, nodes: list[Path]) -> None:
     run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
     # Rank 0's shard under the name of rank 1's, in both places; 7 under the name of 8.
@@ -214,6 +220,7 @@ def test_a_good_file_in_the_place_of_another_is_refused(kind: str, nodes: list[P
     assert told == [(7, 7, "own node")] * 2
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("length", [0, 1, 4096, 1 << 20, (2 << 20) + 17])
 def test_a_file_that_was_cut_is_replaced_by_its_replica(length: int, node_dirs: Dirs) -> None:
     nodes = node_dirs(2)
@@ -241,6 +248,7 @@ def _load_where_only_another_number_of_ranks_is_left(rank: int, world_size: int)
     return told
 
 
+@pytest.mark.fault("world-size")
 def test_a_job_never_falls_back_to_the_state_of_another_number_of_ranks(node_dirs: Dirs) -> None:
     nodes = node_dirs(1)
     run_ranks(_save_as_another_number_of_ranks, 2, store_per_node=nodes)
@@ -266,6 +274,7 @@ def _lose_a_file_before_loading(rank: int, world_size: int, kind: str) -> tuple[
     return 8, ckpt_id.iteration, manager.last_load.source
 
 
+@pytest.mark.fault("lost-during-recovery")
 def test_a_copy_that_is_gone_when_it_is_to_be_loaded_is_replaced_by_its_replica(
     kind: str, nodes: list[Path]
 ) -> None:
@@ -307,6 +316,7 @@ def _receive_badly(rank: int, world_size: int) -> str:
     return str(manager.last_load.source)
 
 
+@pytest.mark.fault("bad-copies")
 def test_a_copy_that_was_spoiled_on_its_way_is_not_set_aside_where_it_is_good(
     node_dirs: Dirs,
 ) -> None:
@@ -343,6 +353,7 @@ def _read_from_a_node_whose_disk_fails(rank: int, world_size: int, kind: str) ->
     return str(manager.last_load.source)
 
 
+@pytest.mark.fault("refused-io")
 @pytest.mark.usefixtures("can_attach")
 def test_a_disk_that_fails_while_its_node_sends_costs_that_copy_and_not_the_load(
     node_dirs: Dirs,

@@ -22,6 +22,8 @@ from tests.managers.jobs import (
 )
 from tests.ranks import node_store, run_ranks
 
+pytestmark = pytest.mark.fault("disagreement")
+
 Dirs = Callable[[int], list[Path]]
 
 _TIMEOUT_S = 2.0

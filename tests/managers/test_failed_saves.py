@@ -129,6 +129,7 @@ def _kept() -> list[str]:
     return [name for name in files(node_store()) if not name.endswith(".spare")]
 
 
+@pytest.mark.fault("refused-io")
 @pytest.mark.parametrize("replicated", [False, True], ids=["alone", "replicated"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,6 +172,7 @@ def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) ->
         manager.repl_strategy.close()
 
 
+@pytest.mark.fault("refused-io")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_that_fails_takes_nothing_with_it_that_was_begun_after_it(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -193,6 +195,7 @@ class SlowManager(localckpt.LocalCheckpointManager):
         super()._save(state_dict, ckpt_id)
 
 
+@pytest.mark.fault("late-writer")
 def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dirs) -> None:
     root = node_dirs(1)[0]
     manager = SlowManager(root, keep_last=5, timeout=MAX_S)
@@ -266,6 +269,7 @@ def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
     return told
 
 
+@pytest.mark.fault("worker-dies")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_is_killed_is_an_error_on_all_ranks_and_is_replaced(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -319,6 +323,7 @@ def _large_state(rank: int, iteration: int) -> dict[str, Any]:
     return {"large": torch.full((1_500_000,), 1000.0 * rank + iteration)}
 
 
+@pytest.mark.fault("worker-dies")
 def test_whenever_a_worker_is_killed_all_ranks_have_the_checkpoint_or_none_has(
     node_dirs: Dirs,
 ) -> None:
@@ -370,6 +375,7 @@ def _resume_after_a_death(rank: int, world_size: int, kind: str, latest: list[in
     return found
 
 
+@pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize(
     ("kind", "point", "victim"),
     [

@@ -68,6 +68,7 @@ def _go_back(rank: int, world_size: int, kind: str) -> None:
         repl.close()
 
 
+@pytest.mark.fault("old-files")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_went_back_is_not_overruled_by_what_it_abandoned(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -107,6 +108,7 @@ def _find_and_load(rank: int, world_size: int, kind: str, expected: int) -> str:
         return "second" if "second" in state else f"first {state['iteration']}"
 
 
+@pytest.mark.fault("old-files")
 @pytest.mark.parametrize("kind", KINDS)
 def test_halves_of_two_attempts_never_make_a_checkpoint(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -155,6 +157,7 @@ def _one_rank_did_not_finish(rank: int, world_size: int) -> None:
     assert [name.split(".")[2] for name in files(node_store())] == ["2", "2"]
 
 
+@pytest.mark.fault("late-writer")
 def test_what_is_left_of_an_unfinished_save_is_neither_found_nor_kept(node_dirs: Dirs) -> None:
     run_ranks(_one_rank_did_not_finish, 2, store_per_node=node_dirs(2))
 
@@ -187,6 +190,7 @@ def _find_what_two_attempts_left(rank: int, world_size: int) -> int:
         return manager.find_latest()
 
 
+@pytest.mark.fault("old-files")
 def test_attempts_on_nodes_that_have_none_in_common_never_mix(node_dirs: Dirs) -> None:
     nodes = node_dirs(4)
     run_ranks(_save_on_these_nodes, 2, store_per_node=nodes[:2])
@@ -219,6 +223,7 @@ def _abandon_and_return(rank: int, world_size: int, kind: str, base: Path) -> No
         assert resume(manager, rank, 5) == "own node"
 
 
+@pytest.mark.fault("old-files")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_node_that_was_away_never_completes_the_checkpoint_of_a_later_attempt(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -235,6 +240,7 @@ def _attempts_that_keep_nothing(rank: int, world_size: int) -> None:
     assert [name.split(".")[2] for name in files(node_store())] == ["4"]
 
 
+@pytest.mark.fault("old-files")
 def test_an_attempt_that_kept_nothing_does_not_share_its_number_with_the_next(
     node_dirs: Dirs,
 ) -> None:
@@ -256,6 +262,7 @@ def _begin_where_nothing_can_be_noted(rank: int, world_size: int) -> str:
     return told
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_node_that_cannot_note_the_attempt_is_named_on_all_ranks(node_dirs: Dirs) -> None:
     told = run_ranks(_begin_where_nothing_can_be_noted, 2, store_per_node=node_dirs(2))
 

@@ -11,6 +11,8 @@ import torch
 import localckpt
 from tests.managers.jobs import KINDS, MAX_S, assert_same, make_manager
 
+pytestmark = pytest.mark.fault("changed-state")
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

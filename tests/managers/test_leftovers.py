@@ -121,6 +121,7 @@ def _start_again(rank: int, world_size: int, kind: str, worker: str) -> None:
     repl.close()
 
 
+@pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("swapped", [False, True], ids=["same nodes", "nodes swapped"])
 @pytest.mark.parametrize(("kind", "worker"), _WAYS)
 def test_what_killed_ranks_left_is_removed_at_the_next_start(
@@ -178,6 +179,7 @@ def _live_beside_another_session(rank: int, world_size: int, kind: str, session:
         assert resume(manager, rank, 1) == "own node"
 
 
+@pytest.mark.fault("two-jobs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_belongs_to_a_live_process_is_left_alone(
     kind: str, node_dirs: Dirs, shm_roots: Dirs

@@ -110,6 +110,7 @@ def _clique_of(rank: int, params: Sequence[int], world_size: int) -> list[int]:
     return next(c for c in parse_group_sequence(*params, world_size) if rank in c)
 
 
+@pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize(
     ("kind", "world_size", "ranks_per_node", "params"),
     [
@@ -174,6 +175,7 @@ def _lose_one_after_the_other(rank: int, world_size: int, kind: str, base: Path)
     lives.end()
 
 
+@pytest.mark.fault("lost-nodes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_can_be_lost_one_after_the_other_without_end(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
@@ -202,6 +204,7 @@ def _return_with_older_files(rank: int, world_size: int, base: Path) -> None:
     lives.end()
 
 
+@pytest.mark.fault("old-files")
 def test_nodes_that_return_with_older_files_never_mix_with_newer_ones(node_dirs: Dirs) -> None:
     run_ranks(_return_with_older_files, 4, node_dirs(1)[0])
 
@@ -238,6 +241,7 @@ def _come_back_elsewhere(
     lives.end()
 
 
+@pytest.mark.fault("moved-ranks")
 @pytest.mark.parametrize(
     ("kind", "world_size", "params"),
     [("disk", 2, None), ("disk", 3, None), ("memory", 3, None), ("disk", 4, (1, 2))],
@@ -271,6 +275,7 @@ def _come_back_on_one_node(rank: int, world_size: int, base: Path) -> list[str]:
     return sources
 
 
+@pytest.mark.fault("moved-ranks")
 def test_ranks_that_are_dealt_to_nodes_in_another_order_find_each_others_shards(
     node_dirs: Dirs,
 ) -> None:
@@ -295,6 +300,7 @@ def _another_number_of_ranks(rank: int, world_size: int, base: Path) -> str:
         return error_of(manager.find_latest, localckpt.MismatchError)
 
 
+@pytest.mark.fault("world-size")
 def test_another_number_of_ranks_is_an_error_that_says_what_to_do(node_dirs: Dirs) -> None:
     base = node_dirs(1)[0]
     run_ranks(_another_number_of_ranks, 4, base)

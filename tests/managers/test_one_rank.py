@@ -343,6 +343,7 @@ def test_load_says_so_when_there_is_nothing(kind: str, root: Path) -> None:
     assert "no shard" in nothing
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize("session_id", ["", "run1", "a/../../b", "..", ".", "ü ñ %2F", "x" * 80])
 def test_any_text_can_name_a_session_and_stays_inside_the_directory(
     kind: str, root: Path, session_id: str
@@ -363,6 +364,7 @@ def test_a_session_name_that_is_too_long_is_a_storage_error(kind: str, root: Pat
     assert "session_id" in refused
 
 
+@pytest.mark.fault("two-jobs")
 def test_two_sessions_share_a_directory_and_nothing_else(kind: str, root: Path) -> None:
     with make_manager(kind, root, "a", keep_last=1) as a, make_manager(kind, root, "b") as b:
         a.save(state_of(0, 1), 1)
@@ -376,6 +378,7 @@ def test_two_sessions_share_a_directory_and_nothing_else(kind: str, root: Path) 
         assert other.find_latest() == -1
 
 
+@pytest.mark.fault("two-jobs")
 def test_one_session_has_one_owner_at_a_time(kind: str, root: Path) -> None:
     from tests.ranks import start_ranks
 
@@ -450,6 +453,7 @@ def test_the_memory_is_told_once_and_a_save_and_a_load_are_one_line_each_in_the_
     assert "GB/s" in loaded
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_root_that_cannot_be_used_is_a_storage_error_with_the_path(kind: str, root: Path) -> None:
     in_the_way = root / "file"
     in_the_way.write_text("")

@@ -54,6 +54,7 @@ def _use_a_store_that_one_cannot(rank: int, world_size: int, kind: str) -> str:
     return told
 
 
+@pytest.mark.fault("unusable-store")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_that_one_rank_cannot_use(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(3)
@@ -83,6 +84,7 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
     return told
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_directory_that_vanishes_on_one_node(node_dirs: Dirs) -> None:
     told = run_ranks(_lose_the_directory, 3, store_per_node=node_dirs(3))
 

@@ -13,6 +13,8 @@ import torch
 import localckpt
 from tests.managers.jobs import KINDS, assert_same, make_manager
 
+pytestmark = pytest.mark.fault("changed-state")
+
 
 @pytest.fixture
 def training(

@@ -13,6 +13,8 @@ from localckpt import parse_group_sequence
 from tests.managers.jobs import KINDS, MAX_S, cliques, files, make_manager, resume, save, state_of
 from tests.ranks import node_store, run_ranks
 
+pytestmark = pytest.mark.fault("moved-ranks")
+
 # (replication_jump, replication_factor), or None for no replication; by (ranks, ranks on a node).
 _ONE_RANK_A_NODE = {
     1: [None],

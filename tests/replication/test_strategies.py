@@ -140,6 +140,7 @@ def _parameters(rank: int, world_size: int) -> None:
     strategy.close()
 
 
+@pytest.mark.fault("disagreement")
 def test_parameters_that_do_not_fit_are_refused_on_all_ranks_alike() -> None:
     run_ranks(_parameters, 4)
 
@@ -193,6 +194,7 @@ def _too_small(id_: CkptID, nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes - 1))
 
 
+@pytest.mark.fault("refused-io")
 @pytest.mark.parametrize(
     ("case", "kind", "told"),
     [
@@ -237,6 +239,7 @@ def _lose_a_member(rank: int, world_size: int, sig: signal.Signals) -> tuple[str
     return str(raised.value), took
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_member_that_dies_is_named_on_the_others() -> None:
     results = run_ranks(_lose_a_member, 3, signal.SIGKILL, expect_dead=[1])
 
@@ -247,6 +250,7 @@ def test_a_member_that_dies_is_named_on_the_others() -> None:
         assert took < 15.0
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_member_that_stops_is_named_and_the_next_save_works_once_it_is_back() -> None:
     with start_ranks(_lose_a_member, 2, signal.SIGSTOP) as group:
         group.await_announced("gave up 0")
@@ -273,6 +277,7 @@ def _never_call(rank: int, world_size: int) -> float:
     return took
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_member_that_never_saves_is_named_at_the_deadline() -> None:
     assert 0.9 < run_ranks(_never_call, 2)[0] < 10.0
 
@@ -402,6 +407,7 @@ def _die_while_sending(rank: int, world_size: int) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - started
 
 
+@pytest.mark.fault("lost-during-recovery")
 def test_a_rank_that_dies_while_it_sends_is_named() -> None:
     results = run_ranks(_die_while_sending, 3, expect_dead=[1])
 

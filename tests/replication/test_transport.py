@@ -136,6 +136,7 @@ def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> 
     return str(raised.value), took
 
 
+@pytest.mark.fault("silent-peer")
 @pytest.mark.parametrize("kind", ["host", "device"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_peer_that_dies_is_named_with_how_far_it_came(kind: str, world_size: int) -> None:
@@ -148,6 +149,7 @@ def test_a_peer_that_dies_is_named_with_how_far_it_came(kind: str, world_size: i
     assert took < 15.0, "a broken connection is seen before the deadline"
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_peer_that_stops_is_named_at_the_deadline_and_writes_nothing_later() -> None:
     with start_ranks(_lose_a_peer, 2, "host", signal.SIGSTOP) as group:
         group.await_announced("gave up")
@@ -180,6 +182,7 @@ def _die_within_a_message(rank: int, world_size: int, nbytes: int) -> tuple[str,
     return str(raised.value), time.monotonic() - started
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_peer_that_dies_within_a_message_is_noticed_at_once() -> None:
     told, took = run_ranks(_die_within_a_message, 2, 128 << 20, expect_dead=[1])[0]
 
@@ -227,6 +230,7 @@ def _less_than_expected(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.fault("silent-peer")
 def test_bytes_that_never_come_end_in_an_error_that_counts_those_that_did() -> None:
     told = run_ranks(_less_than_expected, 2)[0]
 
@@ -267,6 +271,7 @@ def _connect_alone(rank: int, world_size: int) -> None:
             HostTransport.connect("alone", [0, 1], rank, 1.0)
 
 
+@pytest.mark.fault("silent-peer")
 def test_a_peer_that_never_connects_ends_in_an_error() -> None:
     run_ranks(_connect_alone, 2)
 

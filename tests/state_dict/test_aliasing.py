@@ -14,6 +14,8 @@ from safetensors.torch import load
 from localckpt.state_dict.identify import read_header
 from tests.state_dict.states import assert_same, bits, image_of, round_trip, source_of
 
+pytestmark = pytest.mark.fault("hard-state")
+
 
 def tensor_nbytes(state: Any) -> int:
     """Bytes that the tensors of a state take in its image."""

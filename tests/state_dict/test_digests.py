@@ -49,6 +49,7 @@ def regions(header: ImageHeader) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.fault("flipped-bit")
 def test_a_flipped_bit_in_any_byte_of_a_small_image_is_seen() -> None:
     image = memoryview(bytearray(image_of(SMALL)))
     source = MemorySource(image, threads=1)
@@ -68,6 +69,7 @@ def test_a_flipped_bit_in_any_byte_of_a_small_image_is_seen() -> None:
     assert_same(unpack(source), SMALL)
 
 
+@pytest.mark.fault("flipped-bit")
 def test_a_flipped_bit_is_seen_when_tensors_are_filled_in_place() -> None:
     state = large_state()
     image = memoryview(bytearray(image_of(state)))
@@ -83,6 +85,7 @@ def test_a_flipped_bit_is_seen_when_tensors_are_filled_in_place() -> None:
         image[position] ^= 16
 
 
+@pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("region", ["header", "tensors", "skeleton", "digests"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flipped_bit_is_seen_in_each_region_of_an_image_of_many_blocks(
@@ -99,6 +102,7 @@ def test_a_flipped_bit_is_seen_in_each_region_of_an_image_of_many_blocks(
             unpack(source_of(damaged))
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("around", [-1, 0, 1])
 def test_a_file_cut_at_any_block_is_seen(around: int) -> None:
     image = image_of(large_state())
@@ -113,6 +117,7 @@ def test_a_file_cut_at_any_block_is_seen(around: int) -> None:
                 unpack(source_of(image[:cut]))
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 4096, BLOCK_NBYTES + 1])
 def test_zeros_at_the_end_are_seen(nbytes: int) -> None:
     image = image_of(large_state())
@@ -123,6 +128,7 @@ def test_zeros_at_the_end_are_seen(nbytes: int) -> None:
         unpack(source_of(image))
 
 
+@pytest.mark.fault("torn-file")
 def test_a_file_of_zeros_is_seen() -> None:
     with pytest.raises(CorruptShardError):
         unpack(source_of(bytes(2 * BLOCK_NBYTES)))
@@ -137,6 +143,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.fault("wrong-place")
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_a_good_block_of_another_shard_does_not_verify_in_its_place(other: ShardIdentity) -> None:
     state = large_state()
@@ -151,6 +158,7 @@ def test_a_good_block_of_another_shard_does_not_verify_in_its_place(other: Shard
         unpack(source_of(mine))
 
 
+@pytest.mark.fault("wrong-place")
 def test_a_good_block_in_another_place_of_its_own_shard_does_not_verify() -> None:
     image = image_of(large_state())
     start = read_header(source_of(image)).digests_start
@@ -198,6 +206,7 @@ def test_the_digests_say_the_same_wherever_the_parts_of_a_block_lie(nbytes: int)
         hasher.fill(image, nbytes)
 
 
+@pytest.mark.fault("flipped-bit")
 def test_the_identity_is_told_only_by_a_header_that_is_intact() -> None:
     image = image_of(SMALL)
     position = image.index(b'"iteration": "40"') + len('"iteration": "4')

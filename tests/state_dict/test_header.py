@@ -135,6 +135,7 @@ BAD = {
 }
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize("change", BAD.values(), ids=BAD.keys())
 def test_a_header_that_contradicts_itself_is_refused(change: Callable[[Any], Any]) -> None:
     image = with_header(change)
@@ -153,6 +154,7 @@ def test_a_header_is_not_refused_for_being_written_another_way() -> None:
         unpack(source_of(image))
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_name_that_stands_twice_is_refused() -> None:
     def repeated(entries: dict[str, Any]) -> bytes:
         again = json.dumps({"a": entries["a"]})
@@ -162,18 +164,21 @@ def test_a_name_that_stands_twice_is_refused() -> None:
         read_header(source_of(with_header(repeated)))
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("extra", [b"\0", b"\0" * 4096, b"garbage"])
 def test_bytes_behind_the_end_are_refused(extra: bytes) -> None:
     with pytest.raises(CorruptShardError, match="its header describes"):
         unpack(source_of(image_of(STATE) + extra))
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("nbytes", range(9))
 def test_a_file_of_a_few_bytes_is_refused(nbytes: int) -> None:
     with pytest.raises(CorruptShardError):
         unpack(source_of(image_of(STATE)[:nbytes]))
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize("claimed", [10 * 10**9, 2**63, 2**64 - 1, 5000])
 def test_a_header_longer_than_the_file_is_refused_and_nothing_is_allocated(claimed: int) -> None:
     image = image_of(STATE)[:4200]
@@ -189,6 +194,7 @@ def test_a_header_longer_than_the_file_is_refused_and_nothing_is_allocated(claim
     assert peak < 1 << 20
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_header_that_claims_more_than_the_format_allows_is_refused(tmp_path: Any) -> None:
     file = tmp_path / "large"
     with open(file, "wb") as f:
@@ -204,6 +210,7 @@ def test_a_header_that_claims_more_than_the_format_allows_is_refused(tmp_path: A
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000
 
 
+@pytest.mark.fault("hostile-file")
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_random_bytes_are_never_taken_for_a_shard(data: bytes) -> None:
@@ -225,6 +232,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.fault("hostile-file")
 @given(_JSON)
 @settings(max_examples=200, deadline=None)
 def test_a_header_of_any_json_is_refused(value: Any) -> None:
@@ -248,6 +256,7 @@ def test_every_identity_comes_back_from_a_header(session: str, numbers: tuple[in
     assert read_verified_identity(source_of(image)) == identity
 
 
+@pytest.mark.fault("wrong-place")
 def test_a_shard_that_is_not_the_one_expected_is_refused() -> None:
     other = ShardIdentity("a session", Generation(2, 7), 41, 3, 8)
 

@@ -18,6 +18,8 @@ from localckpt.storage.disk import DiskStore
 from localckpt.storage.write import write_shards
 from tests.state_dict.states import IDENTITY
 
+pytestmark = pytest.mark.fault("hard-state")
+
 NBYTES = (4 << 30) + (1 << 20) + 8
 NEEDED = 12 << 30
 

@@ -41,6 +41,8 @@ from tests.state_dict.states import (
     written,
 )
 
+pytestmark = pytest.mark.fault("hard-state")
+
 
 def _dtypes() -> list[torch.dtype]:
     named = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -48,6 +48,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists()
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_pickle_that_runs_a_command_is_refused(marker: Path) -> None:
     image = with_pickle(pickle.dumps(Call(os.system, (f"touch {marker}",))))
 
@@ -55,6 +56,7 @@ def test_a_pickle_that_runs_a_command_is_refused(marker: Path) -> None:
         unpack(source_of(image))
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("function", [eval, exec], ids=["eval", "exec"])
 def test_a_pickle_that_runs_python_is_refused(
@@ -67,6 +69,7 @@ def test_a_pickle_that_runs_python_is_refused(
         unpack(source_of(image))
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_chain_of_attributes_is_refused(marker: Path) -> None:
     touch = Call(getattr, (Call(getattr, (marker, "parent")), "joinpath"))
     image = with_pickle(pickle.dumps(touch))
@@ -75,6 +78,7 @@ def test_a_chain_of_attributes_is_refused(marker: Path) -> None:
         unpack(source_of(image))
 
 
+@pytest.mark.fault("hostile-file")
 def test_torch_load_is_refused(marker: Path) -> None:
     inner = marker.with_name("inner.pt")
     torch.save(Call(os.system, (f"touch {marker}",)), inner)
@@ -97,6 +101,7 @@ def named(module: str, name: str) -> bytes:
     )
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -178,6 +183,7 @@ class Loud:
         return Loud, (1,), {"a": 2}
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_refused_shard_makes_no_object_and_fills_no_tensor() -> None:
     allowed = SafeGlobals([Loud])
     target = torch.zeros(4)
@@ -194,6 +200,7 @@ def test_a_refused_shard_makes_no_object_and_fills_no_tensor() -> None:
     assert target.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize(
     "pickled",
     [
@@ -219,6 +226,7 @@ def test_a_skeleton_that_is_none_is_refused(pickled: bytes) -> None:
         unpack(source_of(with_pickle(pickled)))
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize(
     "table",
     [
@@ -253,6 +261,7 @@ def test_a_table_that_reaches_outside_of_the_tensors_is_refused(table: bytes) ->
         unpack(source_of(written(dataclasses.replace(capture, skeleton=framed))))
 
 
+@pytest.mark.fault("hostile-file")
 @pytest.mark.parametrize("framed", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"[]"])
 def test_a_skeleton_that_is_cut_short_is_refused(framed: bytes) -> None:
     capture = dataclasses.replace(ImagePlanner().capture({}), skeleton=framed)

@@ -47,6 +47,7 @@ def small_store(
         store.close()
 
 
+@pytest.mark.fault("refused-io")
 def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
     small_store: Callable[[str], Store],
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
     assert_loads(store, identity(4), MIB)
 
 
+@pytest.mark.fault("refused-io")
 def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
     small_store: Callable[[str], Store],
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
     assert_loads(store, identity(4), 4 * MIB)
 
 
+@pytest.mark.fault("unusable-store")
 def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touched(
     small_disk: Callable[[str], Path],
 ) -> None:
@@ -106,6 +109,7 @@ def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touc
     store.close()
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_node_without_inodes_is_an_error_that_keeps_the_older(
     small_store: Callable[[str], Store],
 ) -> None:
@@ -129,6 +133,7 @@ def remount(path: Path, mode: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], timeout=30, check=True)
 
 
+@pytest.mark.fault("refused-io")
 def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     small_disk: Callable[[str], Path],
 ) -> None:
@@ -151,6 +156,7 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     store.close()
 
 
+@pytest.mark.fault("unusable-store")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_of_somebody_else_is_an_error_with_the_cure(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -228,6 +234,7 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
     store.close()
 
 
+@pytest.mark.fault("refused-io")
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
@@ -265,6 +272,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
     store.close()
 
 
+@pytest.mark.fault("kill-save")
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
@@ -298,6 +306,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_wh
     assert 1 < nth < 9
 
 
+@pytest.mark.fault("partial-io")
 @pytest.mark.usefixtures("can_trace")
 def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
     tmp_path: Path, shm_roots: Callable[[int], list[Path]]

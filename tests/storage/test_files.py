@@ -168,6 +168,7 @@ def test_a_cold_file_is_read_past_the_page_cache_and_verified(tmp_path: Path) ->
     assert not is_cached(path, 23 << 20)
 
 
+@pytest.mark.fault("flipped-bit")
 def test_damage_is_seen_warm_and_cold(source_of: Any) -> None:
     image = bytearray(pack({"weight": torch.rand(3 << 20)}, WHO).view)
     image[9 << 20] ^= 4
@@ -176,6 +177,7 @@ def test_damage_is_seen_warm_and_cold(source_of: Any) -> None:
         unpack(source_of(image))
 
 
+@pytest.mark.fault("torn-file")
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("left", [5000, PIECE_NBYTES, PIECE_NBYTES + 1])
 def test_a_file_that_is_cut_while_it_is_open_is_an_error(
@@ -196,6 +198,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error(
     source.close()
 
 
+@pytest.mark.fault("hostile-file")
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -205,6 +208,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
             FileSource(tmp_path / name)
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_link_is_refused_and_a_missing_file_named(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -17,6 +17,7 @@ def files(*folders: Path) -> set[str]:
     return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.fault("trainer-dies")
 def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Node) -> None:
     first = node()
     save(first, identity(7))
@@ -34,6 +35,7 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     assert_loads(store, identity(7))
 
 
+@pytest.mark.fault("trainer-dies")
 def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
     with another_process(node.kind, node.root, node.shared, rank=3) as process:
         kill(process)
@@ -44,6 +46,7 @@ def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node:
     assert list(node.shared.iterdir()) == []
 
 
+@pytest.mark.fault("two-jobs")
 def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
     with another_process(node.kind, node.root, node.shared, rank=3):
         before = files(node.root, node.shared)
@@ -56,6 +59,7 @@ def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
         assert before <= files(node.root, node.shared)
 
 
+@pytest.mark.fault("trainer-dies")
 def test_the_spares_of_a_killed_process_are_used_by_the_one_after_it(node: Node) -> None:
     store = node()
     save(store, identity(1))
@@ -86,6 +90,7 @@ def test_the_spares_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(no
     assert names(gone.folder) == {"owner"}
 
 
+@pytest.mark.fault("two-jobs")
 @pytest.mark.parametrize("owner", [Owner("0123456789ab", 1, 1), Owner("b", 2, 3)])
 def test_an_owner_of_another_boot_or_before_it_is_dead(node: Node, owner: Owner) -> None:
     folder = node.root / "session-run" / "0"
@@ -99,6 +104,7 @@ def test_an_owner_of_another_boot_or_before_it_is_dead(node: Node, owner: Owner)
     assert names(folder) == {"owner"}
 
 
+@pytest.mark.fault("two-jobs")
 def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
     me = Owner.me()
     folder = node.root / "session-run" / "0"
@@ -110,6 +116,7 @@ def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
     save(store, identity(1))
 
 
+@pytest.mark.fault("trainer-dies")
 def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
     tmp_path: Path,
 ) -> None:

@@ -22,6 +22,7 @@ def test_this_process_is_alive() -> None:
     assert Owner.parse(str(me)) == me
 
 
+@pytest.mark.fault("two-jobs")
 def test_another_process_is_alive_until_it_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = Owner.of(process.pid)
@@ -36,6 +37,7 @@ def test_another_process_is_alive_until_it_is_killed() -> None:
     assert owner != Owner.me()
 
 
+@pytest.mark.fault("two-jobs")
 def test_a_process_that_nobody_has_reaped_is_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = Owner.of(process.pid)
@@ -48,6 +50,7 @@ def test_a_process_that_nobody_has_reaped_is_dead() -> None:
     process.communicate(timeout=30)
 
 
+@pytest.mark.fault("two-jobs")
 @pytest.mark.parametrize("change", [{"started": 1}, {"boot": "0123456789ab"}, {"pid": 2**22 + 1}])
 def test_a_pid_that_is_used_again_is_another_process(change: dict[str, object]) -> None:
     other = dataclasses.replace(Owner.me(), **change)  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
     assert stores[1].ranks_with_folders() == {0, 1, 2}
 
 
+@pytest.mark.fault("two-jobs")
 def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None:
     one, other = node(session="one"), node(session="other")
     mine = save(one, identity(1, session="one"))
@@ -88,6 +89,7 @@ def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None
 NAMES = ["", ".", "..", "a/b", "a%2Fb", "../..", "a b\n", "漢字", "~", "-rf *", "x" * 200, "\0"]
 
 
+@pytest.mark.fault("hostile-file")
 def test_any_name_of_a_session_gives_a_folder_of_its_own(node: Node) -> None:
     for name in NAMES:
         save(node(session=name), identity(1, session=name))
@@ -139,6 +141,7 @@ def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> No
     (node.root / "node-token").unlink()
 
 
+@pytest.mark.fault("wrong-place")
 def test_what_a_shard_is_comes_from_the_file_not_from_its_name_or_folder(node: Node) -> None:
     store = node()
     for n in (1, 2, 3):
@@ -167,6 +170,7 @@ def test_two_copies_of_a_shard_are_one(node: Node) -> None:
     assert [record.identity for record in store.scan()] == [identity(1)]
 
 
+@pytest.mark.fault("wrong-place")
 def test_a_shard_of_another_session_is_not_counted(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,6 +283,7 @@ def test_a_shard_that_is_set_aside_is_kept_but_not_found(node: Node) -> None:
         store.open(identity(1))
 
 
+@pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"garbage", None])
 def test_a_file_with_a_damaged_header_is_set_aside_and_the_others_are_found(
     node: Node, damage: bytes | None
@@ -309,6 +314,7 @@ def test_a_file_of_another_version_is_not_counted_and_keeps_its_name(node: Node)
     assert file.read_bytes() == content
 
 
+@pytest.mark.fault("flipped-bit")
 def test_damage_behind_the_header_is_seen_when_the_shard_is_loaded(node: Node) -> None:
     store = node()
     save(store, identity(1), nbytes=3 << 20)
@@ -336,6 +342,7 @@ def test_a_folder_is_given_up_by_close_and_the_shards_stay(node: Node) -> None:
     assert found(node()) == {identity(3)}
 
 
+@pytest.mark.fault("two-jobs")
 def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
     with another_process(node.kind, node.root, node.shared) as other:
         with pytest.raises(StorageError, match=rf"in use by process {other.pid} of a job"):
@@ -349,6 +356,7 @@ def test_a_live_owner_of_the_folder_is_named(node: Node) -> None:
         save(node(), identity(2))
 
 
+@pytest.mark.fault("two-jobs")
 def test_a_garbled_owner_file_does_not_keep_anybody_out(node: Node) -> None:
     for text in (b"", b"\xff\xfe\x00", b"a-b-c"):
         store = node()
@@ -359,6 +367,7 @@ def test_a_garbled_owner_file_does_not_keep_anybody_out(node: Node) -> None:
         again.close()
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_folder_that_is_a_symbolic_link_is_refused(node: Node, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere"
     target.mkdir()
@@ -378,6 +387,7 @@ def test_a_folder_that_is_a_symbolic_link_is_refused(node: Node, tmp_path: Path)
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.fault("hostile-file")
 def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     node: Node, tmp_path: Path
 ) -> None:
@@ -396,6 +406,7 @@ def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     assert store.ranks_with_folders() == {0, 8}
 
 
+@pytest.mark.fault("hostile-file")
 def test_a_link_in_place_of_a_spare_is_not_written_through(node: Node, tmp_path: Path) -> None:
     store = node()
     target = tmp_path / "precious"
@@ -409,6 +420,7 @@ def test_a_link_in_place_of_a_spare_is_not_written_through(node: Node, tmp_path:
     assert save(store, identity(2)) in found(store)
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -> None:
     file = node.root.parent / f"{node.root.name}-file"
     file.touch()
@@ -419,6 +431,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -
         file.unlink()
 
 
+@pytest.mark.fault("unusable-store")
 def test_a_store_whose_directory_is_removed_says_so(node: Node) -> None:
     store = node()
     save(store, identity(1))

@@ -90,6 +90,7 @@ def assert_loads_after_scan(store: DiskStore, rank: int) -> None:
     assert_loads(store, identity(1, rank))
 
 
+@pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("place", [0, 50_000, -1])
 def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, place: int) -> None:
     store = node()
@@ -159,6 +160,7 @@ def test_a_worker_process_without_torch_writes_what_was_staged(node: Node) -> No
         store.retire(identity(iteration).version, [])
 
 
+@pytest.mark.fault("refused-io")
 def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskStore) -> None:
     job = staged(store, identity(1))
 
@@ -182,6 +184,7 @@ def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
     store.close()
 
 
+@pytest.mark.fault("refused-io")
 def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: DiskStore) -> None:
     save(store, identity(1))
     store.retire((9, 9, 9), [])
@@ -197,6 +200,7 @@ def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: Disk
     store.close()
 
 
+@pytest.mark.fault("refused-io")
 def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
     good, bad, late = (staged(store, identity(1, rank)) for rank in range(3))
     bad.dirty.mkdir()

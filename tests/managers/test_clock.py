@@ -1,0 +1,53 @@
+"""No clock but the one that only counts seconds decides anything."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+import localckpt
+from tests.managers.jobs import KINDS, iterations_on, make_manager, resume, state_of
+
+pytestmark = pytest.mark.fault("clock")
+
+_YEAR_S = 365 * 86_400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", ["equal", "reversed", "long ago", "to come"])
+def test_the_times_of_files_have_no_effect(kind: str, times: str, tmp_path: Path) -> None:
+    now = 1_800_000_000
+    for iteration in (1, 2, 3):
+        # Each in a life of its own, so that all of the next one's decisions are made from files.
+        with make_manager(kind, tmp_path, keep_last=2) as manager:
+            if iteration > 1:
+                resume(manager, 0, iteration - 1)
+            manager.save(state_of(0, iteration), iteration)
+        for path in tmp_path.rglob("*"):
+            seconds = {
+                "equal": now,
+                "reversed": now - iteration * _YEAR_S,
+                "long ago": 0,
+                "to come": now + 50 * _YEAR_S,
+            }[times]
+            os.utime(path, (seconds, seconds))
+
+    with make_manager(kind, tmp_path, keep_last=2) as manager:
+        resume(manager, 0, 3)
+    assert iterations_on(tmp_path) == {2, 3}
+
+
+def test_nothing_asks_what_time_it_is() -> None:
+    package = Path(localckpt.__file__).parent
+    asked = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("time", "time_ns", "now", "today", "utcnow", "st_mtime", "st_mtime_ns")
+    ]
+
+    assert asked == []

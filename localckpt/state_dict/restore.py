@@ -7,7 +7,7 @@ copy of the state is made.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from localckpt.state_dict.host_memory import memory_at, prefer_huge_pages
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import Landing
 from localckpt.state_dict.skeleton import check_names, insert_tensors
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.tensor_table import (
     TableEntry,
     TensorTable,
@@ -134,6 +135,8 @@ class ImageReader:
         with torch.no_grad():
             targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
             starts = [target.start for target in targets]
+            on_gpus = {target.device for target in targets if target.is_on_gpu}
+            landing = Landing(on_gpus, PIECE_NBYTES)
 
             def overlapping(start: int, stop: int) -> list[_Target]:
                 return targets[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
@@ -145,19 +148,19 @@ class ImageReader:
                     begin, end = max(start, target.start), min(stop, target.stop)
                     if target.memory is not None and begin < end:
                         if done < begin:
-                            parts.append(memoryview(bytearray(begin - done)))
+                            parts.append(landing.room()[done - start : begin - start])
                         parts.append(target.memory[begin - target.start : end - target.start])
                         done = end
                 if done < stop:
-                    parts.append(memoryview(bytearray(stop - done)))
+                    parts.append(landing.room()[done - start : stop - start])
                 return parts
 
             def filled(start: int, parts: list[memoryview]) -> None:
                 self._hasher.check(start, parts, self._digests)
-                stop = start + sum(map(len, parts))
-                for target in overlapping(start, stop):
-                    if target.memory is None:
-                        target.copy_to_device(start, parts)
+                if on_gpus:
+                    near = overlapping(start, start + sum(map(len, parts)))
+                    there = [target for target in near if target.is_on_gpu]
+                    landing.copy([copy for target in there for copy in target.takes(start, parts)])
 
             self._source.stream(self.header.digests_start, places, filled)
             for target in targets:
@@ -186,14 +189,25 @@ class _Target:
         if self._filled.device.type == "cpu":
             self.memory = memory_at(self._filled.data_ptr(), slot.nbytes)
 
-    def copy_to_device(self, start: int, parts: list[memoryview]) -> None:
-        """Take what belongs to the tensor from the image's bytes from ``start`` on."""
+    @property
+    def device(self) -> torch.device:
+        """Where its bytes are put."""
+        return self._filled.device
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether that is neither in host memory nor nowhere."""
+        return self.memory is None and not self._filled.is_meta
+
+    def takes(
+        self, start: int, parts: list[memoryview]
+    ) -> Iterator[tuple[torch.Tensor, memoryview]]:
+        """What belongs to the tensor of the image's bytes from ``start`` on, and where."""
         flat = flat_bytes(self._filled)
         for part in parts:
             begin, end = max(start, self.start), min(start + len(part), self.stop)
             if begin < end:
-                data = torch.frombuffer(part, dtype=torch.uint8)[begin - start : end - start]
-                flat[begin - self.start : end - self.start].copy_(data)
+                yield flat[begin - self.start : end - self.start], part[begin - start : end - start]
             start += len(part)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies from GPUs that run beside training, on streams of their own.
+"""Copies from and to GPUs on streams of their own, beside training.
 
 They begin where training's stream is at the call, so the values are those of the call as long as
 nobody changes the tensors before the copies are over.
@@ -6,14 +6,16 @@ nobody changes the tensors before the copies are over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from localckpt.state_dict.host_memory import memory_at
 from localckpt.state_dict.tensor_table import copy_values
 
-__all__ = ["CopiesUnderWay", "SideStreams", "copy_to_host"]
+__all__ = ["CopiesUnderWay", "Landing", "SideStreams", "copy_to_host"]
 
 
 class CopiesUnderWay:
@@ -72,6 +74,58 @@ class SideStreams:
         """Return when nothing that was queued is under way."""
         for stream in self._streams.values():
             stream.synchronize()
+
+
+class Landing:
+    """Where bytes land that do not belong into host memory, and the way from there to GPUs.
+
+    Each thread has room of its own, which is page-locked where there is a GPU, and a stream.
+
+    Args:
+        devices: The GPUs. What training has queued on them by now comes before the copies.
+        nbytes: Room for one thread, in bytes.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._mine = threading.local()
+        self._begun: dict[torch.device, Any] = {}
+        for device in set(devices):
+            module = torch.get_device_module(device)
+            self._begun[device] = module.Event()
+            self._begun[device].record(module.current_stream(device))
+
+    def room(self) -> memoryview:
+        """This thread's room; what it holds may be overwritten once :meth:`copy` has returned."""
+        if not hasattr(self._mine, "room"):
+            # Allocated by torch, which keeps what it has locked for the next time.
+            pinned = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=bool(self._begun))
+            self._mine.room = pinned
+        return memory_at(self._mine.room.data_ptr(), self._nbytes)
+
+    def copy(self, copies: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
+        """Copy bytes out of this thread's room to flat uint8 tensors; returns when they are there.
+
+        Args:
+            copies: Pairs of a target on a GPU and as many bytes.
+        """
+        for device in dict.fromkeys(target.device for target, _ in copies):
+            stream = self._stream(device)
+            with torch.get_device_module(device).stream(stream):
+                for target, data in copies:
+                    if target.device == device:
+                        source = torch.frombuffer(data, dtype=torch.uint8)
+                        target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+    def _stream(self, device: torch.device) -> Any:
+        if not hasattr(self._mine, "streams"):
+            self._mine.streams = {}
+        if device not in self._mine.streams:
+            stream = torch.get_device_module(device).Stream(device)
+            stream.wait_event(self._begun[device])
+            self._mine.streams[device] = stream
+        return self._mine.streams[device]
 
 
 def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:

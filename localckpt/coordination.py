@@ -26,6 +26,8 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 # All answers to a question are one number in the store, which is read without waiting and in one
 # round trip: a no adds 2 to it, the yes that ends it adds 1.
 _NO = 2
+# How a gathering ended.
+_COMPLETE, _LOST = "complete", "lost"
 
 
 class Coordinator:
@@ -72,8 +74,8 @@ class Coordinator:
             The records in rank order.
 
         Raises:
-            PeerLostError: Some rank did not come in time. It names them, and the phase that each
-                of them was last seen in.
+            PeerLostError: Some rank did not come in time; it is raised on all ranks, late ones
+                too. It names them, and the phase that each of them was last seen in.
             MismatchError: The ranks are in different phases.
         """
         if self._store is None:
@@ -83,11 +85,15 @@ class Coordinator:
         with _store_errors(phase):
             came = f"came/{number}"
             keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
-            self._wait(
+            lost = self._wait(
                 phase,
                 lambda: store.add(came, 0) >= self.world_size,
                 lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
             )
+            # Who is first decides for all: nobody returns from what another has given up.
+            verdict = store.compare_set(f"verdict/{number}", "", _LOST if lost else _COMPLETE)
+            if verdict.decode() == _LOST:
+                raise lost or PeerLostError(self._describe_too_late(phase))
             extended = store.has_extended_api()  # type: ignore[attr-defined]
             values = store.multi_get(keys) if extended else map(store.get, keys)
             phases, records = zip(*(json.loads(value) for value in values), strict=True)
@@ -96,6 +102,7 @@ class Coordinator:
                 store.delete_key(f"gather/{number - 2}/{self.rank}")
                 if self.rank == 0:
                     store.delete_key(f"came/{number - 2}")
+                    store.delete_key(f"verdict/{number - 2}")
         self._require_same_phase(phases)
         return list(records)
 
@@ -152,7 +159,8 @@ class Coordinator:
             return noes + yes >= number
 
         with _store_errors(phase):
-            self._wait(phase, is_answered, lambda: [0])
+            if lost := self._wait(phase, is_answered, lambda: [0]):
+                raise lost
         return noes < number
 
     def forget(self, counter: str) -> None:
@@ -163,17 +171,17 @@ class Coordinator:
 
     def _wait(
         self, phase: str, is_there: Callable[[], bool], late: Callable[[], list[int]]
-    ) -> None:
+    ) -> PeerLostError | None:
         # Asking again and again, since a wait on the store blocks all other users of this client,
         # torch's own among them, and a client of one's own takes a second to connect.
         deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
         while not is_there():
             if time.monotonic() > deadline:
-                if missing := late():
-                    raise PeerLostError(self._describe_late(missing, phase))
-                return
+                missing = late()
+                return PeerLostError(self._describe_late(missing, phase)) if missing else None
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return None
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
@@ -183,6 +191,13 @@ class Coordinator:
                 f"the ranks do not do the same: {', '.join(f'rank {r}: {p}' for r, p in at)}. All "
                 f"ranks must make the same calls in the same order. What was saved before stands"
             )
+
+    def _describe_too_late(self, phase: str) -> str:
+        return (
+            f"rank {self.global_ranks[self.rank]} came too late to {phase}: other ranks had given "
+            f"up waiting for it. What was saved before stands. If this rank is alive but slow, "
+            f"give the manager a longer timeout; else restart the job."
+        )
 
     def _describe_late(self, late: list[int], phase: str) -> str:
         seen = []

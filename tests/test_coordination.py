@@ -1,0 +1,66 @@
+"""All ranks come to one outcome of a gathering, however late some of them are."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import PeerLostError
+from tests.ranks import run_ranks
+
+
+def _come_late(rank: int, world_size: int) -> list[str]:
+    told = []
+    coordinator = Coordinator("late", None, timeout_s=0.3)
+    for late_s in (0.0, 1.0, 0.0):
+        if rank == 1:
+            time.sleep(late_s)
+        began = time.monotonic()
+        try:
+            told.append(str(coordinator.all_gather("meet", rank)))
+        except PeerLostError as error:
+            told.append(str(error))
+        assert time.monotonic() - began < 20.0
+        # All start the next one together.
+        coordinator.timeout_s = 30.0
+        coordinator.barrier("wait for all")
+        coordinator.timeout_s = 0.3
+    return told
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_rank_that_comes_too_late_is_told_and_the_next_gathering_works() -> None:
+    waiting, late = run_ranks(_come_late, 2)
+
+    assert waiting[0] == late[0] == "[0, 1]"
+    assert "waited 0.3 s to meet, and rank 1 (last seen: wait for all) did not come" in waiting[1]
+    assert "rank 1 came too late to meet: other ranks had given up" in late[1]
+    assert waiting[2] == late[2] == "[0, 1]"
+
+
+def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
+    outcomes = []
+    coordinator = Coordinator("race", None, timeout_s=30.0)
+    moments = random.Random(rank)
+    for _ in range(rounds):
+        coordinator.timeout_s = 30.0
+        coordinator.barrier("wait for all")
+        coordinator.timeout_s = 0.02
+        time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
+        try:
+            assert coordinator.all_gather("meet", rank) == [0, 1, 2]
+            outcomes.append(True)
+        except PeerLostError:
+            outcomes.append(False)
+    return outcomes
+
+
+@pytest.mark.fault("cut-network")
+def test_whenever_ranks_come_all_have_the_answer_or_none_has() -> None:
+    told = run_ranks(_come_about_in_time, 3, 150)
+
+    assert told[0] == told[1] == told[2]
+    assert {True, False} == set(told[0])

@@ -120,9 +120,12 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"],
+    [
+        *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
+        *("localckpt.storage.catalog", "localckpt.managers.explanation", "localckpt.cli"),
+    ],
 )
-def test_what_a_writing_process_needs_does_not_import_torch(module: str) -> None:
+def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     assert _run_python(f"import {module}, sys; print('torch' in sys.modules)") == "False"
 
 

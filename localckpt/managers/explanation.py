@@ -5,7 +5,6 @@ What makes a checkpoint complete is said in ``coverage.py`` alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,11 +13,10 @@ from typing import Any
 from localckpt.errors import MismatchError
 from localckpt.ids import Generation, ShardRecord
 from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
+from localckpt.storage.names import shard_named
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
 
-# How a store names the files of a shard; of one that is damaged, nothing else says what it was.
-_FILE_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors[.\w]*: ")
 _WIDTH = 100
 _SHOWN = 12
 
@@ -199,10 +197,10 @@ def _damaged(bad: Mapping[str, Sequence[str]]) -> _Damaged:
     damaged: dict[tuple[int, int, Generation], list[tuple[str, str]]] = {}
     for node, texts in bad.items():
         for text in texts:
-            if match := _FILE_NAME.match(text):
-                iteration, rank, *generation = map(int, match.groups())
-                shard = (iteration, rank, Generation(*generation))
-                damaged.setdefault(shard, []).append((node, text[match.end() :]))
+            name, _, why = text.partition(": ")
+            # Nothing else says what a file was that is damaged.
+            if why and (shard := shard_named(name)) is not None:
+                damaged.setdefault(shard, []).append((node, why))
     return damaged
 
 

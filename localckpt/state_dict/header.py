@@ -47,6 +47,8 @@ RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
 # The limit of the safetensors library, which must be able to open the file.
 _MAX_HEADER_NBYTES = 100_000_000
+# Far above any job.
+_MOST_RANKS = 1 << 20
 # Room that the figures which change at every save may grow into without moving the data.
 _GROWTH_NBYTES = 512
 
@@ -236,6 +238,9 @@ def _identity_of(metadata: Any) -> ShardIdentity:
     ):
         _refuse("its metadata does not say which shard it is")
     epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
+    # Whoever looks for the shards of all ranks counts up to it.
+    if not rank < world_size <= _MOST_RANKS:
+        _refuse(f"it says that it is of rank {rank} of {world_size}")
     return ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
 
 

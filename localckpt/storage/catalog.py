@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote
 
 from localckpt.errors import (
     CheckpointingException,
@@ -23,10 +22,19 @@ from localckpt.errors import (
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity, verify
 from localckpt.state_dict.source import Filled, Places
-from localckpt.storage.disk import _STAGING_PREFIX
 from localckpt.storage.files import FileSource
+from localckpt.storage.names import (
+    CORRUPT,
+    DIRTY,
+    OWNER_NAME,
+    SESSION_PREFIX,
+    SHARD,
+    SPARE,
+    STAGING_PREFIX,
+    TOKEN_NAME,
+    session_of,
+)
 from localckpt.storage.owner import Owner
-from localckpt.storage.store import _CORRUPT, _OWNER_NAME, _SHARD, _TOKEN_NAME, DIRTY, SPARE
 
 __all__ = [
     "Fault",
@@ -43,11 +51,9 @@ __all__ = [
 Fault = Literal["damaged", "other version", "other session", "unreadable"]
 LeftoverKind = Literal["dirty", "spare", "corrupt", "staging"]
 
-_SESSION_PREFIX = "session-"
-_ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", SPARE: "spare", _CORRUPT: "corrupt"}
+_ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", SPARE: "spare", CORRUPT: "corrupt"}
 _SHARED_MEMORY = Path("/dev/shm")
-# Far above any job: whoever believed a header that says more would count up to it.
-_MOST_RANKS = 1 << 20
+_LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class SessionFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.session_id = unquote(folder.name.removeprefix(_SESSION_PREFIX))
+        self.session_id = session_of(folder.name)
 
     def shards(self) -> tuple[list[ShardFile], list[UncountedFile]]:
         """All files named like shards, judged by their headers.
@@ -99,12 +105,14 @@ class SessionFolder:
         found: list[ShardFile] = []
         uncounted: list[UncountedFile] = []
         for folder in _folders(self.folder):
-            for path in _files(folder, _SHARD):
-                looked_at = self._examine(path, read_verified_identity)
-                if isinstance(looked_at, ShardFile):
-                    found.append(looked_at)
-                elif looked_at is not None:
-                    uncounted.append(looked_at)
+            for _ in range(_LOOKS):
+                paths = _files(folder, SHARD)
+                files = [self._examine(path, read_verified_identity) for path in paths]
+                # In place of one that was let go, another came that was not seen yet.
+                if None not in files:
+                    break
+            found += [file for file in files if isinstance(file, ShardFile)]
+            uncounted += [file for file in files if isinstance(file, UncountedFile)]
         return found, uncounted
 
     def verify(
@@ -132,10 +140,10 @@ class SessionFolder:
         Raises:
             StorageError: A directory cannot be read.
         """
-        is_running = _RunningProcesses()
         found = []
         for folder in _folders(self.folder):
-            is_live = is_running(_owner_of(folder))
+            owner = _owner_of(folder)
+            is_live = owner is not None and owner.is_alive()
             for ending, kind in _ENDINGS.items():
                 for path in _files(folder, ending):
                     status = _status(path)
@@ -162,9 +170,6 @@ class SessionFolder:
         return result if after is not None and after.st_ino == before.st_ino else None
 
     def _judge(self, path: Path, identity: ShardIdentity, nbytes: int) -> ShardFile | UncountedFile:
-        if not identity.rank < identity.world_size <= _MOST_RANKS:
-            why = f"it says that it is of rank {identity.rank} of {identity.world_size}"
-            return UncountedFile(path, nbytes, "damaged", why)
         if identity.session_id != self.session_id:
             why = f"it belongs to session {identity.session_id!r}"
             return UncountedFile(path, nbytes, "other session", why)
@@ -177,7 +182,7 @@ def find_sessions(root: Path) -> list[SessionFolder]:
     Raises:
         StorageError: The directory is no store, or cannot be read.
     """
-    sessions = [path for path in _folders(root) if path.name.startswith(_SESSION_PREFIX)]
+    sessions = [path for path in _folders(root) if path.name.startswith(SESSION_PREFIX)]
     if not sessions and node_token(root) is None:
         for parent in list(root.absolute().parents)[:2]:
             if node_token(parent) is not None:
@@ -191,7 +196,7 @@ def find_sessions(root: Path) -> list[SessionFolder]:
 def node_token(root: Path) -> str | None:
     """The name of the node that a store belongs to; ``None`` if it has none."""
     try:
-        return (root / _TOKEN_NAME).read_text(errors="replace").strip()
+        return (root / TOKEN_NAME).read_text(errors="replace").strip()
     except OSError:
         return None
 
@@ -201,46 +206,14 @@ def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
 
     Those of other users are left out, unless this is root.
     """
-    is_running = _RunningProcesses()
     found = []
-    for path in sorted(shared_memory.glob(f"{_STAGING_PREFIX}*")):
-        owner = Owner.parse(path.name.removeprefix(_STAGING_PREFIX).partition(".")[0])
+    for path in sorted(shared_memory.glob(f"{STAGING_PREFIX}*")):
+        owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
         status = _status(path)
         if owner is None or status is None or os.geteuid() not in (0, status.st_uid):
             continue
-        found.append(Leftover(path, status.st_size, "staging", is_running(owner)))
+        found.append(Leftover(path, status.st_size, "staging", owner.is_alive()))
     return found
-
-
-class _RunningProcesses:
-    """Tells whether an owner runs, also in a container of this node that counts its own pids."""
-
-    def __init__(self) -> None:
-        self._boot = Owner.me().boot
-        self._contained: frozenset[tuple[int, int]] | None = None
-
-    def __call__(self, owner: Owner | None) -> bool:
-        if owner is None or owner.boot != self._boot:
-            return False
-        if owner.is_alive():
-            return True
-        if self._contained is None:
-            self._contained = frozenset(_contained_processes())
-        return (owner.pid, owner.started) in self._contained
-
-
-def _contained_processes() -> Iterator[tuple[int, int]]:
-    """Processes in containers, as they know themselves: pid, and start time."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (folder / "status").read_text(errors="replace")
-            _, *inner = status.partition("\nNSpid:")[2].partition("\n")[0].split() or [""]
-            process = Owner.of(int(folder.name)) if inner else None
-        except OSError:
-            # It ended meanwhile.
-            continue
-        if process is not None:
-            yield from ((int(pid), process.started) for pid in inner)
 
 
 class _WatchedSource:
@@ -278,7 +251,7 @@ def _fault_of(error: CheckpointingException) -> tuple[Fault, str]:
 def _owner_of(folder: Path) -> Owner | None:
     with _readable(folder):
         try:
-            return Owner.parse((folder / _OWNER_NAME).read_text(errors="replace"))
+            return Owner.parse((folder / OWNER_NAME).read_text(errors="replace"))
         except FileNotFoundError:
             return None
 

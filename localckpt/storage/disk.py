@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from localckpt.ids import ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import DIRTY, STAGING_PREFIX
 from localckpt.storage.owner import Owner
 from localckpt.storage.pool import BufferPool
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
-from localckpt.storage.store import DIRTY, Store
+from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["DiskStore"]
 
 logger = logging.getLogger(__name__)
-
-_STAGING_PREFIX = "localckpt-staging-"
 
 
 class DiskStore(Store):
@@ -121,12 +120,12 @@ class DiskStore(Store):
         """Files on disk are found again by name."""
 
     def _make_shared(self, nbytes: int) -> Buffer:
-        name = f"{_STAGING_PREFIX}{Owner.me()}.{id(self):x}.{next(self._numbers)}"
+        name = f"{STAGING_PREFIX}{Owner.me()}.{id(self):x}.{next(self._numbers)}"
         return SharedBuffer(self._shared_memory / name, nbytes)
 
     def _remove_orphaned_buffers(self) -> None:
-        for path in self._shared_memory.glob(f"{_STAGING_PREFIX}*"):
-            owner = Owner.parse(path.name.removeprefix(_STAGING_PREFIX).partition(".")[0])
+        for path in self._shared_memory.glob(f"{STAGING_PREFIX}*"):
+            owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
             if owner is None or owner.is_alive():
                 continue
             # Other ranks that start now remove the same files.

@@ -20,9 +20,10 @@ from localckpt.ids import ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import DIRTY, SPARE
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
-from localckpt.storage.store import DIRTY, SPARE, Store
+from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
 
 if TYPE_CHECKING:

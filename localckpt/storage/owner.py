@@ -7,6 +7,7 @@ pid nor a changed clock takes a dead owner for a live one.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,7 @@ class Owner:
             return None
         if fields[0] == "Z":
             return None
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-        return cls(boot[:12], pid, int(fields[19]))
+        return cls(_boot(), pid, int(fields[19]))
 
     @classmethod
     def me(cls) -> Owner:
@@ -42,8 +42,13 @@ class Owner:
         return owner
 
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
-        return Owner.of(self.pid) == self
+        """Whether the process still runs, be it in a container of this node with pids of its own.
+
+        From inside a container, processes outside of it cannot be seen.
+        """
+        if self.boot != _boot():
+            return False
+        return Owner.of(self.pid) == self or self in _contained()
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -56,3 +61,21 @@ class Owner:
 
     def __str__(self) -> str:
         return f"{self.boot}-{self.pid}-{self.started}"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:12]
+
+
+def _contained() -> Iterator[Owner]:
+    """Processes in containers of this node, as they know themselves."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "status").read_text(errors="replace")
+            _, *inner = status.partition("\nNSpid:")[2].partition("\n")[0].split() or [""]
+            process = Owner.of(int(folder.name)) if inner else None
+        except OSError:
+            # It ended meanwhile.
+            continue
+        if process is not None:
+            yield from (Owner(process.boot, int(pid), process.started) for pid in inner)

@@ -14,10 +14,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
@@ -29,9 +27,22 @@ from localckpt.errors import (
 )
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity
+from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
+from localckpt.storage.names import (
+    CORRUPT,
+    DIRTY,
+    EPOCH_NAME,
+    LOCK_NAME,
+    OWNER_NAME,
+    SHARD,
+    SPARE,
+    TOKEN_NAME,
+    session_name,
+    shard_name,
+)
 from localckpt.storage.owner import Owner
 from localckpt.storage.preflight import check_room
 from localckpt.storage.write import Digests, ShardWrite, sync_folder
@@ -39,23 +50,13 @@ from localckpt.storage.write import Digests, ShardWrite, sync_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DIRTY", "SPARE", "Store", "why_set_aside"]
+__all__ = ["Store"]
 
 logger = logging.getLogger(__name__)
 
-DIRTY = ".dirty"
-"""Ends the name of whatever is being written; what a dead process left of it is removed."""
-SPARE = ".spare"
-"""Ends the name of a file that no shard needs, and a later save overwrites."""
-
-_SHARD, _CORRUPT = ".safetensors", ".corrupt"
-# What was wrong with a file that was set aside is noted in this attribute of it.
-_WHY, _WHY_NBYTES = "user.localckpt.why", 1000
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
 _POLL_S = 0.05
-
-_TOKEN_NAME, _OWNER_NAME, _LOCK_NAME, _EPOCH_NAME = "node-token", ".owner", ".lock", ".epoch"
 
 
 class Store(ABC):
@@ -76,8 +77,7 @@ class Store(ABC):
         self.root = Path(root).absolute()
         self.session_id = session_id
         self.rank = rank
-        # A prefix, so that no session's name can be empty, "." or "..".
-        self._session = self.root / f"session-{quote(session_id, safe='')}"
+        self._session = self.root / session_name(session_id)
         self.folder = self._session / str(rank)
         self._shards: dict[ShardIdentity, Path] = {}
         self._owner = Owner.me()
@@ -88,12 +88,12 @@ class Store(ABC):
                 if folder.is_symlink():
                     raise StorageError(f"{folder} is a symbolic link: remove it")
             try:
-                with FileLock(self.root / _LOCK_NAME, timeout=timeout_s, mode=0o600):
+                with FileLock(self.root / LOCK_NAME, timeout=timeout_s, mode=0o600):
                     self.token = self._read_token()
                     self._take_folder(timeout_s)
             except Timeout as error:
                 raise StorageError(
-                    f"another process held {self.root / _LOCK_NAME} for {timeout_s:g} s: "
+                    f"another process held {self.root / LOCK_NAME} for {timeout_s:g} s: "
                     f"see who it is (fuser), and start again once it is gone"
                 ) from error
 
@@ -154,7 +154,7 @@ class Store(ABC):
                 Path(entry.path)
                 for folder in folders
                 for entry in os.scandir(folder)
-                if entry.name.endswith(_SHARD) and entry.is_file(follow_symlinks=False)
+                if entry.name.endswith(SHARD) and entry.is_file(follow_symlinks=False)
             ]
         records = []
         for path in sorted(paths):
@@ -219,19 +219,19 @@ class Store(ABC):
         """Rename a bad shard, so that it is not found again but can be looked at."""
         path = self._shards.pop(identity, None)
         if path is not None:
-            _set_aside(path, why)
+            set_aside(path, why)
 
     def bad_copies(self) -> list[str]:
         """Files of the session on this node that were set aside, each with what was wrong."""
         with storage_errors("read", self._session):
-            paths = sorted(self._session.glob(f"*/*{_CORRUPT}"))
-        return [f"{path.name}: {why_set_aside(path) or 'set aside as damaged'}" for path in paths]
+            paths = sorted(self._session.glob(f"*/*{CORRUPT}"))
+        return [f"{path.name}: {why_set_aside(path)}" for path in paths]
 
     def newest_epoch(self) -> int:
         """The highest epoch that began here, whether or not a shard of it is left."""
         epochs = [identity.generation.epoch for identity in self._shards]
         with storage_errors("read", self._session):
-            for path in self._session.glob(f"*/{_EPOCH_NAME}"):
+            for path in self._session.glob(f"*/{EPOCH_NAME}"):
                 text = path.read_text(errors="replace")
                 if text.isdecimal():
                     epochs.append(int(text))
@@ -239,7 +239,7 @@ class Store(ABC):
 
     def begin_epoch(self, epoch: int) -> None:
         """Note, durably, that an attempt of the job has begun under this number."""
-        path = self.folder / _EPOCH_NAME
+        path = self.folder / EPOCH_NAME
         fresh = path.with_suffix(".new")
         with storage_errors("write", fresh):
             with open(fresh, "w") as file:
@@ -256,7 +256,7 @@ class Store(ABC):
 
     def images(self) -> list[Path]:
         """Files of this rank's folder that hold an image, will hold one, or did."""
-        endings = (_SHARD, SPARE, DIRTY)
+        endings = (SHARD, SPARE, DIRTY)
         with storage_errors("read", self.folder):
             return [path for path in self.folder.iterdir() if path.name.endswith(endings)]
 
@@ -274,15 +274,13 @@ class Store(ABC):
             for path in (*self.folder.glob(f"*{SPARE}"), *map(self._dirty, unfinished)):
                 path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
-                (self.folder / _OWNER_NAME).unlink()
+                (self.folder / OWNER_NAME).unlink()
 
     def _path(self, identity: ShardIdentity) -> Path:
-        epoch, sequence = identity.generation
-        stem = f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}"
-        return self.folder / f"{stem}{_SHARD}"
+        return self.folder / shard_name(identity)
 
     def _dirty(self, identity: ShardIdentity) -> Path:
-        return self._path(identity).with_suffix(f"{_SHARD}{DIRTY}")
+        return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
     def _claim_spare(self, identity: ShardIdentity) -> str | None:
         """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
@@ -321,7 +319,7 @@ class Store(ABC):
             if isinstance(error, CorruptShardError) and not isinstance(error, FormatVersionError):
                 # Under its name it would be read at every start, and never be retired. A file of
                 # another version keeps its name: whoever wrote it can read it.
-                _set_aside(path, str(error))
+                set_aside(path, str(error))
             else:
                 logger.warning("%s is not counted: %s", path, error)
             return None
@@ -331,7 +329,7 @@ class Store(ABC):
         return record
 
     def _read_token(self) -> str:
-        path = self.root / _TOKEN_NAME
+        path = self.root / TOKEN_NAME
         if not path.exists():
             # Nobody else is here: the lock is held.
             fresh = path.with_suffix(".new")
@@ -362,35 +360,11 @@ class Store(ABC):
         for entry in os.scandir(self._session):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path))
-        (self.folder / _OWNER_NAME).write_text(str(self._owner))
-
-
-def why_set_aside(path: Path) -> str:
-    """What was wrong with a file that was set aside; empty where that could not be noted."""
-    try:
-        return os.getxattr(path, _WHY, follow_symlinks=False).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _set_aside(path: Path, why: str) -> None:
-    aside = Path(f"{path}{_CORRUPT}")
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        logger.info("%s is gone: another rank set it aside, or it was removed", path)
-    except OSError as error:
-        # The copy is not used in any case; one rank that raised here would leave the others alone.
-        logger.error("%s is bad (%s), and could not be set aside: %s", path, why, error)
-    else:
-        logger.warning("%s is set aside as *%s: %s", path, _CORRUPT, why)
-        # Not every file system has attributes, and the log has it in any case.
-        with suppress(OSError):
-            os.setxattr(aside, _WHY, why.encode()[:_WHY_NBYTES], follow_symlinks=False)
+        (self.folder / OWNER_NAME).write_text(str(self._owner))
 
 
 def _owner_of(folder: Path) -> Owner | None:
-    path = folder / _OWNER_NAME
+    path = folder / OWNER_NAME
     return Owner.parse(path.read_text(errors="replace")) if path.exists() else None
 
 

@@ -244,16 +244,31 @@ def test_a_header_of_any_json_is_refused(value: Any) -> None:
 
 @given(
     st.text(max_size=30),
-    st.tuples(*[st.integers(0, 10**18)] * 5),
+    st.tuples(*[st.integers(0, 10**18)] * 3),
+    st.integers(1, 1 << 20).flatmap(
+        lambda ranks: st.tuples(st.integers(0, ranks - 1), st.just(ranks))
+    ),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_identity_comes_back_from_a_header(session: str, numbers: tuple[int, ...]) -> None:
-    epoch, sequence, iteration, rank, world_size = numbers
-    identity = ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
+def test_every_identity_comes_back_from_a_header(
+    session: str, numbers: tuple[int, ...], place: tuple[int, int]
+) -> None:
+    epoch, sequence, iteration = numbers
+    identity = ShardIdentity(session, Generation(epoch, sequence), iteration, *place)
 
     image = image_of({"a": torch.ones(1)}, identity)
 
     assert read_verified_identity(source_of(image)) == identity
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 0), (4, 4), (0, 10**9), (0, 10**18)])
+def test_a_header_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) -> None:
+    image = image_of({}, ShardIdentity("run", Generation(1, 1), 1, rank, world_size))
+
+    for read in (read_header, read_verified_identity):
+        with pytest.raises(CorruptShardError, match=f"of rank {rank} of {world_size}"):
+            read(source_of(image))
 
 
 @pytest.mark.fault("wrong-place")

@@ -28,7 +28,7 @@ def identity(
 ) -> ShardIdentity:
     """A shard's identity; each iteration is its own save unless told otherwise."""
     generation = Generation(epoch, iteration if sequence is None else sequence)
-    return ShardIdentity(session, generation, iteration, rank, 4)
+    return ShardIdentity(session, generation, iteration, rank, 8)
 
 
 def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:
@@ -92,7 +92,7 @@ if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
     store = DiskStore(root, session, int(rank), 5.0, writer=kind, shared_memory=Path(shared))
-who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 4)
+who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
 buffer = store.stage(who, 100_000, 5.0)
 job = store.write_job(buffer, who, 100_000, 90_000, "compute")
 if kind != "memory":

@@ -1,0 +1,301 @@
+"""``localckpt inspect``: what one file says that it is; nothing in it is run or unpickled."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from localckpt.cli.output import (
+    BAD,
+    JsonOption,
+    one_line_errors,
+    say,
+    say_json,
+    say_table,
+    size,
+)
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON
+from localckpt.state_dict.identify import read_verified_identity
+from localckpt.storage.files import FileSource
+from localckpt.storage.names import DIRTY, SPARE
+
+__all__ = ["inspect"]
+
+# No header may be longer, and no table of tensors is.
+_MAX_NBYTES = 100_000_000
+# How much of a damaged header is searched for what is intact.
+_SALVAGED_NBYTES = 8 << 20
+_FORMAT = re.compile(r"localckpt-\d+")
+_STRING = r'"(?:[^"\\]|\\.){0,300}"'
+_FLAT_OBJECT = re.compile(rf"{_STRING}\s*:\s*\{{[^{{}}]*\}}")
+_PAIR = re.compile(r'"(\w{1,50})"\s*:\s*"([^"\\]{0,300})"')
+
+
+def inspect(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", readable=False, help="A shard, or any .safetensors file."),
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Show whose state a file is, and its tensors.
+
+    Files that are damaged (*.corrupt) or half written (*.dirty) are shown as far as they can be
+    read. The exit status is 1 if something in the header is wrong, else 0; the tensors' bytes are
+    looked at by `localckpt verify`.
+    """
+    with one_line_errors():
+        seen = _look(file)
+    if json:
+        say_json(seen.to_json())
+    else:
+        _say(seen)
+    raise typer.Exit(BAD if seen.problems else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A named run of bytes, as the header and the tensor table tell of it."""
+
+    name: str
+    label: str
+    shape: tuple[int, ...]
+    offset: int
+    """From the end of the header."""
+    nbytes: int
+    dtype: str | None = None
+    """torch's name of the type, if the table says."""
+    views: int = 0
+    """How many tensors are views into it."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What could be read of a file."""
+
+    path: Path
+    nbytes: int
+    data_start: int | None
+    identity: ShardIdentity | None = None
+    metadata: dict[str, Any] | None = None
+    tensors: list[_Tensor] = field(default_factory=list)
+    skeleton: _Tensor | None = None
+    digests: _Tensor | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        if self.metadata and _FORMAT.fullmatch(str(self.metadata.get("format"))):
+            return "shard"
+        return "safetensors" if self.metadata or self.tensors else "unknown"
+
+    @property
+    def tensors_nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def offset(self, tensor: _Tensor) -> int | None:
+        """From the start of the file; ``None`` if the length of the header is not known."""
+        return None if self.data_start is None else self.data_start + tensor.offset
+
+    def to_json(self) -> dict[str, Any]:
+        identity = None
+        if self.identity is not None:
+            epoch, sequence = self.identity.generation
+            identity = {
+                "session": self.identity.session_id,
+                "epoch": epoch,
+                "sequence": sequence,
+                "iteration": self.identity.iteration,
+                "rank": self.identity.rank,
+                "world_size": self.identity.world_size,
+            }
+        return {
+            "path": str(self.path),
+            "nbytes": self.nbytes,
+            "kind": self.kind,
+            "identity": identity,
+            "metadata": self.metadata,
+            "tensors": [
+                {
+                    "name": tensor.name,
+                    "label": tensor.label,
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "offset": self.offset(tensor),
+                    "nbytes": tensor.nbytes,
+                    "views": tensor.views,
+                }
+                for tensor in self.tensors
+            ],
+            "tensors_nbytes": self.tensors_nbytes,
+            "skeleton_nbytes": self.skeleton and self.skeleton.nbytes,
+            "digests_nbytes": self.digests and self.digests.nbytes,
+            "problems": self.problems,
+        }
+
+
+def _look(path: Path) -> _Seen:
+    try:
+        # Elsewhere than in a store, files are often links.
+        source = FileSource(Path(os.path.realpath(path)))
+    except StorageError as error:
+        cause = error.__cause__
+        told = cause.strerror if isinstance(cause, OSError) else error
+        raise StorageError(f"{path} cannot be read: {told}") from error
+    try:
+        first = bytes(source.read(0, min(8, source.nbytes)))
+        told_start = 8 + int.from_bytes(first, "little")
+        start = told_start if len(first) == 8 and told_start <= _MAX_NBYTES else None
+        seen = _Seen(path, source.nbytes, start)
+        stop = min(_SALVAGED_NBYTES if start is None else start, source.nbytes)
+        header = bytes(source.read(len(first), max(stop, len(first))))
+        entries, problem = _read_entries(header.decode(errors="replace"))
+        if problem is not None:
+            seen.problems.append(problem)
+        elif start is None:
+            seen.problems.append(f"its header would take {told_start} bytes")
+        _take_entries(seen, entries)
+        if seen.kind == "shard":
+            _judge_shard(seen, source)
+        elif start is not None and problem is None:
+            _judge_length(seen, start)
+        return seen
+    finally:
+        source.close()
+
+
+def _read_entries(text: str) -> tuple[dict[str, Any], str | None]:
+    """The entries of a header, if it is damaged those that are intact, and what is wrong."""
+    try:
+        entries = json_module.loads(text)
+        if isinstance(entries, dict):
+            return entries, None
+        return {}, "its header is not a JSON object"
+    except (ValueError, RecursionError) as error:
+        problem = f"its header is not JSON: {error}"
+    text = text[:_SALVAGED_NBYTES]
+    entries = {}
+    for match in _FLAT_OBJECT.finditer(text):
+        with suppress(ValueError):
+            entries.update(json_module.loads(f"{{{match.group()}}}"))
+    if METADATA not in entries:
+        # It comes first, if at all.
+        entries[METADATA] = dict(_PAIR.findall(text.partition('"dtype"')[0])) or None
+    return entries, problem
+
+
+def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:
+    metadata = entries.pop(METADATA, None)
+    seen.metadata = metadata if isinstance(metadata, dict) else None
+    for name, entry in entries.items():
+        try:
+            label, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
+                raise ValueError("no figures")
+            tensor = _Tensor(name, str(label), tuple(shape), begin, end - begin)
+        except (KeyError, TypeError, ValueError):
+            seen.problems.append(f"its entry for tensor {name!r} cannot be read")
+            continue
+        if name == SKELETON:
+            seen.skeleton = tensor
+        elif name == DIGESTS:
+            seen.digests = tensor
+        else:
+            seen.tensors.append(tensor)
+    seen.tensors.sort(key=lambda tensor: tensor.offset)
+
+
+def _judge_shard(seen: _Seen, source: FileSource) -> None:
+    try:
+        seen.identity = read_verified_identity(source)
+    except CorruptShardError as error:
+        why = str(error)
+        seen.problems = [*(p for p in seen.problems if p not in why), why]
+    try:
+        _take_table(seen, source)
+    except (CorruptShardError, ValueError, TypeError, RecursionError):
+        seen.problems.append("its table of tensors cannot be read")
+
+
+def _judge_length(seen: _Seen, start: int) -> None:
+    described = start + max((tensor.offset + tensor.nbytes for tensor in seen.tensors), default=0)
+    if seen.nbytes != described:
+        seen.problems.append(f"it has {seen.nbytes} bytes, and its header describes {described}")
+
+
+def _take_table(seen: _Seen, source: FileSource) -> None:
+    """Read the JSON in front of the pickle, which tells types that safetensors has no name for."""
+    if seen.skeleton is None or seen.data_start is None:
+        return
+    start = seen.data_start + seen.skeleton.offset
+    if start + seen.skeleton.nbytes > seen.nbytes:
+        raise ValueError("the skeleton does not end in the file")
+    nbytes = int.from_bytes(source.read(start, start + 8), "little")
+    if 8 + nbytes > min(seen.skeleton.nbytes, _MAX_NBYTES):
+        raise ValueError("the table is longer than what it stands in")
+    rows = json_module.loads(bytes(source.read(start + 8, start + 8 + nbytes)))
+    whole: dict[str, tuple[str, tuple[int, ...]]] = {}
+    views: Counter[str] = Counter()
+    for slot, dtype, shape, _, _, _, view in rows:
+        if view is None:
+            whole[slot] = (str(dtype), tuple(shape))
+        else:
+            views[slot] += 1
+    for number, tensor in enumerate(seen.tensors):
+        dtype, shape = whole.get(tensor.name, (None, tensor.shape))
+        seen.tensors[number] = replace(tensor, dtype=dtype, shape=shape, views=views[tensor.name])
+
+
+def _say(seen: _Seen) -> None:
+    kinds = {
+        "shard": "a shard of localckpt",
+        "safetensors": "a safetensors file, and no shard of localckpt",
+        "unknown": "no safetensors file, as far as it can be read",
+    }
+    say(f"{seen.path}: {kinds[seen.kind]}, {seen.nbytes} bytes ({size(seen.nbytes)})")
+    if seen.path.name.endswith((DIRTY, SPARE)):
+        say("It is being written, or will be: what it holds may be of several saves.")
+    for problem in seen.problems:
+        say(f"problem: {problem}", red=True)
+    if seen.identity is not None:
+        i = seen.identity
+        say(
+            "",
+            f"session     {i.session_id!r}",
+            f"iteration   {i.iteration}",
+            f"generation  {i.generation}",
+            f"rank        {i.rank} of {i.world_size}",
+        )
+    elif seen.metadata:
+        say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
+    if seen.tensors:
+        names = ("tensor", "dtype", "shape", "offset", "bytes", "views")
+        rows = [
+            (
+                tensor.name,
+                tensor.dtype or tensor.label,
+                str(list(tensor.shape)),
+                str(offset) if (offset := seen.offset(tensor)) is not None else "?",
+                str(tensor.nbytes),
+                str(tensor.views or ""),
+            )
+            for tensor in seen.tensors
+        ]
+        say("")
+        say_table(names, rows, right=("offset", "bytes", "views"))
+    parts = [f"{len(seen.tensors)} tensors of {size(seen.tensors_nbytes)}"]
+    if seen.skeleton is not None:
+        parts.append(f"the object around them {size(seen.skeleton.nbytes)}")
+    if seen.digests is not None:
+        parts.append(f"digests {size(seen.digests.nbytes)}")
+    say("", ", ".join(parts))

@@ -1,0 +1,180 @@
+"""``localckpt ls``: what lies in one node's store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt.cli.output import (
+    JsonOption,
+    StoreArgument,
+    one_line_errors,
+    say,
+    say_json,
+    say_table,
+    size,
+    store_or_default,
+)
+from localckpt.ids import ShardRecord
+from localckpt.managers.coverage import Checkpoint, complete_checkpoints
+from localckpt.managers.explanation import ranges
+from localckpt.storage.catalog import (
+    Leftover,
+    SessionFolder,
+    UncountedFile,
+    find_sessions,
+    node_token,
+)
+
+__all__ = ["describe_leftovers", "ls"]
+
+
+def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
+    """List the checkpoints in a store.
+
+    "Complete here" means that this node alone holds the shards of all ranks; with several nodes
+    that is neither usual nor needed: ask `localckpt explain` with the stores of all of them.
+    """
+    with one_line_errors():
+        root = store_or_default(directory)
+        listings = [_look(session) for session in find_sessions(root)]
+        if json:
+            sessions = [listing.to_json() for listing in listings]
+            say_json({"store": str(root), "node": node_token(root), "sessions": sessions})
+            return
+        say(f"{root}: node {node_token(root)}")
+        for listing in listings:
+            _say_listing(listing)
+        if not listings:
+            say("No job has used it yet.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One checkpoint, as far as it is on this node."""
+
+    checkpoint: Checkpoint
+    ranks: tuple[int, ...]
+    copies: int
+    nbytes: int
+    is_complete: bool
+
+    def to_json(self) -> dict[str, Any]:
+        epoch, sequence = self.checkpoint.generation
+        return {
+            "iteration": self.checkpoint.iteration,
+            "epoch": epoch,
+            "sequence": sequence,
+            "world_size": self.checkpoint.world_size,
+            "ranks": list(self.ranks),
+            "copies": self.copies,
+            "nbytes": self.nbytes,
+            "complete_here": self.is_complete,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """One session on this node."""
+
+    session_id: str
+    rows: tuple[_Row, ...]
+    uncounted: tuple[UncountedFile, ...]
+    leftovers: tuple[Leftover, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "session": self.session_id,
+            "checkpoints": [row.to_json() for row in self.rows],
+            "uncounted": [
+                {
+                    "path": str(file.path),
+                    "nbytes": file.nbytes,
+                    "fault": file.fault,
+                    "why": file.why,
+                }
+                for file in self.uncounted
+            ],
+            "leftovers": {
+                name: {"files": len(files), "nbytes": sum(f.nbytes for f in files)}
+                for name, files in _by_kind(self.leftovers).items()
+            },
+        }
+
+
+def describe_leftovers(leftovers: Iterable[Leftover]) -> list[str]:
+    """A line for each kind of which there are any."""
+    meanings = {
+        "dirty_live": "being written",
+        "dirty_dead": "left unfinished by processes that are gone",
+        "spare_live": "spare, for the next saves",
+        "spare_dead": "spare, of processes that are gone",
+        "corrupt": "set aside as damaged",
+    }
+    return [
+        f"{len(files)} file{'s'[: len(files) > 1]} {meanings[name]} "
+        f"({size(sum(file.nbytes for file in files))})"
+        for name, files in _by_kind(leftovers).items()
+        if files
+    ]
+
+
+def _look(session: SessionFolder) -> _Listing:
+    shards, uncounted = session.shards()
+    rows = _rows([shard.record for shard in shards])
+    return _Listing(session.session_id, rows, tuple(uncounted), tuple(session.leftovers()))
+
+
+def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
+    complete = complete_checkpoints({0: records})
+    by_checkpoint: dict[Checkpoint, list[ShardRecord]] = {}
+    for record in records:
+        i = record.identity
+        checkpoint = Checkpoint(i.generation, i.iteration, i.world_size)
+        by_checkpoint.setdefault(checkpoint, []).append(record)
+    return tuple(
+        _Row(
+            checkpoint,
+            tuple(sorted({record.identity.rank for record in found})),
+            len(found),
+            sum(record.nbytes for record in found),
+            checkpoint in complete,
+        )
+        for checkpoint, found in sorted(
+            by_checkpoint.items(), key=lambda item: item[0].version, reverse=True
+        )
+    )
+
+
+def _by_kind(leftovers: Iterable[Leftover]) -> dict[str, list[Leftover]]:
+    kinds = ("dirty_live", "dirty_dead", "spare_live", "spare_dead", "corrupt")
+    found: dict[str, list[Leftover]] = {kind: [] for kind in kinds}
+    for file in leftovers:
+        # What is set aside belongs to nobody any more.
+        owner = "" if file.kind == "corrupt" else "_live" if file.is_live else "_dead"
+        found[f"{file.kind}{owner}"].append(file)
+    return found
+
+
+def _say_listing(listing: _Listing) -> None:
+    say("", f"session {listing.session_id!r}")
+    if listing.rows:
+        names = ("iteration", "generation", "ranks here", "copies", "size", "complete here")
+        rows = [
+            (
+                str(row.checkpoint.iteration),
+                str(row.checkpoint.generation),
+                f"{ranges(row.ranks)} of {row.checkpoint.world_size}",
+                str(row.copies),
+                size(row.nbytes),
+                "yes" if row.is_complete else "no",
+            )
+            for row in listing.rows
+        ]
+        say_table(names, rows, right=("iteration", "generation", "copies", "size"))
+    else:
+        say("no shard")
+    for file in listing.uncounted:
+        say(f"not counted: {file.path}: {file.why}", red=True)
+    say(*describe_leftovers(listing.leftovers))

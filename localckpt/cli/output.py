@@ -1,0 +1,116 @@
+"""How the commands speak: tables and lines for people, JSON for programs, one line for an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.filesize import decimal
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.storage.memory import default_root
+
+__all__ = [
+    "BAD",
+    "REFUSED",
+    "JsonOption",
+    "StoreArgument",
+    "one_line_errors",
+    "printable",
+    "say",
+    "say_json",
+    "say_table",
+    "size",
+    "store_or_default",
+]
+
+BAD = 1
+"""Exit status: something that was looked at is bad."""
+REFUSED = 2
+"""Exit status: the command is used wrongly, or cannot read what it was given."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+StoreArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DIR",
+        # Said by what reads it, in one line.
+        readable=False,
+        help="The directory that the manager was given; this user's store in memory by default.",
+        show_default=False,
+    ),
+]
+
+
+def say(*lines: str, bold: bool = False, red: bool = False) -> None:
+    """Print lines, whatever is in them; styled on a terminal only, and never folded."""
+    for line in lines:
+        typer.secho(printable(line), bold=bold or None, fg="red" if red else None)
+
+
+def say_table(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    """Print a table.
+
+    Args:
+        names: What stands above the columns.
+        rows: Their text.
+        right: Names of the columns that hold figures.
+    """
+    table = [names, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(names, row, widths, strict=True)
+        ).rstrip()
+        for row in table
+    ]
+    say(lines[0], bold=True)
+    say(*lines[1:])
+
+
+def say_json(value: Any) -> None:
+    """Print plain data."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def printable(text: str) -> str:
+    """Text out of a file, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: ``1.5 GB``."""
+    return decimal(nbytes)
+
+
+def store_or_default(given: Path | None) -> Path:
+    """The store that a command is about.
+
+    Raises:
+        StorageError: None was given, and there is no usual one.
+    """
+    if given is not None:
+        return given
+    usual = default_root()
+    if not usual.is_dir():
+        raise StorageError(f"give a directory: this user has no store in memory ({usual})")
+    return usual
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What cannot be done is one line, not a traceback."""
+    try:
+        yield
+    except CheckpointingException as error:
+        _refuse(str(error))
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.echo(f"localckpt: {printable(why)}", err=True)
+    raise typer.Exit(REFUSED)

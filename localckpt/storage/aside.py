@@ -1,0 +1,41 @@
+"""Bad copies are renamed, never deleted, and carry along what was wrong with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from localckpt.storage.names import CORRUPT
+
+__all__ = ["set_aside", "why_set_aside"]
+
+logger = logging.getLogger(__name__)
+
+_WHY, _WHY_NBYTES = "user.localckpt.why", 1000
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a bad file, so that it is not found again but can be looked at."""
+    aside = Path(f"{path}{CORRUPT}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        logger.info("%s is gone: another rank set it aside, or it was removed", path)
+    except OSError as error:
+        # The copy is not used in any case; one rank that raised here would leave the others alone.
+        logger.error("%s is bad (%s), and could not be set aside: %s", path, why, error)
+    else:
+        logger.warning("%s is set aside as *%s: %s", path, CORRUPT, why)
+        # Not every file system has attributes, and the log has it in any case.
+        with suppress(OSError):
+            os.setxattr(aside, _WHY, why.encode()[:_WHY_NBYTES], follow_symlinks=False)
+
+
+def why_set_aside(path: Path) -> str:
+    """What was wrong with a file that was set aside."""
+    try:
+        return os.getxattr(path, _WHY, follow_symlinks=False).decode(errors="replace")
+    except OSError:
+        return "it was set aside as damaged"

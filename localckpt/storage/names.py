@@ -1,0 +1,77 @@
+"""What the files and folders of a store are called.
+
+Names only tell files apart: what a shard is, is read from its header. ``root/<session>/<rank>/``
+holds what a rank keeps; what is unfinished, retired or damaged ends differently.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote, unquote
+
+from localckpt.ids import Generation, ShardIdentity
+
+__all__ = [
+    "CORRUPT",
+    "DIRTY",
+    "EPOCH_NAME",
+    "LOCK_NAME",
+    "OWNER_NAME",
+    "SESSION_PREFIX",
+    "SHARD",
+    "SPARE",
+    "STAGING_PREFIX",
+    "TOKEN_NAME",
+    "session_name",
+    "session_of",
+    "shard_name",
+    "shard_named",
+]
+
+SHARD = ".safetensors"
+DIRTY = ".dirty"
+"""Ends the name of whatever is being written; what a dead process left of it is removed."""
+SPARE = ".spare"
+"""Ends the name of a file that no shard needs, and a later save overwrites."""
+CORRUPT = ".corrupt"
+"""Ends the name of what was set aside as damaged."""
+
+TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
+"""In the root: the node's own name, and the lock of whoever starts or cleans up."""
+OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
+"""In a rank's folder: the process that writes there, and the attempt that last began."""
+
+STAGING_PREFIX = "localckpt-staging-"
+"""Begins the names of staging buffers in shared memory."""
+# So that no session's name can be empty, "." or "..".
+SESSION_PREFIX = "session-"
+
+_SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
+
+
+def session_name(session_id: str) -> str:
+    """The folder of a session."""
+    return f"{SESSION_PREFIX}{quote(session_id, safe='')}"
+
+
+def session_of(folder: str) -> str:
+    """The inverse of :func:`session_name`."""
+    return unquote(folder.removeprefix(SESSION_PREFIX))
+
+
+def shard_name(identity: ShardIdentity) -> str:
+    """The file of a shard."""
+    epoch, sequence = identity.generation
+    return f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}{SHARD}"
+
+
+def shard_named(name: str) -> tuple[int, int, Generation] | None:
+    """Iteration, rank and generation that the beginning of a file's name speaks of.
+
+    For people who ask about a file that can no longer tell what it was; nothing is decided by it.
+    """
+    match = _SHARD_NAME.match(name)
+    if match is None:
+        return None
+    iteration, rank, epoch, sequence = map(int, match.groups())
+    return iteration, rank, Generation(epoch, sequence)

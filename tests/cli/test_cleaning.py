@@ -1,0 +1,201 @@
+"""``localckpt clean`` removes what dead processes left, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+import localckpt
+from localckpt.errors import StorageError
+from localckpt.storage.catalog import find_staging
+from localckpt.storage.owner import Owner
+from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
+from tests.managers.jobs import make_manager, resume, state_of
+from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
+
+Dirs = Callable[[int], list[Path]]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_WRITERS = ["thread", "process", "memory"]
+
+
+@pytest.fixture(params=_WRITERS)
+def writer(request: pytest.FixtureRequest) -> str:
+    """Who writes; it decides what is left when it is killed."""
+    return str(request.param)
+
+
+@pytest.fixture
+def root(writer: str, tmp_path: Path, shm_roots: Dirs) -> Path:
+    """A store in which rank 0 of a session has saved iteration 4."""
+    root = shm_roots(1)[0] if writer == "memory" else tmp_path / "store"
+    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+        manager.save(state_of(0, 4), 4)
+    return root
+
+
+def _files(root: Path, pid: int) -> set[Path]:
+    """What lies in a store, and what a process has in shared memory."""
+    staging = _SHARED_MEMORY.glob(f"localckpt-staging-*-{pid}-*")
+    return {*(path for path in root.rglob("*") if path.is_file()), *staging}
+
+
+def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, root: Path) -> None:
+    before = _files(root, 0)
+    with another_process(writer, root, _SHARED_MEMORY, rank=3) as process:
+        made = _files(root, process.pid) - before
+        kill(process)
+    # Whatever job starts on this machine meanwhile removes orphaned shared memory, too.
+    dirty = {path: path.stat().st_size for path in made if path.name.endswith(".dirty")}
+
+    would, answer = call("clean", root, "--dry-run", "--json").json(), run("clean", root)
+
+    assert dirty
+    assert any(path.parent == _SHARED_MEMORY for path in made) == (writer == "process")
+    found = {Path(file["path"]): file["nbytes"] for file in would["removed"]}
+    assert {path: nbytes for path, nbytes in found.items() if root in path.parents} == dirty
+    assert would["nbytes"] == sum(found.values())
+    assert (answer.status, answer.err) == (0, "")
+    assert {path.name for path in _files(root, process.pid) - before} == {".owner"}
+    for path in dirty:
+        assert f"removed {path} (" in answer.out
+    assert f"{root}: removed " in answer.out.splitlines()[-1]
+    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+        assert resume(manager, 0, 4) == "own node"
+
+
+def test_what_a_live_process_is_using_is_left_alone(writer: str, root: Path) -> None:
+    with another_process(writer, root, _SHARED_MEMORY, rank=3) as process:
+        before = _files(root, process.pid)
+
+        answers = [call("clean", root), call("clean", root, "--corrupt"), run("clean", root)]
+
+        assert _files(root, process.pid) == before
+        assert any(path.name.endswith(".dirty") for path in before)
+        assert all(answer.status == 0 for answer in answers)
+        assert not any(str(path) in answer.out for path in before for answer in answers)
+
+
+def test_a_dry_run_says_what_would_go_and_removes_nothing(root: Path) -> None:
+    dirty = root / "session-run" / "0" / "a.safetensors.dirty"
+    dirty.write_bytes(bytes(1000))
+
+    # Nobody who only looks has to wait for a job that is starting.
+    with FileLock(root / ".lock"):
+        answer = call("clean", root, "--dry-run")
+
+    assert dirty.exists()
+    assert answer.status == 0
+    assert f"would remove {dirty} (1.0 kB)\n" in answer.out
+
+
+def test_what_was_set_aside_goes_only_when_it_is_asked_for(root: Path) -> None:
+    corrupt = only_shards(root)[0]
+    corrupt = corrupt.rename(f"{corrupt}.corrupt")
+
+    without = call("clean", root)
+    stayed = corrupt.exists()
+    asked = call("clean", root, "--corrupt")
+
+    assert stayed
+    assert not corrupt.exists()
+    assert (without.status, asked.status) == (0, 0)
+    assert f"removed {corrupt} (" in asked.out
+
+
+def test_spares_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:
+    manager = make_manager("disk", tmp_path, "run", keep_last=1)
+    for iteration in range(2):
+        manager.save(state_of(0, iteration), iteration)
+
+    call("clean", tmp_path)
+    with_owner = listed(tmp_path)["leftovers"]
+    (tmp_path / "session-run" / "0" / ".owner").write_text(DEAD_OWNER)
+    call("clean", tmp_path)
+    without = listed(tmp_path)["leftovers"]
+
+    manager.close()
+    assert with_owner["spare_live"]["files"] == 1
+    assert without["spare_live"]["files"] == without["spare_dead"]["files"] == 0
+    assert len(only_shards(tmp_path)) == 1
+
+
+def test_a_store_that_stays_locked_is_one_line_and_nothing_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "session-run" / "0"
+    folder.mkdir(parents=True)
+    (folder / "a.safetensors.dirty").touch()
+
+    with FileLock(tmp_path / ".lock"):
+        answer = run("clean", tmp_path, "--timeout", "0.2")
+
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.count("\n") == 1
+    assert f"another process held {tmp_path / '.lock'} for 0.2 s" in answer.err
+    assert (folder / "a.safetensors.dirty").exists()
+
+
+@pytest.fixture
+def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that saves in a container of this node, which counts its own processes."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    hidden = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
+    if subprocess.run([*hidden, "true"], capture_output=True, timeout=30, check=False).returncode:
+        pytest.skip("no process namespaces here")
+    arguments = ["thread", str(tmp_path), "run", "0", str(_SHARED_MEMORY)]
+    process = subprocess.Popen(
+        [*hidden, sys.executable, "-c", HOLD, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holds\n"
+
+    yield process
+
+    kill(process)
+    call("clean", tmp_path)
+
+
+def test_a_job_in_a_container_of_this_node_is_seen_to_live(
+    contained: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    owner = Owner.parse((tmp_path / "session-run" / "0" / ".owner").read_text())
+    assert owner is not None
+    assert owner.is_alive()
+    before = _files(tmp_path, 0)
+    with pytest.raises(StorageError, match="in use by process 1 of a job that is still running"):
+        localckpt.LocalCheckpointManager(tmp_path, "run", timeout=0.2)
+
+    answer = call("clean", tmp_path)
+    leftovers = listed(tmp_path)["leftovers"]
+
+    assert answer.status == 0
+    assert _files(tmp_path, 0) == before
+    assert leftovers["dirty_live"]["files"] == 1
+    assert leftovers["dirty_dead"]["files"] == 0
+    contained.communicate("", timeout=PATIENCE_S)
+
+
+def test_only_staging_files_of_dead_processes_of_this_user_count_as_orphans(
+    tmp_path: Path,
+) -> None:
+    me = Owner.me()
+    dead = tmp_path / f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
+    live = tmp_path / f"localckpt-staging-{me}.1.0"
+    for path in (dead, live, tmp_path / "localckpt-staging-nonsense", tmp_path / "other"):
+        path.touch()
+
+    found = {file.path: file.is_live for file in find_staging(tmp_path)}
+
+    assert found == {dead: False, live: True}

@@ -1,0 +1,180 @@
+"""``localckpt explain`` says what a restart does, from the stores of all nodes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import call, only_shards, run
+from tests.managers.jobs import cliques, damage, make_manager, state_of
+from tests.ranks import node_store, run_ranks
+
+
+def _of(node: Path, iteration: int, rank: int) -> Path:
+    """A shard on a node."""
+    (path,) = node.rglob(f"*{iteration}.{rank}.*.safetensors")
+    return path
+
+
+def _explained(nodes: Sequence[Path], *options: str) -> dict[str, Any]:
+    (told,) = call("explain", *nodes, *options, "--json").json()["sessions"]
+    assert isinstance(told, dict)
+    return told
+
+
+def test_a_whole_job_loads_its_newest_and_survives_any_one_node(nodes: list[Path]) -> None:
+    answer, told = run("explain", *nodes), _explained(nodes)
+
+    a, b, c, d = map(str, nodes)
+    assert (answer.status, answer.err) == (0, "")
+    assert "A restart loads iteration 20 (generation 1.2, 4 ranks)." in answer.out
+    assert "Iteration 20 survives the loss of any one node." in answer.out
+    assert told["loads"]["iteration"] == 20
+    assert told["breaking"] == [[a, b], [c, d]]
+    assert told["survives_any"] == 1
+    assert [row["complete"] for row in told["checkpoints"]] == [True, True]
+
+
+@pytest.mark.fault("lost-nodes")
+def test_a_newer_checkpoint_is_rejected_for_reasons_that_name_ranks_and_nodes(
+    nodes: list[Path],
+) -> None:
+    for node in nodes[2:]:
+        _of(node, 20, 2).unlink()
+    _of(nodes[2], 20, 3).unlink()
+    damage(_of(nodes[3], 20, 3), 0.01)
+
+    told, answer = _explained(nodes), call("explain", *nodes)
+
+    assert told["loads"]["iteration"] == 10
+    assert told["checkpoints"][0]["lacks"] == [
+        {"ranks": [2], "why": "on no node", "nodes": []},
+        {"ranks": [3], "why": "1 copy, its header is damaged", "nodes": [str(nodes[3])]},
+    ]
+    assert "  rank 2: on no node\n  rank 3: 1 copy, its header is damaged (D)\n" in answer.out
+    assert "A restart loads iteration 10" in answer.out
+
+
+def _save_once(rank: int, world_size: int, iteration: int) -> None:
+    replicas = cliques(1, 2)
+    with make_manager("disk", node_store(), "run", replicas) as manager:
+        manager.save(state_of(rank, iteration), iteration)
+    replicas.close()
+
+
+@pytest.mark.fault("old-files")
+def test_shards_of_two_attempts_are_told_apart(
+    nodes: list[Path], node_dirs: Callable[[int], list[Path]]
+) -> None:
+    others = node_dirs(4)
+    run_ranks(_save_once, 4, 20, store_per_node=others)
+
+    told = _explained([*nodes[:2], *others[2:]])
+
+    assert told["loads"] is None
+    lacks = [row["lacks"] for row in told["checkpoints"] if row["iteration"] == 20]
+    assert sorted((lack["ranks"], lack["why"], lack["nodes"]) for (lack,) in lacks) == [
+        ([0, 1], "only of another attempt, generation 1.2", list(map(str, nodes[:2]))),
+        ([2, 3], "only of another attempt, generation 1.1", list(map(str, others[2:]))),
+    ]
+
+
+@pytest.mark.fault("bad-copies")
+def test_what_was_set_aside_is_told_with_the_shard_that_its_name_speaks_of(
+    nodes: list[Path],
+) -> None:
+    for node in nodes[:2]:
+        path = _of(node, 20, 0)
+        path.rename(f"{path}.corrupt")
+
+    told = _explained(nodes)
+
+    assert told["checkpoints"][0]["lacks"] == [
+        {
+            "ranks": [0],
+            "why": "2 copies, it was set aside as damaged",
+            "nodes": [str(node) for node in nodes[:2]],
+        }
+    ]
+    assert told["checkpoints"][0]["damaged"][0] == [str(node) for node in nodes[:2]]
+
+
+@pytest.mark.fault("world-size")
+def test_another_number_of_ranks_is_refused_with_what_can_be_done(nodes: list[Path]) -> None:
+    answer, told = call("explain", *nodes, "--world-size", "2"), _explained(nodes, "--world-size=2")
+
+    assert answer.status == 0
+    assert "A restart is refused: the newest checkpoint, iteration 20, was saved by 4" in answer.out
+    assert "Start with 4 ranks" in told["refusal"]
+    assert told["loads"] is None
+    assert told["newest_complete"]["iteration"] == 20
+    assert _explained(nodes, "--world-size=4")["loads"]["iteration"] == 20
+
+
+def test_two_directories_of_one_node_count_as_one(nodes: list[Path], tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(nodes[1], again)
+
+    answer = call("explain", *nodes, again, nodes[0])
+    told = _explained([*nodes, again, nodes[0]])
+
+    assert f"localckpt: {again} is of the same node as {nodes[1]}\n" == answer.err
+    assert told == _explained(nodes)
+
+
+def test_nodes_without_the_session_count_as_nodes_that_hold_nothing(
+    nodes: list[Path], tmp_path: Path
+) -> None:
+    with make_manager("disk", tmp_path / "other", "another") as manager:
+        manager.save(state_of(0, 3), 3)
+
+    told = call("explain", *nodes, tmp_path / "other", "--json").json()["sessions"]
+
+    assert [(s["session"], s["loads"]["iteration"], len(s["nodes"])) for s in told] == [
+        ("another", 3, 5),
+        ("run", 20, 5),
+    ]
+    assert str(tmp_path / "other") in told[1]["may_be_lost_alone"]
+
+
+def _find_latest(rank: int, world_size: int, cases: list[list[str]]) -> list[int]:
+    found = []
+    for stores in cases:
+        with make_manager("disk", Path(stores[rank]), "run") as manager:
+            found.append(manager.find_latest())
+    return found
+
+
+@pytest.mark.fault("lost-nodes", "bad-copies")
+def test_what_it_says_is_what_a_restart_does(
+    nodes: list[Path],
+    tmp_path: Path,
+    long_form: bool,
+    record_property: pytest.RecordProperty,
+) -> None:
+    count, cases, said = (60 if long_form else 6), [], []
+    for number in range(count):
+        chosen = random.Random(number)
+        copies = [tmp_path / f"case {number}" / node.name for node in nodes]
+        for node, copy in zip(nodes, copies, strict=True):
+            shutil.copytree(node, copy)
+        shards = [path for copy in copies for path in only_shards(copy)]
+        for path in chosen.sample(shards, chosen.randrange(1, 8)):
+            if chosen.random() < 0.7:
+                path.unlink()
+            else:
+                damage(path, 0.01)
+        cases.append([str(copy) for copy in copies])
+        loads = _explained(copies)["loads"]
+        said.append(-1 if loads is None else loads["iteration"])
+
+    results = run_ranks(_find_latest, 4, cases, timeout_s=120)
+
+    assert results == [said] * 4
+    assert len(set(said)) > 1
+    record_property("cases", count)

@@ -1,0 +1,267 @@
+"""``localckpt inspect`` shows any file as far as it can be read, and runs nothing that is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localckpt.ids import Generation, ShardIdentity
+from tests.cli.commands import call, run
+from tests.state_dict.states import bits, image_of, with_pickle
+
+_IDENTITY = ShardIdentity("run", Generation(3, 7), 1200, 5, 8)
+
+
+def _shard(folder: Path, state: Any, name: str = "shard.safetensors") -> Path:
+    path = folder / name
+    path.write_bytes(image_of(state, _IDENTITY))
+    return path
+
+
+def test_a_shard_tells_whose_it_is_and_where_each_tensor_lies(tmp_path: Path) -> None:
+    state = {
+        "model": {"weight": torch.randn(30, 7), "bias": torch.randn(7).to(torch.bfloat16)},
+        "step": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "note": "no tensor",
+    }
+    path = _shard(tmp_path, state)
+
+    answer, told = run("inspect", path), call("inspect", path, "--json").json()
+
+    assert (answer.status, answer.err) == (0, "")
+    for line in ("session     'run'", "iteration   1200", "generation  3.7", "rank        5 of 8"):
+        assert line in answer.out.splitlines()
+    assert told["kind"] == "shard"
+    assert told["identity"] == {
+        "session": "run",
+        "epoch": 3,
+        "sequence": 7,
+        "iteration": 1200,
+        "rank": 5,
+        "world_size": 8,
+    }
+    content = path.read_bytes()
+    tensors = {t["name"]: t for t in told["tensors"]}
+    expected = {
+        "model.weight": state["model"]["weight"],
+        "model.bias": state["model"]["bias"],
+        "step": state["step"],
+        "empty": state["empty"],
+    }
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        t = tensors[name]
+        assert content[t["offset"] : t["offset"] + t["nbytes"]] == bits(tensor)
+        assert t["shape"] == list(tensor.shape)
+        assert f"torch.{t['dtype']}" == str(tensor.dtype)
+        assert name in answer.out
+    assert told["tensors_nbytes"] == 30 * 7 * 4 + 7 * 2 + 4
+
+
+def test_types_and_shapes_that_the_header_cannot_tell_come_from_the_table(tmp_path: Path) -> None:
+    shared = torch.arange(100)
+    state = {
+        "odd": torch.zeros(3, 5, dtype=torch.complex128),
+        "head": shared[:60],
+        "tail": shared[40:],
+    }
+
+    told = call("inspect", _shard(tmp_path, state), "--json").json()
+
+    tensors = {tensor["name"]: tensor for tensor in told["tensors"]}
+    odd = tensors.pop("odd")
+    (blob,) = tensors.values()
+    assert (odd["label"], odd["dtype"], odd["shape"]) == ("U8", "complex128", [3, 5])
+    assert (blob["name"], blob["views"], blob["nbytes"]) == ("shared:head", 2, 800)
+
+
+def test_any_other_safetensors_file_is_shown_and_said_to_be_no_shard(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.zeros(3, 5), "b": torch.ones(2, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    (tmp_path / "link").symlink_to(path)
+
+    answer, told = call("inspect", tmp_path / "link"), call("inspect", path, "--json").json()
+
+    assert answer.status == 0
+    assert "a safetensors file, and no shard of localckpt" in answer.out
+    assert "format: pt" in answer.out
+    assert told["kind"] == "safetensors"
+    assert told["identity"] is None
+    assert {t["name"]: (t["label"], t["shape"]) for t in told["tensors"]} == {
+        "a": ("F32", [3, 5]),
+        "b": ("I64", [2]),
+    }
+
+
+class _Hostile:
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.mark.fault("hostile-file")
+def test_no_command_unpickles_anything(store: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "it ran"
+    identity = ShardIdentity("run", Generation(9, 1), 9, 0, 1)
+    path = store / "session-run" / "0" / "hostile.safetensors"
+    path.write_bytes(with_pickle(pickle.dumps(_Hostile(marker)), identity))
+
+    answers = [run("inspect", path), call("inspect", path, "--json")]
+    answers += [call(command, store) for command in ("ls", "verify", "explain", "clean")]
+
+    assert [answer.status for answer in answers] == [0] * 6
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(_Hostile(marker)))
+    assert marker.exists()
+
+
+@pytest.mark.fault("flipped-bit")
+def test_a_damaged_header_is_shown_but_for_what_is_damaged(
+    tmp_path: Path, long_form: bool, record_property: pytest.RecordProperty
+) -> None:
+    state = {f"tensor {number}": torch.zeros(number) for number in range(20)}
+    path = _shard(tmp_path, state, "x.safetensors.corrupt")
+    content = path.read_bytes()
+    header_nbytes = len(content[8:].split(b"  ")[0])
+    positions = range(8, 8 + header_nbytes, 1 if long_form else 29)
+    for position in positions:
+        damaged = bytearray(content)
+        damaged[position] = 0
+        path.write_bytes(damaged)
+
+        answer = call("inspect", path, "--json")
+
+        assert answer.status == 1, position
+        told = answer.json()
+        assert told["problems"]
+        names = {t["name"] for t in told["tensors"]}
+        # What the damage hit is missing, or has lost a part of its description.
+        assert len(names & state.keys()) >= 19, position
+        assert sum(told["metadata"].get(key) is not None for key in _METADATA) >= 6, position
+    record_property("cases", len(positions))
+
+
+_METADATA = ("format", "session", "epoch", "sequence", "iteration", "rank", "world_size")
+
+
+@pytest.mark.fault("torn-file")
+def test_a_file_that_was_cut_is_shown_up_to_there(
+    tmp_path: Path, long_form: bool, record_property: pytest.RecordProperty
+) -> None:
+    state = {f"tensor {number}": torch.zeros(100) for number in range(20)}
+    path = _shard(tmp_path, state, "x.safetensors.dirty")
+    content = path.read_bytes()
+    lengths = [*range(0, len(content), 53 if long_form else 701), len(content) - 1]
+    seen = []
+    for length in lengths:
+        path.write_bytes(content[:length])
+
+        answer = call("inspect", path, "--json")
+
+        assert answer.status == 1, length
+        seen.append(len(answer.json()["tensors"]))
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] == 20
+    record_property("cases", len(lengths))
+
+
+@pytest.mark.parametrize("command", ["inspect", "ls"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        bytes(9000),
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (8 << 20).to_bytes(8, "little") + b"[" * (8 << 20),
+        (20_000).to_bytes(8, "little") + b'{"a":' + b"9" * 9000 + b"}" + b" " * 10_994,
+        (40).to_bytes(8, "little") + b'{"__metadata__":{"format":"localckpt-1"}}',
+        (4).to_bytes(8, "little") + b"null",
+        (58).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'
+        + b"1234",
+        b"\xff" * 4096,
+        (100).to_bytes(8, "little") + b'{"\\"' + b'\\"' * 50_000,
+    ],
+    ids=["empty", "zeros", "long", "deep", "big", "ours", "null", "inf", "ones", "quotes"],
+)
+@pytest.mark.fault("hostile-file")
+def test_nonsense_is_told_as_such(content: bytes, command: str, store: Path) -> None:
+    path = store / "session-run" / "0" / "nonsense.safetensors"
+    path.write_bytes(content)
+
+    answer = call(command, path if command == "inspect" else store)
+
+    assert answer.status == (1 if command == "inspect" else 0)
+    assert answer.err == ""
+    assert str(path) in answer.out
+
+
+_rows = st.lists(st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3))
+
+
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(
+    st.binary(max_size=300)
+    | st.dictionaries(
+        st.sampled_from(["__metadata__", "__skeleton__", "__digests__", "a"]) | st.text(),
+        st.dictionaries(
+            st.sampled_from(["dtype", "shape", "data_offsets", "format"]),
+            _rows | st.text() | st.just("F32") | st.just("localckpt-1") | st.floats(),
+        )
+        | _rows,
+    ).map(lambda entries: json.dumps(entries).encode())
+)
+def test_no_header_makes_it_fail_without_a_line_that_says_why(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(100))
+
+    for options in ([], ["--json"]):
+        answer = call("inspect", path, *options)
+
+        assert answer.status in (0, 1)
+        assert answer.out
+
+
+@pytest.mark.fault("hostile-file")
+def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    path = _shard(tmp_path, {"\x1b]0;title\x07\x1b[2J": torch.zeros(3)})
+
+    answers = [call("inspect", path), call("inspect", path, "--json")]
+
+    assert all("\x1b" not in answer.out and "\x07" not in answer.out for answer in answers)
+    assert "\\x1b]0;title" in answers[0].out
+
+
+def test_a_dirty_file_is_said_to_be_unfinished(tmp_path: Path) -> None:
+    path = _shard(tmp_path, {"a": torch.zeros(3)}, "x.safetensors.dirty")
+
+    assert "It is being written, or will be" in call("inspect", path).out
+
+
+def test_what_is_no_file_is_one_line_and_status_2(store: Path) -> None:
+    os.mkfifo(store / "fifo")
+    (store / "loop").symlink_to(store / "loop")
+
+    answers = {p: call("inspect", p) for p in (store, store / "fifo")}
+
+    for path, answer in answers.items():
+        assert (answer.status, answer.out) == (2, "")
+        assert answer.err == f"localckpt: {path} is no regular file\n"
+    loop = call("inspect", store / "loop")
+    assert (loop.status, loop.err.count("\n")) == (2, 1)

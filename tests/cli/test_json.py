@@ -1,0 +1,183 @@
+"""What programs read stays as it is: keys and their types, as ``docs/cli.md`` has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cli.commands import call, only_shards
+from tests.managers.jobs import damage, make_manager
+from tests.state_dict.states import image_of
+
+_CHECKPOINT = {"iteration": "int", "epoch": "int", "sequence": "int", "world_size": "int"}
+_FILES = {"files": "int", "nbytes": "int"}
+
+
+def _shape(value: Any) -> Any:
+    """Keys and types; of a list, those of its first item."""
+    if isinstance(value, dict):
+        return {key: _shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shape(value[0])] if value else []
+    return type(value).__name__
+
+
+def _spoil(store: Path) -> None:
+    """Have something of everything there."""
+    newer = only_shards(store)[-1]
+    damage(newer, 0.01)
+    (newer.parent / "000000000002.0.1.2.safetensors.corrupt").touch()
+    (newer.parent / "x.safetensors.dirty").touch()
+
+
+def test_ls(store: Path) -> None:
+    _spoil(store)
+
+    told = call("ls", store, "--json").json()
+
+    assert _shape(told) == {
+        "store": "str",
+        "node": "str",
+        "sessions": [
+            {
+                "session": "str",
+                "checkpoints": [
+                    _CHECKPOINT
+                    | {"ranks": ["int"], "copies": "int", "nbytes": "int", "complete_here": "bool"}
+                ],
+                "uncounted": [{"path": "str", "nbytes": "int", "fault": "str", "why": "str"}],
+                "leftovers": {
+                    "dirty_live": _FILES,
+                    "dirty_dead": _FILES,
+                    "spare_live": _FILES,
+                    "spare_dead": _FILES,
+                    "corrupt": _FILES,
+                },
+            }
+        ],
+    }
+
+
+def test_verify(store: Path) -> None:
+    _spoil(store)
+    other = only_shards(store)[0]
+    other.write_bytes(other.read_bytes().replace(b"localckpt-1", b"localckpt-2"))
+
+    answer = call("verify", store, "--json")
+
+    assert answer.status == 1
+    assert _shape(answer.json()) == {
+        "store": "str",
+        "verified": "int",
+        "nbytes": "int",
+        "bad": [{"path": "str", "why": "str"}],
+        "unreadable": [{"path": "str", "why": "str"}],
+        "vanished": "int",
+        "set_aside": "int",
+    }
+
+
+def test_explain(store: Path, tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path / "other", "run") as manager:
+        manager.save({"x": torch.zeros(3)}, 1)
+    _spoil(store)
+
+    told = call("explain", store, tmp_path / "other", "--world-size", "9", "--json").json()
+
+    assert _shape(told) == {
+        "sessions": [
+            {
+                "session": "str",
+                "nodes": ["str"],
+                "loads": "NoneType",
+                "newest_complete": _CHECKPOINT,
+                "refusal": "str",
+                "checkpoints": [
+                    _CHECKPOINT
+                    | {"complete": "bool", "holders": [["str"]], "damaged": [[]], "lacks": []}
+                ],
+                "survives_any": "int",
+                "may_be_lost_alone": ["str"],
+                "breaking": [["str"]],
+                "bad": {str(store): ["str"]},
+            }
+        ]
+    }
+
+
+def test_explain_of_a_checkpoint_that_lacks_shards(nodes: list[Path]) -> None:
+    told = call("explain", nodes[0], "--json").json()["sessions"][0]
+
+    assert told["loads"] is told["newest_complete"] is told["refusal"] is None
+    assert _shape(told["checkpoints"][0]["lacks"]) == [
+        {"ranks": ["int"], "why": "str", "nodes": []}
+    ]
+
+
+def test_inspect(tmp_path: Path) -> None:
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(image_of({"x": torch.zeros(3)}))
+
+    told = call("inspect", path, "--json").json()
+
+    assert _shape(told) == {
+        "path": "str",
+        "nbytes": "int",
+        "kind": "str",
+        "identity": {"session": "str", "rank": "int"} | _CHECKPOINT,
+        "metadata": dict.fromkeys(
+            ("format", "session", "epoch", "sequence", "iteration", "rank", "world_size"), "str"
+        ),
+        "tensors": [
+            {
+                "name": "str",
+                "label": "str",
+                "dtype": "str",
+                "shape": ["int"],
+                "offset": "int",
+                "nbytes": "int",
+                "views": "int",
+            }
+        ],
+        "tensors_nbytes": "int",
+        "skeleton_nbytes": "int",
+        "digests_nbytes": "int",
+        "problems": [],
+    }
+
+
+def test_inspect_of_nonsense(tmp_path: Path) -> None:
+    path = tmp_path / "nonsense"
+    path.write_bytes(b"nonsense, and more of it")
+
+    answer = call("inspect", path, "--json")
+
+    assert answer.status == 1
+    assert answer.json() | {"problems": []} == {
+        "path": str(path),
+        "nbytes": 24,
+        "kind": "unknown",
+        "identity": None,
+        "metadata": None,
+        "tensors": [],
+        "tensors_nbytes": 0,
+        "skeleton_nbytes": None,
+        "digests_nbytes": None,
+        "problems": [],
+    }
+    assert answer.json()["problems"]
+
+
+def test_clean(store: Path) -> None:
+    _spoil(store)
+
+    told = call("clean", store, "--json").json()
+
+    assert _shape(told) == {
+        "store": "str",
+        "dry_run": "bool",
+        "removed": [{"path": "str", "nbytes": "int", "kind": "str"}],
+        "nbytes": "int",
+    }

@@ -1,0 +1,267 @@
+"""What ``localckpt ls`` tells of a node, and how it tells it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localckpt.ids import Generation, ShardIdentity
+from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
+from tests.managers.jobs import damage, make_manager, state_of
+from tests.state_dict.states import image_of
+from tests.storage.shards import another_process, kill
+
+Dirs = Callable[[int], list[Path]]
+
+
+def _everything(root: Path) -> dict[Path, tuple[int, int]]:
+    """All names of a store, each with its inode and time of change."""
+    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
+
+
+def test_checkpoints_come_newest_first_with_all_that_is_known_of_them(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root, "run", keep_last=2) as manager:
+        for iteration in range(1, 4):
+            manager.save(state_of(0, iteration), iteration)
+        epoch, sequence = max(manager.store.scan(), key=lambda r: r.nbytes).identity.generation
+    sizes = [path.stat().st_size for path in only_shards(root)]
+
+    told = listed(root)["checkpoints"]
+
+    assert [row["iteration"] for row in told] == [3, 2]
+    assert [row["nbytes"] for row in told] == sizes[::-1]
+    assert {row["epoch"] for row in told} == {epoch}
+    assert sequence in {row["sequence"] for row in told}
+    for row in told:
+        assert (row["world_size"], row["ranks"], row["copies"]) == (1, [0], 1)
+        assert row["complete_here"] is True
+
+
+def test_a_later_attempt_stands_above_a_higher_iteration_of_an_older_one(tmp_path: Path) -> None:
+    for iterations in ((90, 100), (95,)):
+        with make_manager("disk", tmp_path, "run", keep_last=3) as manager:
+            for iteration in iterations:
+                manager.save(state_of(0, iteration), iteration)
+
+    told = listed(tmp_path)["checkpoints"]
+
+    assert [(row["epoch"], row["iteration"]) for row in told] == [(2, 95), (1, 100), (1, 90)]
+
+
+def test_a_node_of_several_says_whose_shards_it_has_and_that_they_are_not_all(
+    nodes: list[Path],
+) -> None:
+    answer = run("ls", nodes[2])
+
+    assert answer.status == 0
+    assert answer.err == ""
+    assert re.search(r"^ +20 +1\.\d+ +2-3 of 4 +2 +\d+\.\d kB +no$", answer.out, re.MULTILINE)
+    assert [row["ranks"] for row in listed(nodes[2])["checkpoints"]] == [[2, 3]] * 2
+
+
+def test_sessions_are_told_apart_whatever_their_names(tmp_path: Path) -> None:
+    names = ["", "run", "a/b [red]c[/red] \N{SNOWMAN}", "..", "\x1b[31m\n"]
+    for name in names:
+        with make_manager("disk", tmp_path, name) as manager:
+            manager.save(state_of(0, 1), 1)
+
+    told = call("ls", tmp_path, "--json").json()
+    answer = run("ls", tmp_path, env={"PYTHONIOENCODING": "ascii"})
+
+    assert {session["session"] for session in told["sessions"]} == set(names)
+    assert all(len(session["checkpoints"]) == 1 for session in told["sessions"])
+    assert answer.status == 0
+    assert "\x1b" not in answer.out
+    assert "[red]c[/red]" in answer.out
+
+
+def test_nothing_is_cut_or_folded_when_it_goes_into_a_pipe(tmp_path: Path) -> None:
+    name = "a very long name " * 7
+    with make_manager("disk", tmp_path, name) as manager:
+        manager.save(state_of(0, 123_456_789), 123_456_789)
+
+    answer = run("ls", tmp_path, env={"COLUMNS": "20", "FORCE_COLOR": ""})
+
+    lines = answer.out.splitlines()
+    assert f"session {name!r}" in lines
+    assert re.search(r"^123456789 +1\.1 +0 of 1 +1 +.* yes$", answer.out, re.MULTILINE)
+    assert max(map(len, lines)) > 80
+
+
+def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: str) -> None:
+    writer = "memory" if kind == "memory" else "thread"
+    with another_process(writer, root, Path("/dev/shm")) as process:
+        while_it_lives = listed(root)["leftovers"]
+        kill(process)
+        afterwards = listed(root)["leftovers"]
+    (root / "session-run" / "0" / "a.safetensors.corrupt").write_bytes(b"bad")
+
+    finally_ = listed(root)["leftovers"]
+
+    assert while_it_lives["dirty_live"]["files"] == 1
+    assert while_it_lives["dirty_live"]["nbytes"] > 0
+    assert while_it_lives["dirty_dead"] == {"files": 0, "nbytes": 0}
+    assert afterwards["dirty_dead"] == while_it_lives["dirty_live"]
+    assert afterwards["dirty_live"] == {"files": 0, "nbytes": 0}
+    assert finally_["corrupt"] == {"files": 1, "nbytes": 3}
+
+
+def test_spares_are_counted_by_whether_their_owner_lives(tmp_path: Path) -> None:
+    manager = make_manager("disk", tmp_path, "run", keep_last=1)
+    for iteration in range(3):
+        manager.save(state_of(0, iteration), iteration)
+    mine = listed(tmp_path)["leftovers"]
+    (tmp_path / "session-run" / "0" / ".owner").write_text(DEAD_OWNER)
+
+    orphaned = listed(tmp_path)["leftovers"]
+
+    manager.close()
+    assert mine["spare_live"]["files"] == orphaned["spare_dead"]["files"] == 1
+    assert mine["spare_dead"]["files"] == orphaned["spare_live"]["files"] == 0
+
+
+@pytest.mark.fault("flipped-bit")
+def test_a_bad_header_is_told_and_the_file_left_where_it_is(store: Path) -> None:
+    bad = only_shards(store)[-1]
+    damage(bad, 0.01)
+    before = _everything(store)
+
+    told = listed(store)
+    answer = call("ls", store)
+
+    assert [row["iteration"] for row in told["checkpoints"]] == [3]
+    assert [(file["path"], file["fault"]) for file in told["uncounted"]] == [(str(bad), "damaged")]
+    assert str(bad) in answer.out
+    assert answer.status == 0
+    assert _everything(store) == before
+
+
+@pytest.mark.fault("wrong-place")
+def test_a_file_of_another_session_or_version_is_told_and_not_counted(store: Path) -> None:
+    with make_manager("disk", store, "other") as manager:
+        manager.save(state_of(0, 7), 7)
+    folder = store / "session-run" / "0"
+    shutil.copy(store / "session-other" / "0" / only_shards(store)[0].name, folder)
+    newer = only_shards(folder)[0]
+    newer.write_bytes(newer.read_bytes().replace(b"localckpt-1", b"localckpt-9"))
+
+    told = listed(store)
+
+    assert sorted(file["fault"] for file in told["uncounted"]) == ["other session", "other version"]
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 10**18), (4, 4), (9, 3), (0, 0)])
+def test_a_header_with_an_impossible_number_of_ranks_is_not_believed(
+    store: Path, rank: int, world_size: int
+) -> None:
+    identity = ShardIdentity("run", Generation(9, 1), 9, rank, world_size)
+    (store / "session-run" / "0" / "x.safetensors").write_bytes(image_of({}, identity))
+
+    told = listed(store)
+
+    assert [row["iteration"] for row in told["checkpoints"]] == [4, 3]
+    assert [file["fault"] for file in told["uncounted"]] == ["damaged"]
+
+
+@pytest.mark.fault("hostile-file")
+def test_links_in_a_store_are_not_followed(store: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    shutil.move(store / "session-run", outside)
+    (store / "session-run").symlink_to(outside)
+    (store / "session-other" / "0").mkdir(parents=True)
+    (store / "session-other" / "0" / "x.safetensors").symlink_to(only_shards(outside)[0])
+
+    told = call("ls", store, "--json").json()["sessions"]
+
+    assert [(s["session"], s["checkpoints"], s["uncounted"]) for s in told] == [("other", [], [])]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "explain", "clean", "inspect"])
+def test_what_is_not_there_is_one_line_and_status_2(command: str, tmp_path: Path) -> None:
+    answer = call(command, tmp_path / "nothing")
+
+    assert answer.status == 2
+    assert answer.out == ""
+    assert answer.err.count("\n") == 1
+    assert answer.err.startswith("localckpt: ")
+    assert f"{tmp_path / 'nothing'} cannot be read: No such file" in answer.err
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "explain", "clean"])
+def test_what_is_no_store_is_one_line_and_status_2(command: str, store: Path) -> None:
+    (store.parent / "file").write_text("no store")
+    empty = store.parent / "empty"
+    empty.mkdir()
+
+    answers = {
+        path: call(command, path)
+        for path in (empty, store.parent / "file", store / "session-run", store / "session-run/0")
+    }
+
+    for path, answer in answers.items():
+        assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+        assert str(path) in answer.err
+    assert f"give {store}\n" in answers[store / "session-run"].err
+    assert f"give {store}\n" in answers[store / "session-run/0"].err
+    assert list(empty.iterdir()) == []
+
+
+def test_a_store_that_no_session_has_used_is_empty_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "node-token").write_text("0" * 32)
+
+    answers = [call(command, tmp_path) for command in ("ls", "verify", "explain", "clean")]
+
+    assert [answer.status for answer in answers] == [0] * 4
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.fault("unusable-store")
+def test_another_users_store_is_one_line_and_status_2(shm_roots: Dirs) -> None:
+    (store,) = shm_roots(1)
+    with make_manager("memory", store, "run") as manager:
+        manager.save(state_of(0, 1), 1)
+
+    for command in ("ls", "clean"):
+        answer = run(command, store, user=54_321)
+
+        assert (answer.status, answer.out) == (2, "")
+        assert answer.err == f"localckpt: {store} cannot be read: Permission denied\n"
+
+
+@pytest.mark.usefixtures("as_root")
+def test_without_a_directory_it_is_the_users_store_in_memory() -> None:
+    user = random.SystemRandom().randrange(1_000_000, 2_000_000_000)
+    root = Path(f"/dev/shm/localckpt-{user}")
+    nothing = run("ls", user=user)
+    try:
+        with make_manager("memory", root, "run") as manager:
+            manager.save(state_of(0, 5), 5)
+        for path in [root, *root.rglob("*")]:
+            os.chown(path, user, -1)
+
+        answers = [run(command, user=user) for command in ("ls", "explain")]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+    assert nothing.status == 2
+    assert str(root) in nothing.err
+    assert [answer.status for answer in answers] == [0, 0]
+    assert all(str(root) in answer.out for answer in answers)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["ls", "--nonsense"], ["inspect"]])
+def test_wrong_usage_is_status_2_without_a_traceback(arguments: list[str]) -> None:
+    answer = call(*arguments)
+
+    assert answer.status == 2
+    assert "Usage: " in answer.err
+    assert "Traceback" not in answer.err

@@ -68,7 +68,7 @@ class StoreShelf(Shelf):
         self._copier = Copier(staging_threads)
         self._guard = Guard(guard, self._hold_back_training)
         self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
-        self._streams = SideStreams()
+        self._streams = SideStreams(timeout_s)
         self._copies: list[CopiesUnderWay] = []
         self._begun: list[_Begun] = []
         self._arrival: Buffer | None = None

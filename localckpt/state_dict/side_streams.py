@@ -7,15 +7,19 @@ nobody changes the tensors before the copies are over.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from localckpt.errors import CheckpointingException
 from localckpt.state_dict.host_memory import memory_at
 from localckpt.state_dict.tensor_table import copy_values
 
 __all__ = ["CopiesUnderWay", "Landing", "SideStreams", "copy_to_host"]
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00002, 0.001
 
 
 class CopiesUnderWay:
@@ -24,11 +28,15 @@ class CopiesUnderWay:
     Args:
         tensors: What is copied; kept, because memory that is freed is given to others at once.
         events: For each GPU, what happens when its copies are over.
+        timeout_s: The longest that :meth:`wait` waits, in seconds.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], events: dict[torch.device, Any]) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], events: dict[torch.device, Any], timeout_s: float
+    ) -> None:
         self._tensors = tensors
         self._events = events
+        self._timeout_s = timeout_s
 
     @property
     def over(self) -> bool:
@@ -36,9 +44,12 @@ class CopiesUnderWay:
         return all(event.query() for event in self._events.values())
 
     def wait(self) -> None:
-        """Return when all values are in host memory."""
-        for event in self._events.values():
-            event.synchronize()
+        """Return when all values are in host memory.
+
+        Raises:
+            CheckpointingException: They are not in time.
+        """
+        _await(self._events.values(), self._timeout_s)
         self._tensors = []
 
     def hold_back_training(self) -> None:
@@ -48,9 +59,14 @@ class CopiesUnderWay:
 
 
 class SideStreams:
-    """A stream for each GPU, made at its first use."""
+    """A stream for each GPU, made at its first use.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: The longest that copies are waited for, in seconds.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
         self._streams: dict[torch.device, Any] = {}
 
     def queue(self, copies: Sequence[tuple[memoryview, torch.Tensor]]) -> CopiesUnderWay:
@@ -68,12 +84,11 @@ class SideStreams:
                         copy_to_host(place, tensor)
             events[device] = module.Event()
             events[device].record(stream)
-        return CopiesUnderWay([tensor for _, tensor in copies], events)
+        return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
 
     def synchronize(self) -> None:
-        """Return when nothing that was queued is under way."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Return when nothing that was queued is under way; raises as :meth:`CopiesUnderWay.wait`."""
+        _await(self._streams.values(), self._timeout_s)
 
 
 class Landing:
@@ -126,6 +141,23 @@ class Landing:
             stream.wait_event(self._begun[device])
             self._mine.streams[device] = stream
         return self._mine.streams[device]
+
+
+def _await(queues: Iterable[Any], timeout_s: float) -> None:
+    """Return when these events have happened, or these streams are empty."""
+    deadline = time.monotonic() + timeout_s
+    for queue in queues:
+        nap_s = _SHORTEST_NAP_S
+        # Asking again and again, since CUDA's own wait has no deadline.
+        while not queue.query():
+            if time.monotonic() > deadline:
+                raise CheckpointingException(
+                    f"a GPU has not finished copying its tensors after {timeout_s:g} s: does it "
+                    f"wait for a collective that a peer never joined? Checkpoints saved before "
+                    f"are as they were"
+                )
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:

@@ -165,9 +165,12 @@ class MemoryStore(Store):
                 buffer.pin(pin)
             # Who closed the store may not have waited for this.
             if not self._closed:
-                os.rename(path, spare)
+                with storage_errors("keep memory ready in", self.folder):
+                    os.rename(path, spare)
                 self._spares[spare.name] = buffer
                 kept = True
+        except StorageError as error:
+            logger.warning("memory could not be had ahead of time: %s", error)
         finally:
             if not kept:
                 buffer.close()

@@ -22,8 +22,11 @@ from benchmarks.limits import (
 from benchmarks.report import Report, compare
 from benchmarks.setup import Options, Setting, largest_file, make_setting
 from benchmarks.state import flat_tensors, state_tensors
+from localckpt.state_dict.digests import BlockHasher
 
 __all__ = ["measure"]
+
+_VERIFYING_GOAL = 1.1
 
 
 def measure(options: Options) -> Report:
@@ -54,8 +57,41 @@ def measure(options: Options) -> Report:
         load = partial(_from_disk_s, path, load)
         named = ("O_DIRECT, 4 threads", direct)
         _compare(report, options, f"cold: {name}", path, named, load, path == shard)
+    _measure_verifying(report, setting, root, shard, options)
     report.fact("find_latest", 1e3 * sorted(finding)[len(finding) // 2], "ms", "median")
     return report
+
+
+def _measure_verifying(
+    report: Report, setting: Setting, root: Path, shard: Path, options: Options
+) -> None:
+    """What of a load is verifying: the same load with the check of blocks taken out."""
+
+    def without_verifying(load: Callable[[], float]) -> float:
+        check = BlockHasher.check
+        # From outside, since there is no option to leave it out.
+        BlockHasher.check = lambda *_: None  # type: ignore[assignment,method-assign]
+        try:
+            return load()
+        finally:
+            BlockHasher.check = check  # type: ignore[method-assign]
+
+    def load_s() -> float:
+        return _load_ours_s(root, setting.state, [])
+
+    ways: list[tuple[str, Callable[[], float]]] = [
+        ("warm", load_s),
+        ("cold", partial(_from_disk_s, shard, load_s)),
+    ]
+    for name, load in ways:
+        load()
+        comparison = report.compared(
+            f"{name}: load(into=state), verified",
+            "the same, not verified",
+            shard.stat().st_size,
+            _VERIFYING_GOAL,
+        )
+        compare(options.rounds, partial(without_verifying, load), [(comparison, load)])
 
 
 def _compare(

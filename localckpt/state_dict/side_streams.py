@@ -87,7 +87,11 @@ class SideStreams:
         return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
 
     def synchronize(self) -> None:
-        """Return when nothing that was queued is under way; raises as :meth:`CopiesUnderWay.wait`."""
+        """Return when nothing that was queued is under way.
+
+        Raises:
+            CheckpointingException: Something still is when the time is up.
+        """
         _await(self._streams.values(), self._timeout_s)
 
 
@@ -99,10 +103,14 @@ class Landing:
     Args:
         devices: The GPUs. What training has queued on them by now comes before the copies.
         nbytes: Room for one thread, in bytes.
+        timeout_s: The longest that copies are waited for, in seconds.
     """
 
-    def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:
+    def __init__(
+        self, devices: Iterable[torch.device], nbytes: int, timeout_s: float = 300.0
+    ) -> None:
         self._nbytes = nbytes
+        self._timeout_s = timeout_s
         self._mine = threading.local()
         self._begun: dict[torch.device, Any] = {}
         for device in set(devices):
@@ -131,7 +139,7 @@ class Landing:
                     if target.device == device:
                         source = torch.frombuffer(data, dtype=torch.uint8)
                         target.copy_(source, non_blocking=True)
-            stream.synchronize()
+            _await([stream], self._timeout_s)
 
     def _stream(self, device: torch.device) -> Any:
         if not hasattr(self._mine, "streams"):

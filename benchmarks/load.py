@@ -70,7 +70,7 @@ def _measure_verifying(
     def without_verifying(load: Callable[[], float]) -> float:
         check = BlockHasher.check
         # From outside, since there is no option to leave it out.
-        BlockHasher.check = lambda *_: None  # type: ignore[assignment,method-assign]
+        BlockHasher.check = lambda *_: None  # type: ignore[method-assign]
         try:
             return load()
         finally:

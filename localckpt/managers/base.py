@@ -38,7 +38,7 @@ from localckpt.managers.coverage import (
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.hooks import HookShelf
 from localckpt.managers.joining import gather_explanation, gather_holdings, join
-from localckpt.managers.recovery import Recovery
+from localckpt.managers.recovery import Recovery, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
@@ -311,8 +311,7 @@ class BaseCheckpointManager(ABC):
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
-            f"there is no complete checkpoint to load: {describe_incomplete(self._holdings)}. "
-            f"Start from the beginning, or from a checkpoint on shared storage"
+            why_nothing_loads(self._holdings, self.explain(), recovery.bad)
         )
 
     def close(self) -> None:

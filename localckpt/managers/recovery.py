@@ -21,13 +21,15 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import CkptID, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint
+from localckpt.managers.coverage import Checkpoint, describe_incomplete
+from localckpt.managers.explanation import Explanation
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
+from localckpt.storage.names import shard_named
 
-__all__ = ["Loaded", "Recovery"]
+__all__ = ["Loaded", "Recovery", "why_nothing_loads"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Recovery:
         self._shelf = shelf
         self._domains = domains
         self._holdings = holdings
+        self.bad: list[tuple[ShardIdentity, int, str]] = []
+        """Copies that could not be read, on whose nodes, and why; the same on all ranks."""
 
     def load(self, checkpoint: Checkpoint, session_id: str, options: LoadOptions) -> Loaded | None:
         """Read this rank's shard; ``None`` on all ranks when some shard has no good copy left.
@@ -218,6 +222,7 @@ class Recovery:
         for rank, holder, owner, why in bad:
             identity = checkpoint.shard(owner, session_id)
             self._leave_out(holder, identity)
+            self.bad.append((identity, holder, why))
             if holder == self._coordinator.rank != rank:
                 self._shelf.doubt(identity, f"sent to rank {rank}, where {why}")
         return not bad
@@ -227,6 +232,33 @@ class Recovery:
         for rank, records in self._holdings.items():
             if self._domains[rank] == domain:
                 self._holdings[rank] = [r for r in records if r.identity != identity]
+
+
+def why_nothing_loads(
+    holdings: Mapping[int, Sequence[ShardRecord]],
+    explanation: Explanation,
+    unreadable: Sequence[tuple[ShardIdentity, int, str]],
+) -> str:
+    """For each shard where it was looked for, and what was wrong.
+
+    Args:
+        holdings: What is left, by rank.
+        explanation: Of all nodes, with what was set aside.
+        unreadable: From :attr:`Recovery.bad`.
+    """
+    bad = [f"{node}: {text}" for node, texts in explanation.bad.items() for text in texts]
+    set_aside = {shard_named(text) for texts in explanation.bad.values() for text in texts}
+    bad += [
+        f"the node of rank {holder}: {shard}: {why}"
+        for shard, holder, why in unreadable
+        if (shard.iteration, shard.rank, shard.generation) not in set_aside
+    ]
+    return (
+        f"there is no complete checkpoint to load: {describe_incomplete(holdings)}. Looked for on "
+        f"{', '.join(explanation.nodes)}."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + " Start from the beginning, or from a checkpoint on shared storage"
+    )
 
 
 class _Watched:

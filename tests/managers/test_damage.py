@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -184,6 +185,12 @@ def test_when_nothing_is_good_it_is_an_error_that_names_the_shards(
     for text in told[0]:
         assert "iteration 8 (generation 1.2, 2 ranks) lacks the shards of ranks 1" in text
         assert "iteration 7 (generation 1.1, 2 ranks) lacks the shards of ranks 1" in text
+        assert "Looked for on the node of rank 0, the node of rank 1." in text
+        for node in ("the node of rank 0", "the node of rank 1"):
+            for iteration in (7, 8):
+                name = rf"{node}: {iteration:012d}\.1\.\d+\.\d+\.safetensors\.corrupt: "
+                assert len(re.findall(rf"{name}iteration {iteration} of rank 1", text)) == 1
+        assert text.count("is damaged: the 1048576 bytes from") == 4
 
 
 def _go_on_after_a_fall_back(rank: int, world_size: int, kind: str) -> None:

@@ -92,8 +92,9 @@ class Coordinator:
             )
             # Who is first decides for all: nobody returns from what another has given up.
             verdict = store.compare_set(f"verdict/{number}", "", _LOST if lost else _COMPLETE)
-            if verdict.decode() == _LOST:
-                raise lost or PeerLostError(self._describe_too_late(phase))
+            given_up = verdict.decode() == _LOST
+            if lost and given_up:
+                raise lost
             extended = store.has_extended_api()  # type: ignore[attr-defined]
             values = store.multi_get(keys) if extended else map(store.get, keys)
             phases, records = zip(*(json.loads(value) for value in values), strict=True)
@@ -104,6 +105,8 @@ class Coordinator:
                     store.delete_key(f"came/{number - 2}")
                     store.delete_key(f"verdict/{number - 2}")
         self._require_same_phase(phases)
+        if given_up:
+            raise PeerLostError(self._describe_too_late(phase))
         return list(records)
 
     def post(self, phase: str, record: Any) -> None:
@@ -193,10 +196,12 @@ class Coordinator:
             )
 
     def _describe_too_late(self, phase: str) -> str:
+        me = self.global_ranks[self.rank]
+        others = ", ".join(f"rank {rank}" for rank in self.global_ranks if rank != me)
         return (
-            f"rank {self.global_ranks[self.rank]} came too late to {phase}: other ranks had given "
-            f"up waiting for it. What was saved before stands. If this rank is alive but slow, "
-            f"give the manager a longer timeout; else restart the job."
+            f"rank {me} came too late to {phase}: the others ({others}) were not all waiting any "
+            f"more. What was saved before stands. If this rank is alive but slow, give the "
+            f"manager a longer timeout; else restart the job."
         )
 
     def _describe_late(self, late: list[int], phase: str) -> str:

@@ -37,7 +37,7 @@ def test_a_rank_that_comes_too_late_is_told_and_the_next_gathering_works() -> No
 
     assert waiting[0] == late[0] == "[0, 1]"
     assert "waited 0.3 s to meet, and rank 1 (last seen: wait for all) did not come" in waiting[1]
-    assert "rank 1 came too late to meet: other ranks had given up" in late[1]
+    assert "rank 1 came too late to meet: the others (rank 0) were not all" in late[1]
     assert waiting[2] == late[2] == "[0, 1]"
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "SaveOutcome",
     "complete_checkpoints",
     "describe_incomplete",
+    "held_shards",
     "judge_join",
     "judge_newest",
     "save_problems",
@@ -37,6 +38,20 @@ class Checkpoint:
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
         """What one rank's shard of it is."""
         return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
+
+
+def held_shards(
+    checkpoint: Checkpoint, holdings: Mapping[int, Sequence[ShardRecord]]
+) -> dict[int, list[CkptID]]:
+    """The shards of a checkpoint that each rank's node holds."""
+    return {
+        holder: [
+            identity.ckpt_id
+            for identity in (record.identity for record in records)
+            if identity == checkpoint.shard(identity.rank, identity.session_id)
+        ]
+        for holder, records in holdings.items()
+    }
 
 
 def _owners(

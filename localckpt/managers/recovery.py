@@ -21,7 +21,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import CkptID, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint, describe_incomplete
+from localckpt.managers.coverage import Checkpoint, describe_incomplete, held_shards
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.exchange import ExchangePlan
@@ -107,19 +107,11 @@ class Recovery:
                 return loaded
 
     def _plan(self, checkpoint: Checkpoint, session_id: str) -> ExchangePlan[CkptID]:
-        available = {
-            holder: [
-                record.identity.ckpt_id
-                for record in records
-                if record.identity == checkpoint.shard(record.identity.rank, session_id)
-            ]
-            for holder, records in self._holdings.items()
-        }
         wanted = {
             rank: [checkpoint.shard(rank, session_id).ckpt_id]
             for rank in range(self._coordinator.world_size)
         }
-        return self._strategy.retrieve_plan(available, wanted)
+        return self._strategy.retrieve_plan(held_shards(checkpoint, self._holdings), wanted)
 
     def _fetch(
         self, plan: ExchangePlan[CkptID], checkpoint: Checkpoint, session_id: str

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint
+from localckpt.managers.coverage import Checkpoint, held_shards
 from localckpt.managers.shelf import StagedShard
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import Attempt
@@ -47,11 +47,9 @@ def missing_copies(
         For each owner of a shard that has too few copies, the ranks that lack it.
     """
     held_in: dict[int, set[str]] = {}
-    for holder, records in holdings.items():
-        for record in records:
-            owner = record.identity.rank
-            if record.identity == checkpoint.shard(owner, record.identity.session_id):
-                held_in.setdefault(owner, set()).add(domains[holder])
+    for holder, shards in held_shards(checkpoint, holdings).items():
+        for shard in shards:
+            held_in.setdefault(shard.rank, set()).add(domains[holder])
     missing = {}
     for clique in cliques:
         for owner in clique:
@@ -112,23 +110,16 @@ class Redundancy:
             len(missing),
             checkpoint.iteration,
         )
-        available = {
-            holder: [
-                record.identity.ckpt_id
-                for record in records
-                if record.identity == checkpoint.shard(record.identity.rank, self._session_id)
-            ]
-            for holder, records in holdings.items()
-        }
         wanted: dict[int, list[CkptID]] = {}
         for owner, receivers in missing.items():
             for rank in receivers:
                 wanted.setdefault(rank, []).append(
                     checkpoint.shard(owner, self._session_id).ckpt_id
                 )
+        plan = plan_exchange(held_shards(checkpoint, holdings), wanted)
         self._thread = threading.Thread(
             target=self._make_copies,
-            args=(checkpoint, missing, plan_exchange(available, wanted)),
+            args=(checkpoint, missing, plan),
             name="localckpt-redundancy",
             daemon=True,
         )

@@ -46,6 +46,7 @@ class Coordinator:
         self, name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
     ) -> None:
         self.timeout_s = timeout_s
+        self._in_a_hurry = False
         self._gathers = 0
         self._store: Store | None = None
         if not (dist.is_available() and dist.is_initialized()):
@@ -63,12 +64,20 @@ class Coordinator:
             instance = store.add(f"{prefix}/instances/{self.rank}", 1)
         self._store = PrefixStore(f"{prefix}/{instance}", store)
 
-    def all_gather(self, phase: str, record: Any) -> list[Any]:
+    def all_gather(
+        self,
+        phase: str,
+        record: Any,
+        *,
+        too_late: Callable[[list[Any]], Exception | None] = lambda _: None,
+    ) -> list[Any]:
         """Give every rank's record to every rank.
 
         Args:
             phase: What is being done, for the error message of whoever waits in vain.
             record: Anything that JSON can carry.
+            too_late: What a rank raises that came too late, told from all records: why others did
+                not wait for it, if that is not only that it was late.
 
         Returns:
             The records in rank order.
@@ -106,7 +115,7 @@ class Coordinator:
                     store.delete_key(f"verdict/{number - 2}")
         self._require_same_phase(phases)
         if given_up:
-            raise PeerLostError(self._describe_too_late(phase))
+            raise too_late(list(records)) or PeerLostError(self._describe_too_late(phase))
         return list(records)
 
     def post(self, phase: str, record: Any) -> None:
@@ -122,6 +131,10 @@ class Coordinator:
             self._store.set(f"last/{self.rank}", phase)
             self._store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
             self._store.add(f"came/{number}", 1)
+
+    def stop_waiting(self) -> None:
+        """From now on no call waits, nor one that is under way in another thread."""
+        self._in_a_hurry = True
 
     def barrier(self, phase: str) -> None:
         """Return once every rank has called it; raises as :meth:`all_gather`."""
@@ -179,7 +192,7 @@ class Coordinator:
         # torch's own among them, and a client of one's own takes a second to connect.
         deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
         while not is_there():
-            if time.monotonic() > deadline:
+            if self._in_a_hurry or time.monotonic() > deadline:
                 missing = late()
                 return PeerLostError(self._describe_late(missing, phase)) if missing else None
             time.sleep(nap_s)

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from localckpt.coordination import Coordinator
-from localckpt.errors import PeerLostError
+from localckpt.errors import CheckpointingException, PeerLostError, StorageError
+from localckpt.replication.agreement import Attempt, agree
 from tests.ranks import run_ranks
 
 
@@ -64,3 +65,24 @@ def test_whenever_ranks_come_all_have_the_answer_or_none_has() -> None:
 
     assert told[0] == told[1] == told[2]
     assert {True, False} == set(told[0])
+
+
+def _fail_and_come_late(rank: int, world_size: int) -> str:
+    coordinator = Coordinator("cause", None, timeout_s=30.0)
+    if rank == 1:
+        time.sleep(1.0)
+    with Attempt() as looking:
+        if rank == 0:
+            raise StorageError("/disk cannot be read")
+    try:
+        agree(coordinator, "look", looking, grace_s=0.2)
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_come_late_hear_why_another_failed_and_not_only_that_they_were_late() -> None:
+    told = run_ranks(_fail_and_come_late, 3)
+
+    assert "PeerLostError: could not look: /disk cannot be read" in told[0]
+    assert told[1] == told[2] == "StorageError: could not look: rank 0: /disk cannot be read"

@@ -37,7 +37,7 @@ _MAX_NBYTES = 100_000_000
 _SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
 _STRING = r'"(?:[^"\\]|\\.){0,300}"'
-_FLAT_OBJECT = re.compile(rf"{_STRING}\s*:\s*\{{[^{{}}]*\}}")
+_FLAT_OBJECT = re.compile(rf"{_STRING}\s{{0,16}}:\s{{0,16}}\{{[^{{}}]*\}}")
 _PAIR = re.compile(r'"(\w{1,50})"\s*:\s*"([^"\\]{0,300})"')
 
 

@@ -37,7 +37,12 @@ from localckpt.managers.coverage import (
 )
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.hooks import HookShelf
-from localckpt.managers.joining import gather_explanation, gather_holdings, join
+from localckpt.managers.joining import (
+    gather_explanation,
+    gather_holdings,
+    join,
+    node_labels,
+)
 from localckpt.managers.recovery import Recovery, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
@@ -311,20 +316,27 @@ class BaseCheckpointManager(ABC):
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
-            why_nothing_loads(self._holdings, self.explain(), recovery.bad)
+            why_nothing_loads(
+                self._holdings, self.explain(), recovery.bad, node_labels(self._domains)
+            )
         )
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before."""
-        self._finish_copies()
-        self._shelf.close()
-        if self.repl_strategy is None:
-            self._strategy.close()
+        try:
+            self._finish_copies()
+        finally:
+            self._shelf.close()
+            if self.repl_strategy is None:
+                self._strategy.close()
 
     def __enter__(self) -> BaseCheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None and self._redundancy is not None:
+            # The other ranks may not come any more.
+            self._redundancy.cancel()
         self.close()
 
     @property
@@ -428,6 +440,7 @@ class BaseCheckpointManager(ABC):
 
     def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""
+        self._finish_copies()
         if save.durable is None:
             save.durable = time.monotonic()
         iteration, generation = save.identity.iteration, save.identity.generation

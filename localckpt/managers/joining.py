@@ -14,7 +14,7 @@ from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 
-__all__ = ["JOINING", "gather_explanation", "gather_holdings", "join"]
+__all__ = ["JOINING", "gather_explanation", "gather_holdings", "join", "node_labels"]
 
 JOINING = "join the job"
 """The phase in which the ranks meet; see :func:`join`."""
@@ -78,19 +78,27 @@ def gather_explanation(
     with Attempt() as looking:
         bad = shelf.bad_copies()
     gathered = agree(coordinator, "tell what cannot be used", looking, bad)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, domain in enumerate(domains):
-        ranks_of.setdefault(domain, []).append(rank)
     # Ranks of one node see the same files.
-    first = {
-        f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}": ranks[0]
-        for ranks in ranks_of.values()
-    }
+    first: dict[str, int] = {}
+    for rank, label in enumerate(node_labels(domains)):
+        first.setdefault(label, rank)
     return explain(
         {node: holdings[rank] for node, rank in first.items()},
         coordinator.world_size,
         {node: gathered[rank] for node, rank in first.items()},
     )
+
+
+def node_labels(domains: Sequence[str]) -> list[str]:
+    """For each rank what its node is called, by the ranks there."""
+    ranks_in: dict[str, list[int]] = {}
+    for rank, domain in enumerate(domains):
+        ranks_in.setdefault(domain, []).append(rank)
+    labels = {
+        domain: f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}"
+        for domain, ranks in ranks_in.items()
+    }
+    return [labels[domain] for domain in domains]
 
 
 def gather_holdings(

@@ -230,6 +230,7 @@ def why_nothing_loads(
     holdings: Mapping[int, Sequence[ShardRecord]],
     explanation: Explanation,
     unreadable: Sequence[tuple[ShardIdentity, int, str]],
+    nodes: Sequence[str],
 ) -> str:
     """For each shard where it was looked for, and what was wrong.
 
@@ -237,13 +238,14 @@ def why_nothing_loads(
         holdings: What is left, by rank.
         explanation: Of all nodes, with what was set aside.
         unreadable: From :attr:`Recovery.bad`.
+        nodes: For each rank what the explanation calls its node.
     """
     bad = [f"{node}: {text}" for node, texts in explanation.bad.items() for text in texts]
-    set_aside = {shard_named(text) for texts in explanation.bad.values() for text in texts}
+    set_aside = {(node, shard_named(text)) for node, t in explanation.bad.items() for text in t}
     bad += [
-        f"the node of rank {holder}: {shard}: {why}"
+        f"{nodes[holder]}: {shard}: {why}"
         for shard, holder, why in unreadable
-        if (shard.iteration, shard.rank, shard.generation) not in set_aside
+        if (nodes[holder], (shard.iteration, shard.rank, shard.generation)) not in set_aside
     ]
     return (
         f"there is no complete checkpoint to load: {describe_incomplete(holdings)}. Looked for on "

@@ -17,9 +17,11 @@ from localckpt.ids import CkptID, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import Checkpoint, held_shards
 from localckpt.managers.shelf import StagedShard
 from localckpt.managers.stored import StoreShelf
-from localckpt.replication.agreement import Attempt
+from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
+from localckpt.replication.retrieval import carry_out, new_name, ranks_of
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.replication.transport import HostTransport
 
 __all__ = ["Redundancy", "missing_copies"]
 
@@ -67,7 +69,7 @@ class Redundancy:
 
     Args:
         shelf: This rank's shards.
-        strategy: Moves images between ranks.
+        strategy: Says which ranks keep each other's shards.
         session_id: The training run.
         coordinator: The ranks of the job. Used by nobody else: it works behind other calls.
         keep: Writes a shard that has arrived.
@@ -87,16 +89,22 @@ class Redundancy:
         self._coordinator = coordinator
         self._keep = keep
         self._thread: threading.Thread | None = None
+        self._transport: HostTransport | None = None
         self.degraded = 0
         """How many shards of the newest checkpoint have fewer copies than asked for."""
 
     def restore(
         self,
         checkpoint: Checkpoint,
-        holdings: Mapping[int, Sequence[ShardRecord]],
+        holdings: dict[int, list[ShardRecord]],
         domains: Sequence[str],
     ) -> None:
         """Begin to make the copies that a checkpoint lacks; all ranks call it.
+
+        Args:
+            checkpoint: What was loaded.
+            holdings: What each rank's node holds; copies that are made are added to it.
+            domains: Each rank's failure domain.
 
         Raises:
             PeerLostError: A rank did not answer in time.
@@ -112,16 +120,20 @@ class Redundancy:
         )
         wanted: dict[int, list[CkptID]] = {}
         for owner, receivers in missing.items():
+            shard = checkpoint.shard(owner, self._session_id)
             for rank in receivers:
-                wanted.setdefault(rank, []).append(
-                    checkpoint.shard(owner, self._session_id).ckpt_id
-                )
+                wanted.setdefault(rank, []).append(shard.ckpt_id)
         plan = plan_exchange(held_shards(checkpoint, holdings), wanted)
+        try:
+            self._transport = self._connect(plan)
+        except CheckpointingException as error:
+            logger.warning("%d shards stay with fewer copies: %s", self.degraded, error)
+            return
+        # No daemon: the interpreter must not end while it is inside of gloo.
         self._thread = threading.Thread(
             target=self._make_copies,
-            args=(checkpoint, missing, plan),
+            args=(checkpoint, missing, plan, holdings, domains),
             name="localckpt-redundancy",
-            daemon=True,
         )
         self._thread.start()
 
@@ -142,31 +154,68 @@ class Redundancy:
             )
         self._thread = None
 
+    def cancel(self) -> None:
+        """Give up what is under way; :meth:`finish` then does not wait for other ranks."""
+        if self._thread is not None and self._thread.is_alive():
+            self._coordinator.stop_waiting()
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _connect(self, plan: ExchangePlan[CkptID]) -> HostTransport | None:
+        """Connect the ranks that take part, in the foreground.
+
+        Connecting blocks this process's client of the job's store, which training may need to
+        connect groups of its own.
+        """
+        coordinator = self._coordinator
+        transport = None
+        name = coordinator.all_gather("name the connections for copies", new_name())[0]
+        with Attempt() as connecting:
+            if coordinator.rank in (ranks := ranks_of(plan)):
+                transport = HostTransport.connect(
+                    name, ranks, coordinator.rank, coordinator.timeout_s
+                )
+        try:
+            agree(coordinator, "connect the ranks that make copies", connecting)
+        except BaseException:
+            if transport is not None:
+                transport.close()
+            raise
+        return transport
+
     def _make_copies(
-        self, checkpoint: Checkpoint, missing: Mapping[int, list[int]], plan: ExchangePlan[CkptID]
+        self,
+        checkpoint: Checkpoint,
+        missing: Mapping[int, list[int]],
+        plan: ExchangePlan[CkptID],
+        holdings: dict[int, list[ShardRecord]],
+        domains: Sequence[str],
     ) -> None:
         began = time.monotonic()
         nbytes = 0
         with Attempt() as copying:
             nbytes = self._copy(checkpoint, plan)
-        if copying.succeeded:
-            self._shelf.settle(checkpoint.iteration)
-        else:
-            self._shelf.take_back(checkpoint.iteration)
+        with Attempt() as tidying:
+            self._shelf.drop_unfinished(checkpoint.iteration)
+        if self._transport is not None:
+            self._transport.close()
         phase = f"restore the copies of iteration {checkpoint.iteration}"
         try:
-            told = self._coordinator.all_gather(phase, copying.told)
+            told = self._coordinator.all_gather(phase, copying.told or tidying.told)
         except CheckpointingException as error:
             logger.warning("%d shards stay with fewer copies: %s", self.degraded, error)
             return
+        _add_copies(checkpoint, missing, told, holdings, domains)
         self.degraded = sum(any(told[rank] for rank in ranks) for ranks in missing.values())
         if self.degraded:
+            # Ranks that failed together say the same.
+            why = "; ".join(dict.fromkeys(text for text in told if text))
             logger.warning(
                 "%d shards of iteration %d have fewer copies than asked for until the next save: "
                 "%s",
                 self.degraded,
                 checkpoint.iteration,
-                "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why),
+                why,
             )
             return
         logger.info(
@@ -182,10 +231,13 @@ class Redundancy:
         def identity(id_: CkptID) -> ShardIdentity:
             return checkpoint.shard(id_.rank, self._session_id)
 
-        received = self._strategy.retrieve_image(
+        received = carry_out(
+            self._coordinator,
             plan,
             lambda id_: self._shelf.open(identity(id_)),
             lambda id_, nbytes: self._shelf.make_room(identity(id_), nbytes),
+            self._coordinator.timeout_s,
+            self._transport,
         )
         nbytes = 0
         for id_ in received:
@@ -195,3 +247,24 @@ class Redundancy:
                 raise StorageError(f"{shard.identity} was written, and is not there")
             nbytes += shard.nbytes
         return nbytes
+
+
+def _add_copies(
+    checkpoint: Checkpoint,
+    missing: Mapping[int, list[int]],
+    told: Sequence[str | None],
+    holdings: dict[int, list[ShardRecord]],
+    domains: Sequence[str],
+) -> None:
+    """Add to the holdings what has come to the ranks that tell of no error."""
+    records = {record.identity: record for held in holdings.values() for record in held}
+    for owner, receivers in missing.items():
+        for receiver in (rank for rank in receivers if not told[rank]):
+            (record,) = (
+                record
+                for identity, record in records.items()
+                if identity == checkpoint.shard(owner, identity.session_id)
+            )
+            for rank, domain in enumerate(domains):
+                if domain == domains[receiver]:
+                    holdings[rank] = [*holdings[rank], record]

@@ -129,6 +129,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         Raises:
             CheckpointingException: The state holds something that cannot be saved.
         """
+        self._finish_copies()
         self._stored.warm_up(wrapped(state_dict), self._identity(0))
 
     def wait_staged(self) -> None:
@@ -145,7 +146,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
             CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
         """
         images = self._stored.image_nbytes
-        if not images:
+        if self.rank not in images:
             raise CheckpointingException(
                 "nothing is known of the state yet: call warm_up(state) or save() first"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,12 @@ from typing import Any
 
 import torch
 
-from localckpt.errors import CorruptShardError, MismatchError, StorageError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    StorageError,
+)
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.managers.guard import Guard
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
@@ -70,6 +76,8 @@ class StoreShelf(Shelf):
         self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
         self._streams = SideStreams(timeout_s)
         self._copies: list[CopiesUnderWay] = []
+        # Copies of a loaded checkpoint are begun in another thread.
+        self._lock = threading.Lock()
         self._begun: list[_Begun] = []
         self._arrival: Buffer | None = None
         self.image_nbytes: dict[int, int] = {}
@@ -91,7 +99,9 @@ class StoreShelf(Shelf):
     def warm_up(self, state: TensorAwareStateDict, like: ShardIdentity) -> None:
         """Lay out a state, and have the memory for it made in the background."""
         capture = self.planner.capture(state)
-        self.image_nbytes[like.rank] = nbytes = capture.nbytes(like)
+        nbytes = capture.nbytes(like)
+        with self._lock:
+            self.image_nbytes = {**self.image_nbytes, like.rank: nbytes}
         self.store.prepare(like.rank, nbytes, capture.gpu)
 
     def is_busy(self) -> bool:
@@ -160,11 +170,19 @@ class StoreShelf(Shelf):
 
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
-        self.wait_staged()
         failed = self._take_begun(iteration)
-        for begun in failed:
-            self.store.abandon(begun.buffer, begun.lease, begun.identity)
-        self.store.discard(begun.identity for begun in failed)
+        try:
+            # Memory that a GPU may still write to is neither freed nor used again.
+            self._streams.synchronize()
+            for begun in failed:
+                self.store.abandon(begun.buffer, begun.lease, begun.identity)
+        finally:
+            self.store.discard(begun.identity for begun in failed)
+
+    def drop_unfinished(self, iteration: int) -> None:
+        """Give back what was begun for shards of an iteration; those that are written stay."""
+        for begun in self._take_begun(iteration):
+            self.store.drop_unfinished(begun.buffer, begun.lease, begun.identity)
 
     def open(self, identity: ShardIdentity) -> ShardSource:
         return self.store.open(identity)
@@ -205,7 +223,11 @@ class StoreShelf(Shelf):
             logger.warning("%s is good here, but not when it was %s", identity, why)
 
     def close(self) -> None:
-        self.wait_staged()
+        try:
+            self.wait_staged()
+        except CheckpointingException as error:
+            # A GPU that hangs must not keep the store from being left.
+            logger.error("%s", error)
         self._guard.close()
         self._sealer.shutdown()
         self._copier.close()
@@ -224,13 +246,15 @@ class StoreShelf(Shelf):
         # A load that failed may have left it.
         self._forget_arrival()
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
-        self.image_nbytes[identity.rank] = nbytes
-        self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
+        with self._lock:
+            self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}
+            self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 
     def _take_begun(self, iteration: int) -> list[_Begun]:
-        taken = [b for b in self._begun if b.identity.iteration == iteration]
-        self._begun = [b for b in self._begun if b.identity.iteration != iteration]
+        with self._lock:
+            taken = [b for b in self._begun if b.identity.iteration == iteration]
+            self._begun = [b for b in self._begun if b.identity.iteration != iteration]
         return taken
 
 

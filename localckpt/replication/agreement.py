@@ -69,11 +69,19 @@ def agree(
     """
     failure = attempt.failure
     usual_s = coordinator.timeout_s
+
+    def joint_error(records: list[Any]) -> CheckpointingException | None:
+        told = zip(coordinator.global_ranks, records, strict=True)
+        failures = {rank: described for rank, (described, _) in told if described is not None}
+        return _joint_error(phase, failures) if failures else None
+
     if failure is not None:
         coordinator.timeout_s = min(usual_s, grace_s)
     try:
         records = coordinator.all_gather(
-            phase, [_describe(failure), payload if failure is None else None]
+            phase,
+            [_describe(failure), payload if failure is None else None],
+            too_late=joint_error,
         )
     except PeerLostError as lost:
         if failure is None:
@@ -81,13 +89,8 @@ def agree(
         raise PeerLostError(f"could not {phase}: {failure} Also: {lost}") from failure
     finally:
         coordinator.timeout_s = usual_s
-    failures = {
-        rank: told
-        for rank, (told, _) in zip(coordinator.global_ranks, records, strict=True)
-        if told is not None
-    }
-    if failures:
-        raise _joint_error(phase, failures) from failure
+    if failed := joint_error(records):
+        raise failed from failure
     return [payload for _, payload in records]
 
 

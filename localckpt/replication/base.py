@@ -6,26 +6,23 @@ into images and back at the edge.
 
 from __future__ import annotations
 
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from localckpt.coordination import Coordinator
-from localckpt.errors import CheckpointingException
 from localckpt.ids import CkptID, Generation, ShardIdentity
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.replication.agreement import Attempt
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.transport import HostTransport
+from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.source import MemorySource, ShardSource
 
-__all__ = ["Accept", "ReplicationStrategy", "as_asked", "new_name"]
+__all__ = ["Accept", "ReplicationStrategy"]
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
@@ -162,45 +159,7 @@ class ReplicationStrategy(ABC):
             PeerLostError: A rank did not come, or broke off.
             CheckpointingException: What went wrong on some rank, the same on all of them.
         """
-        if not plan.transfers:
-            return []
-        everyone = self._world()
-        rank = everyone.rank
-        with ExitStack() as opened:
-            sources: dict[IdT, ShardSource] = {}
-            with Attempt() as opening:
-                for id_ in dict.fromkeys(entry.id_ for entry in plan.sends(rank)):
-                    sources[id_] = open_source(id_)
-                    opened.callback(sources[id_].close)
-            sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-            offers = agree(everyone, "open shards for other ranks", opening, [sizes, new_name()])
-            views: list[tuple[int, memoryview]] = []
-            with Attempt() as accepting:
-                announced = {sender: iter(sizes) for sender, (sizes, _) in enumerate(offers)}
-                for entry in plan.transfers:
-                    nbytes = next(announced[entry.sender])
-                    if entry.receiver == rank:
-                        view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
-                        views.append((entry.sender, view))
-            agree(everyone, "make room for shards of other ranks", accepting)
-            with Attempt() as exchanging:
-                ranks = sorted({r for e in plan.transfers for r in (e.sender, e.receiver)})
-                if rank in ranks:
-                    # Senders of many start with different receivers.
-                    sends = sorted(
-                        plan.sends(rank), key=lambda entry: (entry.receiver - rank) % len(offers)
-                    )
-                    transport = HostTransport.connect(offers[0][1], ranks, rank, self.timeout_s)
-                    opened.callback(transport.close)
-                    transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
-            # Others may be in the middle of theirs, and go on together with this rank.
-            agree(
-                everyone,
-                "bring shards to the ranks that lack them",
-                exchanging,
-                grace_s=self.timeout_s,
-            )
-        return [entry.id_ for entry in plan.receives(rank)]
+        return carry_out(self._world(), plan, open_source, accept, self.timeout_s)
 
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
@@ -255,21 +214,6 @@ class ReplicationStrategy(ABC):
             image, expect=self._identity(id_), map_location=self.target_device
         )
         return state
-
-
-def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
-    """What ``accept`` gave, as bytes; refused if it does not fit."""
-    if view.nbytes != nbytes or view.readonly:
-        raise CheckpointingException(
-            f"the memory for shard {id_} must be writable and have {nbytes} bytes, "
-            f"not {view.nbytes}"
-        )
-    return view.cast("B")
-
-
-def new_name() -> str:
-    """A name that no connections of this job have had."""
-    return uuid.uuid4().hex
 
 
 class _Unheld(str):

@@ -140,6 +140,11 @@ class HostTransport:
                 raise ledger.explain(first) from first.__cause__
             raise first
 
+    def abort(self) -> None:
+        """End an exchange that is under way in another thread, with an error there."""
+        if self._connections is not None:
+            self._disconnect()
+
     def close(self) -> None:
         # Connections of our own end with the last reference; a caller's group is the caller's.
         self._connections = None

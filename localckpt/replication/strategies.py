@@ -18,13 +18,14 @@ from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
 from localckpt.replication.agreement import GRACE_S, Attempt, agree
-from localckpt.replication.base import Accept, ReplicationStrategy, as_asked, new_name
+from localckpt.replication.base import Accept, ReplicationStrategy
 from localckpt.replication.groups import (
     GroupWrapper,
     check_failure_domains,
     default_replication_jump,
     parse_group_sequence,
 )
+from localckpt.replication.retrieval import as_asked, new_name
 from localckpt.replication.transport import HostTransport, Transport, choose_transport
 from localckpt.state_dict.source import ShardSource
 

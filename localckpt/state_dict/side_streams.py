@@ -6,6 +6,7 @@ nobody changes the tensors before the copies are over.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from localckpt.state_dict.host_memory import memory_at
 from localckpt.state_dict.tensor_table import copy_values
 
 __all__ = ["CopiesUnderWay", "Landing", "SideStreams", "copy_to_host"]
+
+logger = logging.getLogger(__name__)
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00002, 0.001
 
@@ -122,8 +125,12 @@ class Landing:
         """This thread's room; what it holds may be overwritten once :meth:`copy` has returned."""
         if not hasattr(self._mine, "room"):
             # Allocated by torch, which keeps what it has locked for the next time.
-            pinned = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=bool(self._begun))
-            self._mine.room = pinned
+            try:
+                room = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=bool(self._begun))
+            except RuntimeError as error:
+                logger.warning("no memory can be locked, so copies are slower: %s", error)
+                room = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._mine.room = room
         return memory_at(self._mine.room.data_ptr(), self._nbytes)
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, memoryview]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _WHY, _WHY_NBYTES = "user.localckpt.why", 1000
 def set_aside(path: Path, why: str) -> None:
     """Rename a bad file, so that it is not found again but can be looked at."""
     aside = Path(f"{path}{CORRUPT}")
+    if aside.exists():
+        # A shard that got a new copy, which is bad too.
+        aside = Path(f"{path}.{secrets.token_hex(4)}{CORRUPT}")
     try:
         os.rename(path, aside)
     except FileNotFoundError:
@@ -30,7 +34,9 @@ def set_aside(path: Path, why: str) -> None:
         logger.warning("%s is set aside as *%s: %s", path, CORRUPT, why)
         # Not every file system has attributes, and the log has it in any case.
         with suppress(OSError):
-            os.setxattr(aside, _WHY, why.encode()[:_WHY_NBYTES], follow_symlinks=False)
+            os.setxattr(
+                aside, _WHY, why.encode(errors="replace")[:_WHY_NBYTES], follow_symlinks=False
+            )
 
 
 def why_set_aside(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Looks at a store from outside, while a job uses it or long after: nothing is changed, or locked.
 
 Files come, go and are recycled meanwhile. What was read of one counts only if it still has its name
-afterwards: a file that a job lets go loses its name first, and names are never used again.
+afterwards, and is the same file: one that a job lets go loses its name first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from localckpt.storage.names import (
     TOKEN_NAME,
     session_of,
 )
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, Running
 
 __all__ = [
     "Fault",
@@ -140,10 +140,10 @@ class SessionFolder:
         Raises:
             StorageError: A directory cannot be read.
         """
+        running = Running()
         found = []
         for folder in _folders(self.folder):
-            owner = _owner_of(folder)
-            is_live = owner is not None and owner.is_alive()
+            is_live = _owner_of(folder) in running
             for ending, kind in _ENDINGS.items():
                 for path in _files(folder, ending):
                     status = _status(path)
@@ -206,13 +206,14 @@ def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
 
     Those of other users are left out, unless this is root.
     """
+    running = Running()
     found = []
     for path in sorted(shared_memory.glob(f"{STAGING_PREFIX}*")):
         owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
         status = _status(path)
         if owner is None or status is None or os.geteuid() not in (0, status.st_uid):
             continue
-        found.append(Leftover(path, status.st_size, "staging", owner.is_alive()))
+        found.append(Leftover(path, status.st_size, "staging", owner in running))
     return found
 
 

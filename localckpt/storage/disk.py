@@ -14,7 +14,7 @@ from localckpt.ids import ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, STAGING_PREFIX
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, Running
 from localckpt.storage.pool import BufferPool
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
 from localckpt.storage.store import Store
@@ -107,6 +107,12 @@ class DiskStore(Store):
         if buffer.in_use and buffer.lease == lease:
             self._pool.drop(buffer)
 
+    def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
+        if buffer.in_use and buffer.lease == lease:
+            buffer.give_back()
+        with storage_errors("clean up", self.folder):
+            self._dirty(identity).unlink(missing_ok=True)
+
     @property
     def staging_nbytes(self) -> int:
         """Bytes of all staging buffers."""
@@ -124,9 +130,10 @@ class DiskStore(Store):
         return SharedBuffer(self._shared_memory / name, nbytes)
 
     def _remove_orphaned_buffers(self) -> None:
+        running = Running()
         for path in self._shared_memory.glob(f"{STAGING_PREFIX}*"):
             owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
-            if owner is None or owner.is_alive():
+            if owner is None or owner in running:
                 continue
             # Other ranks that start now remove the same files.
             with contextlib.suppress(FileNotFoundError):

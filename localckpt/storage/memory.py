@@ -136,6 +136,13 @@ class MemoryStore(Store):
         self._path(identity).unlink(missing_ok=True)
         buffer.close()
 
+    def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
+        if buffer.in_use:
+            self._staged.pop(identity, None)
+            buffer.close()
+            with storage_errors("clean up", self.folder):
+                self._dirty(identity).unlink(missing_ok=True)
+
     @property
     def staging_nbytes(self) -> int:
         """Bytes of all files that this process has mapped."""

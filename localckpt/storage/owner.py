@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Owner"]
+__all__ = ["Owner", "Running"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,8 @@ class Owner:
         return owner
 
     def is_alive(self) -> bool:
-        """Whether the process still runs, be it in a container of this node with pids of its own.
-
-        From inside a container, processes outside of it cannot be seen.
-        """
-        if self.boot != _boot():
-            return False
-        return Owner.of(self.pid) == self or self in _contained()
+        """Whether the process still runs, among those that share pids with this one."""
+        return Owner.of(self.pid) == self
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -61,6 +56,26 @@ class Owner:
 
     def __str__(self) -> str:
         return f"{self.boot}-{self.pid}-{self.started}"
+
+
+class Running:
+    """The owners that run on this node, be it in a container with pids of its own.
+
+    From inside a container, processes outside of it cannot be seen. Containers are looked at once,
+    and only when some owner is not found outside of them.
+    """
+
+    def __init__(self) -> None:
+        self._contained: frozenset[Owner] | None = None
+
+    def __contains__(self, owner: Owner | None) -> bool:
+        if owner is None or owner.boot != _boot():
+            return False
+        if owner.is_alive():
+            return True
+        if self._contained is None:
+            self._contained = frozenset(_contained())
+        return owner in self._contained
 
 
 def _boot() -> str:

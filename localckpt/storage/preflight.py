@@ -6,7 +6,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from localckpt.errors import StorageError
@@ -67,13 +67,14 @@ def file_system(path: Path) -> str:
 
 
 def check_room(
-    folder: Path, there: Collection[Path], images: Collection[int], checkpoints: int, ranks: int
+    folder: Path, there: Mapping[int, int], images: Collection[int], checkpoints: int, ranks: int
 ) -> None:
     """Compare what a rank is going to keep with what its file system has.
 
     Args:
         folder: Where it keeps it.
-        there: Files that its saves will use again.
+        there: What the session has there by now, of all ranks: bytes by inode. Saves use it again,
+            or remove it.
         images: Sizes of the images that it keeps of each checkpoint, in bytes.
         checkpoints: How many there will be at once.
         ranks: How many ranks of the job share the file system; if they save as much together as
@@ -84,9 +85,9 @@ def check_room(
     """
     with storage_errors("look at", folder):
         status = os.statvfs(folder)
-        own_nbytes = sum(path.stat().st_blocks * 512 for path in there if path.exists())
     needed, files = checkpoints * sum(images), checkpoints * len(images)
     free = status.f_bavail * status.f_frsize
+    had = sum(there.values())
     # Some file systems have no fixed number of files, and say 0.
     if status.f_files and files > len(there) + status.f_favail:
         raise StorageError(
@@ -94,13 +95,13 @@ def check_room(
             f"{len(images)} shards will be kept there: remove files, or choose a file system with "
             f"more inodes. Checkpoints saved before are as they were"
         )
-    if needed > free + own_nbytes:
+    if needed > free + had:
         raise StorageError(
             f"{folder} has {free / 1e6:.1f} MB free, and {checkpoints} checkpoints of "
             f"{sum(images) / 1e6:.1f} MB will be there at once: free space, lower keep_last, or "
             f"choose a larger directory. Checkpoints saved before are as they were"
         )
-    if ranks * (needed - own_nbytes) > free:
+    if ranks * needed > free + had:
         logger.warning(
             "%s has %.1f MB free: if all %d ranks of this node keep %d checkpoints of %.1f MB, "
             "there is no room for the last",

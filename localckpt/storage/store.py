@@ -14,6 +14,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ from localckpt.storage.names import (
     session_name,
     shard_name,
 )
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, Running
 from localckpt.storage.preflight import check_room
 from localckpt.storage.write import Digests, ShardWrite, sync_folder
 
@@ -54,6 +55,7 @@ __all__ = ["Store"]
 
 logger = logging.getLogger(__name__)
 
+_IMAGES = (SHARD, SPARE, DIRTY)
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
 _POLL_S = 0.05
@@ -143,6 +145,14 @@ class Store(ABC):
             buffer: From :meth:`stage`.
             lease: Its lease at that time; a later save may have taken it since.
             identity: The shard it was staged for.
+        """
+
+    @abstractmethod
+    def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
+        """Take memory back from a shard that nobody is writing any more, and what is unfinished.
+
+        A shard of this identity that is committed stays, whenever it was. Arguments as for
+        :meth:`abandon`.
         """
 
     def scan(self) -> list[ShardRecord]:
@@ -256,9 +266,8 @@ class Store(ABC):
 
     def images(self) -> list[Path]:
         """Files of this rank's folder that hold an image, will hold one, or did."""
-        endings = (SHARD, SPARE, DIRTY)
         with storage_errors("read", self.folder):
-            return [path for path in self.folder.iterdir() if path.name.endswith(endings)]
+            return [path for path in self.folder.iterdir() if path.name.endswith(_IMAGES)]
 
     def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
         """Compare what is going to be kept with what there is; see :func:`preflight.check_room`.
@@ -266,7 +275,20 @@ class Store(ABC):
         Raises:
             StorageError: There is no room for what this rank alone will keep.
         """
-        check_room(self.folder, self.images(), images, checkpoints, ranks)
+        # Twice, since a file that is renamed meanwhile may be missed.
+        there = {**self._nbytes_by_inode(), **self._nbytes_by_inode()}
+        check_room(self.folder, there, images, checkpoints, ranks)
+
+    def _nbytes_by_inode(self) -> dict[int, int]:
+        """The disk space of all files of the session with images, or room for them."""
+        found = {}
+        with storage_errors("read", self._session):
+            for path in self._session.glob("*/*"):
+                if path.name.endswith(_IMAGES):
+                    with suppress(FileNotFoundError):
+                        status = path.lstat()
+                        found[status.st_ino] = status.st_blocks * 512
+        return found
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
@@ -348,7 +370,7 @@ class Store(ABC):
     def _take_folder(self, timeout_s: float) -> None:
         owner = _owner_of(self.folder)
         deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
-        while owner is not None and owner != self._owner and owner.is_alive():
+        while owner is not None and owner != self._owner and owner in Running():
             if time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 continue
@@ -357,9 +379,10 @@ class Store(ABC):
                 f"end it, or give this job another session_id or directory"
             )
         # All folders, because the rank of a dead process may start on another node now.
+        running = Running()
         for entry in os.scandir(self._session):
             if entry.is_dir(follow_symlinks=False):
-                _remove_leftovers(Path(entry.path))
+                _remove_leftovers(Path(entry.path), running)
         (self.folder / OWNER_NAME).write_text(str(self._owner))
 
 
@@ -368,9 +391,8 @@ def _owner_of(folder: Path) -> Owner | None:
     return Owner.parse(path.read_text(errors="replace")) if path.exists() else None
 
 
-def _remove_leftovers(folder: Path) -> None:
-    owner = _owner_of(folder)
-    if owner is not None and owner.is_alive():
+def _remove_leftovers(folder: Path, running: Running) -> None:
+    if _owner_of(folder) in running:
         return
     for leftover in folder.glob(f"*{DIRTY}"):
         logger.info("removing %s, which a process that is gone left behind", leftover)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,17 @@ from localckpt.errors import StorageError
 from localckpt.ids import Generation, ShardRecord
 from localckpt.managers.coverage import Checkpoint
 from localckpt.managers.redundancy import missing_copies
-from tests.managers.jobs import KINDS, MAX_S, cliques, files, make_manager, resume, state_of
+from tests.managers.jobs import (
+    KINDS,
+    MAX_S,
+    cliques,
+    error_of,
+    files,
+    make_manager,
+    reads_fail,
+    resume,
+    state_of,
+)
 from tests.ranks import DeadRank, node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
@@ -221,3 +232,157 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
             if receivers and domains[owner] not in have:
                 assert receivers[0] == owner
     assert set(missing) <= {rank for group in groups for rank in group}
+
+
+def _read_fails_once(rank: int, world_size: int) -> tuple[list[str], list[str], int]:
+    with cliques(1, 2) as repl, _Refusing(node_store(), "job", repl, timeout=MAX_S) as manager:
+        assert manager.find_latest() == 3
+        own = next(Path(node_store()).rglob(f"000000000003.{rank}.*"))
+        before = files(node_store())
+        with reads_fail(own) if rank == 0 else nullcontext():
+            manager.load()
+            manager.close()
+        return before, files(node_store()), manager.degraded
+
+
+@pytest.mark.fault("refused-io")
+def test_a_good_copy_that_could_not_be_read_once_stays_when_making_it_again_fails(
+    can_attach: None, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+
+    told = run_ranks(_read_fails_once, 2, store_per_node=nodes)
+
+    for before, after, degraded in told:
+        assert after == before
+        assert degraded == 1
+    told = run_ranks(_restart, 2, "disk", 1, 2, store_per_node=nodes)
+    assert told == [("own node", 0, 0)] * 2
+
+
+def _load_twice(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        inodes = []
+        for _ in range(2):
+            resume(manager, rank, 3)
+            _await_copies(manager)
+            shards = sorted(Path(node_store()).rglob("*.safetensors"))
+            inodes.append([path.stat().st_ino for path in shards])
+    return inodes[0], inodes[1]
+
+
+def test_a_second_load_makes_no_copy_that_is_there(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    told = run_ranks(_load_twice, 2, store_per_node=nodes)
+
+    for first, second in told:
+        assert len(first) == 2
+        assert second == first
+
+
+def _two_tiers(rank: int, world_size: int, memory: list[Path]) -> list[int]:
+    with (
+        cliques(1, 2) as repl,
+        make_manager("disk", node_store(), "job", repl) as on_disk,
+        make_manager("memory", memory[rank], "job", repl) as in_memory,
+    ):
+        for manager in (on_disk, in_memory):
+            if manager.find_latest() == -1:
+                manager.save(state_of(rank, 3), 3)
+            else:
+                manager.load()
+        for manager in (on_disk, in_memory):
+            _await_copies(manager)
+        return [on_disk.degraded, in_memory.degraded]
+
+
+def test_two_managers_that_share_a_strategy_make_their_copies_at_once(
+    node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes, memory = node_dirs(2), shm_roots(2)
+    run_ranks(_two_tiers, 2, memory, store_per_node=nodes)
+    _empty(nodes[0])
+    _empty(memory[0])
+
+    told = run_ranks(_two_tiers, 2, memory, store_per_node=nodes)
+
+    assert told == [[0, 0]] * 2
+    assert len(files(*nodes)) == len(files(*memory)) == 4
+
+
+def _leave_with_an_error(rank: int, world_size: int) -> float:
+    repl = cliques(1, 2, timeout_s=60.0)
+    manager = _Dying(node_store(), "job", repl, timeout=60.0)
+    resume(manager, rank, 3)
+    began = time.monotonic()
+    try:
+        with manager:
+            # The other rank is dead by then.
+            time.sleep(2.0)
+            raise ValueError("the training failed")
+    except ValueError:
+        repl.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.fault("interrupted")
+def test_an_error_of_the_training_is_not_held_up_by_copies_that_wait_for_a_peer(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    _, seconds = run_ranks(_leave_with_an_error, 2, store_per_node=nodes, expect_dead=[0])
+
+    assert seconds < 20.0
+
+
+def _leave_without_close(rank: int, world_size: int) -> None:
+    repl = cliques(1, 2)
+    manager = make_manager("disk", node_store(), "job", repl)
+    assert manager.find_latest() == 3
+    manager.load()
+
+
+def _save_large(rank: int, world_size: int) -> None:
+    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        manager.save(state_of(rank, 3, 64 << 20), 3)
+
+
+@pytest.mark.fault("interrupted")
+def test_a_process_that_ends_meanwhile_ends_well_and_leaves_whole_copies_or_none(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save_large, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    # A rank that ends by a signal fails this.
+    run_ranks(_leave_without_close, 2, store_per_node=nodes)
+
+    assert not [name for name in files(*nodes) if name.endswith((".dirty", ".corrupt"))]
+    for path in nodes[0].rglob("*.safetensors"):
+        assert path.read_bytes() == next(nodes[1].rglob(path.name)).read_bytes()
+
+
+def _plan_after_replicas_only(rank: int, world_size: int) -> str:
+    with cliques(1, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        resume(manager, rank, 3)
+        _await_copies(manager)
+        return error_of(manager.memory_plan)
+
+
+def test_the_plan_of_memory_needs_to_know_this_ranks_state(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
+    for node, replica in ((nodes[0], 1), (nodes[1], 0)):
+        next(node.rglob(f"000000000003.{replica}.*")).unlink()
+
+    told = run_ranks(_plan_after_replicas_only, 2, store_per_node=nodes)
+
+    assert all("nothing is known of the state yet" in text for text in told)

@@ -13,7 +13,8 @@ import torch
 import localckpt
 from localckpt.errors import SaveFailedError, StorageError
 from localckpt.storage.preflight import file_system, try_out
-from tests.managers.jobs import assert_same, files
+from tests.managers.jobs import assert_same, files, iterations_on
+from tests.ranks import node_store, run_ranks
 
 MIB = 1 << 20
 
@@ -111,3 +112,23 @@ def test_memory_that_is_a_disk_is_said(tmp_path: Path, caplog: pytest.LogCapture
         pass
 
     assert "which is not memory" in caplog.text
+
+
+def _save_some(rank: int, world_size: int, iterations: list[int]) -> None:
+    with localckpt.LocalCheckpointManager(node_store(), keep_last=2) as manager:
+        manager.find_latest()
+        for iteration in iterations:
+            manager.save(state(3 * MIB), iteration)
+
+
+@pytest.mark.fault("moved-ranks")
+def test_what_a_rank_left_that_runs_elsewhere_now_is_not_counted_as_taken(
+    small_disk: Callable[[str], Path],
+) -> None:
+    nodes = [small_disk("size=14m") for _ in range(2)]
+    run_ranks(_save_some, 2, [1, 2], store_per_node=nodes)
+
+    # Two old checkpoints of the other rank are there, which make room as saves complete.
+    run_ranks(_save_some, 2, [3, 4, 5], store_per_node=nodes[::-1])
+
+    assert iterations_on(*nodes) == {4, 5}

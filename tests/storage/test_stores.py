@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import CorruptShardError, StorageError
+from localckpt.storage.aside import why_set_aside
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     another_process,
@@ -281,6 +282,19 @@ def test_a_shard_that_is_set_aside_is_kept_but_not_found(node: Node) -> None:
     assert file.with_name(f"{file.name}.corrupt").read_bytes() == content
     with pytest.raises(StorageError, match="does not hold"):
         store.open(identity(1))
+
+
+def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node) -> None:
+    store = node()
+    for n, why in enumerate(("the first", "the second")):
+        save(store, identity(1), 1000 + n)
+        store.set_aside(identity(1), why)
+
+    aside = sorted(store.folder.glob("*.corrupt"))
+
+    assert len(aside) == 2
+    assert sorted(map(why_set_aside, aside)) == ["the first", "the second"]
+    assert [told.partition(": ")[2] for told in store.bad_copies()] == [*map(why_set_aside, aside)]
 
 
 @pytest.mark.fault("flipped-bit")

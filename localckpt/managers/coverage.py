@@ -72,7 +72,7 @@ def complete_checkpoints(holdings: Mapping[int, Sequence[ShardRecord]]) -> list[
     Args:
         holdings: What each rank's node holds.
     """
-    found = [c for c, ranks in _owners(holdings).items() if ranks >= set(range(c.world_size))]
+    found = [c for c, ranks in _owners(holdings).items() if len(ranks) == c.world_size]
     return sorted(found, key=lambda c: c.version, reverse=True)
 
 
@@ -80,7 +80,7 @@ def describe_incomplete(holdings: Mapping[int, Sequence[ShardRecord]]) -> str:
     """One line for each checkpoint that lacks shards, the newest first."""
     lines = []
     for checkpoint, ranks in sorted(_owners(holdings).items(), key=lambda item: item[0].version):
-        gone = sorted(set(range(checkpoint.world_size)) - ranks)
+        gone = [rank for rank in range(checkpoint.world_size) if rank not in ranks]
         if gone:
             lines.append(
                 f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "

@@ -47,6 +47,8 @@ RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
 # The limit of the safetensors library, which must be able to open the file.
 _MAX_HEADER_NBYTES = 100_000_000
+# Of each number in an identity, at most.
+_DIGITS = 19
 # Far above any job.
 _MOST_RANKS = 1 << 20
 # Room that the figures which change at every save may grow into without moving the data.
@@ -88,6 +90,11 @@ def render_header(
     Raises:
         MismatchError: There are more tensors than a header of the format can describe.
     """
+    numbers = (*identity.generation, identity.iteration, identity.rank, identity.world_size)
+    if max(numbers) >= 10**_DIGITS:
+        raise MismatchError(
+            f"{identity} cannot be saved: one of its numbers has more than {_DIGITS} digits"
+        )
     metadata = json.dumps(
         {
             "format": FORMAT_VERSION,
@@ -234,9 +241,13 @@ def _identity_of(metadata: Any) -> ShardIdentity:
     texts = [metadata.get(name) for name in names]
     session = metadata.get("session")
     if not isinstance(session, str) or not all(
-        isinstance(t, str) and t.isascii() and t.isdigit() and len(t) < 20 for t in texts
+        isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= _DIGITS for t in texts
     ):
         _refuse("its metadata does not say which shard it is")
+    try:
+        session.encode()
+    except UnicodeEncodeError as error:
+        _refuse(f"its session {session!r} is no text", error)
     epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
     # Whoever looks for the shards of all ranks counts up to it.
     if not rank < world_size <= _MOST_RANKS:

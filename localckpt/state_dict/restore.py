@@ -98,7 +98,10 @@ class ImageReader:
             }
         else:
             bases = self._make_bases(entries, map_location)
-            tensors = [_make_tensor(entry, bases) for entry in entries]
+            try:
+                tensors = [_make_tensor(entry, bases) for entry in entries]
+            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+                raise CorruptShardError(f"a tensor cannot be made: {error}") from error
         self._fill(bases)
         return insert_tensors(skeleton, _tensor_by_number(tensors), self._allowed)
 

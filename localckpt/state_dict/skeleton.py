@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.state_dict.pickle_limits import check_opcodes
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 __all__ = ["check_names", "insert_tensors", "take_tensors"]
@@ -52,6 +53,7 @@ def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals) -> None:
         UnsafeGlobalError: It names a class or function that is not allowed.
         CorruptShardError: It is not a skeleton.
     """
+    check_opcodes(skeleton)
     _load(_NamesOnly(io.BytesIO(skeleton), lambda _: _Inert(), allowed))
 
 
@@ -119,7 +121,10 @@ class _SkeletonUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._allowed.find(module, name)
+        found = self._allowed.find(module, name)
+        if found is torch._utils._rebuild_sparse_tensor:
+            return _rebuild_sparse_tensor
+        return found
 
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not int:
@@ -127,10 +132,47 @@ class _SkeletonUnpickler(pickle.Unpickler):
         return self._tensor(pid)
 
 
+# A pickle names these as classes of arrays and factories, and calls none of them: called with what
+# a forged one gives, they take memory without end, or bytes for pointers.
+_NEVER_CALLED = frozenset(
+    {
+        *("builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float"),
+        *("builtins.str", "builtins.bytes", "builtins.bool", "builtins.set"),
+        *("builtins.frozenset", "numpy.ndarray"),
+    }
+)
+# These are called with containers and text that stand in the pickle, never with other objects.
+_CALLED_WITH_LITERALS = frozenset(
+    {
+        *("collections.OrderedDict", "collections.defaultdict", "collections.Counter"),
+        *("collections.deque", "torch.Size", "fractions.Fraction", "decimal.Decimal"),
+    }
+)
+
+
+def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
+    """As torch's, but an index outside of the tensor is an error."""
+    if layout == torch.sparse_coo:
+        indices, values, size, *coalesced = data
+        is_coalesced = coalesced[0] if coalesced else None
+        return torch.sparse_coo_tensor(
+            indices, values, size, check_invariants=True, is_coalesced=is_coalesced
+        )
+    compressed, plain, values, size = data
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=layout, check_invariants=True
+    )
+
+
 class _NamesOnly(_SkeletonUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         super().find_class(module, name)
-        return _Inert
+        full_name = f"{module}.{name}"
+        if full_name in _NEVER_CALLED:
+            return _NeverCalled
+        if full_name == "fractions.Fraction":
+            return _InertFraction
+        return _OfLiterals if full_name in _CALLED_WITH_LITERALS else _Inert
 
 
 class _Inert:
@@ -156,6 +198,26 @@ class _Inert:
 
     def add(self, item: Any) -> None:
         pass
+
+
+class _NeverCalled(_Inert):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise CorruptShardError("the skeleton calls a class that a pickle never calls")
+
+
+class _OfLiterals(_Inert):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, _Inert) for value in args):
+            raise CorruptShardError("the skeleton makes a value in a way that no pickle does")
+        return object.__new__(cls)
+
+
+class _InertFraction(_OfLiterals):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Text with an exponent could name a number that takes for ever to write out.
+        if any(isinstance(value, str) and "e" in value.lower() for value in args):
+            raise CorruptShardError("the skeleton makes a fraction in a way that no pickle does")
+        return super().__new__(cls, *args, **kwargs)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

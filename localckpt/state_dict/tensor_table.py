@@ -109,12 +109,14 @@ def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
     """
     try:
         return tuple(_parse_row(row) for row in json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CorruptShardError(f"the table of tensors cannot be read: {error}") from error
 
 
 def _parse_row(row: list[Any]) -> TableEntry:
     slot, dtype, shape, device, kind, requires_grad, view = row
+    if not all(isinstance(t, str) for t in (dtype, device, kind, "" if slot is None else slot)):
+        raise ValueError(f"a row is {row}")
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"a shape is {shape}")
     if view is not None:

@@ -251,7 +251,8 @@ class _MappedFile(Buffer):
             path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read
         )
         self.view = memoryview(self._map)[:nbytes]
-        os.truncate(path, nbytes)
+        with storage_errors("reserve shared memory in", path):
+            os.truncate(path, nbytes)
 
     def __reduce__(self) -> tuple[Callable[..., _MappedFile], tuple[Path, int]]:
         return _attach, (self._path, self._nbytes)

@@ -56,7 +56,8 @@ def try_out(folder: Path, suffix: str) -> bool:
 
 def file_system(path: Path) -> str:
     """The kind of file system that a path is on, as mount names it; empty if it is not known."""
-    device = os.stat(path).st_dev
+    with storage_errors("look at", path):
+        device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:

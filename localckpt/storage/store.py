@@ -7,10 +7,12 @@ name and becoming spares, which later saves overwrite.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import secrets
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
@@ -28,6 +30,7 @@ from localckpt.errors import (
 )
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity
+from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
@@ -202,6 +205,7 @@ class Store(ABC):
                 go with this rank's.
         """
         adopted = {self._session / str(rank) for rank in adopted_ranks}
+        adopted = {folder for folder in adopted if not folder.is_symlink()}
         for identity, path in list(self._shards.items()):
             if identity.version >= older_than:
                 continue
@@ -242,8 +246,9 @@ class Store(ABC):
         epochs = [identity.generation.epoch for identity in self._shards]
         with storage_errors("read", self._session):
             for path in self._session.glob(f"*/{EPOCH_NAME}"):
-                text = path.read_text(errors="replace")
-                if text.isdecimal():
+                text = _read_small(path)
+                # Longer than any header can have.
+                if text.isdecimal() and text.isascii() and len(text) < 19:
                     epochs.append(int(text))
         return max(epochs, default=0)
 
@@ -252,7 +257,8 @@ class Store(ABC):
         path = self.folder / EPOCH_NAME
         fresh = path.with_suffix(".new")
         with storage_errors("write", fresh):
-            with open(fresh, "w") as file:
+            fresh.unlink(missing_ok=True)
+            with open(fresh, "x") as file:
                 file.write(str(epoch))
                 file.flush()
                 os.fsync(file.fileno())
@@ -308,6 +314,13 @@ class Store(ABC):
         """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
         for path in sorted(self.folder.glob(f"*{SPARE}")):
             try:
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                    # It has another name, a backup's perhaps, under which it must not change.
+                    path.unlink()
+                    continue
+                if stat.S_ISFIFO(status.st_mode):
+                    continue
                 os.rename(path, self._dirty(identity))
             except FileNotFoundError:
                 continue
@@ -360,7 +373,7 @@ class Store(ABC):
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(fresh, path)
-        token = path.read_text(errors="replace").strip()
+        token = _read_small(path).strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
             raise StorageError(
                 f"{path} does not hold a node's name: remove it if nobody else uses {self.root}"
@@ -383,12 +396,31 @@ class Store(ABC):
         for entry in os.scandir(self._session):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path), running)
-        (self.folder / OWNER_NAME).write_text(str(self._owner))
+        # A new file, so that nothing is written through a link that is in its place.
+        fresh = self.folder / f"{OWNER_NAME}.new"
+        fresh.unlink(missing_ok=True)
+        fresh.write_text(str(self._owner))
+        os.rename(fresh, self.folder / OWNER_NAME)
 
 
 def _owner_of(folder: Path) -> Owner | None:
-    path = folder / OWNER_NAME
-    return Owner.parse(path.read_text(errors="replace")) if path.exists() else None
+    return Owner.parse(_read_small(folder / OWNER_NAME))
+
+
+def _read_small(path: Path) -> str:
+    """The text of one of our own small files; empty for what is no such file, or not there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return ""
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return ""
+        return os.read(fd, PAGE_NBYTES).decode(errors="replace")
+    finally:
+        os.close(fd)
 
 
 def _remove_leftovers(folder: Path, running: Running) -> None:

@@ -72,7 +72,12 @@ def complete_checkpoints(holdings: Mapping[int, Sequence[ShardRecord]]) -> list[
     Args:
         holdings: What each rank's node holds.
     """
-    found = [c for c, ranks in _owners(holdings).items() if len(ranks) == c.world_size]
+    found = [
+        checkpoint
+        for checkpoint, ranks in _owners(holdings).items()
+        # Few ranks cannot be all of many: nobody counts up to what a header claims.
+        if len(ranks) >= checkpoint.world_size and ranks >= set(range(checkpoint.world_size))
+    ]
     return sorted(found, key=lambda c: c.version, reverse=True)
 
 

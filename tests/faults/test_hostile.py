@@ -1,0 +1,314 @@
+"""Files that somebody made up to run code, or to take memory or time.
+
+Each is read in a process of its own, which has little memory and little time. What comes of it is
+the older checkpoint, the made-up one where there is nothing wrong with it, or an error of ours.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from localckpt import CheckpointingException
+from localckpt.state_dict.identify import read_header, read_verified_identity
+from localckpt.state_dict.image import ImagePlanner
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.files import FileSource
+from tests.faults.forged import (
+    BOMBS,
+    ODD_ROWS,
+    Forged,
+    claiming,
+    headers,
+    identities,
+    pickles,
+    small_state,
+    tables,
+)
+from tests.faults.images import Parts, identity_in
+from tests.faults.small_store import NEWEST, OLDER, Growth, go_on, limit_memory, write_store
+from tests.managers.jobs import make_manager
+from tests.ranks import RanksFailedError, run_ranks
+from tests.state_dict.states import assert_same
+
+Dirs = Callable[[int], list[Path]]
+
+# What reading a small file may take beyond the file itself.
+_ALLOWED_NBYTES = 64 << 20
+_READ_S = 10.0
+
+
+@pytest.fixture
+def store(node_dirs: Dirs) -> tuple[Path, Path, bytes]:
+    """The store, the file of its newer checkpoint, and what is in it."""
+    root = node_dirs(1)[0]
+    return root, *write_store("disk", root)
+
+
+def _load(root: Path, claims_to_be_older: bool = False) -> str:
+    """Find and load as a job does that starts; what it got."""
+    with make_manager("disk", root, "job", keep_last=3) as manager:
+        try:
+            if manager.find_latest() == -1:
+                return "nothing"
+            state, ckpt_id = manager.load()
+        except CheckpointingException as error:
+            return f"{type(error).__name__}: {error}"
+        if ckpt_id.iteration == OLDER and not claims_to_be_older:
+            assert_same(state, small_state(OLDER))
+            return "the older one"
+        if isinstance(state, numpy.ndarray) and state.size < 100:
+            # Its values are looked at, as a job would.
+            assert len(repr(state))
+        return "the forged one"
+
+
+def _read_alone(rank: int, world_size: int, root: Path) -> tuple[str, int]:
+    limit_memory()
+    growth = Growth()
+    outcome = _load(root)
+    return outcome, growth()
+
+
+def _read_in_time(root: Path) -> str:
+    """What a job gets from a store that holds a small file somebody made up."""
+    ((outcome, grown),) = run_ranks(_read_alone, 1, root, init_group=False, timeout_s=_READ_S)
+    assert grown < _ALLOWED_NBYTES, f"{outcome}, and {grown >> 20} MiB were taken"
+    return str(outcome)
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_pickle_that_is_a_bomb_is_refused_or_does_no_harm(
+    bomb: str, store: tuple[Path, Path, bytes]
+) -> None:
+    root, path, image = store
+    path.write_bytes(Parts.of(image).replace(pickled=BOMBS[bomb]).image())
+
+    outcome = _read_in_time(root)
+
+    assert outcome != "nothing"
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("indices", [[0, 1, 3], [0, 1, 1 << 40], [0, 1, -1]], ids=str)
+def test_a_sparse_tensor_that_points_outside_of_itself_is_not_loaded(
+    indices: list[int], store: tuple[Path, Path, bytes]
+) -> None:
+    root, path, _ = store
+    with make_manager("disk", root, "job", keep_last=2) as manager:
+        manager.save({"sparse": torch.eye(3).to_sparse()}, NEWEST + 1)
+    path.unlink()
+    path = max(root.rglob("*.safetensors"))
+    parts = Parts.of(path.read_bytes())
+    # Where it is not zero: rows, then columns.
+    name = next(n for n, slot in parts.slots.items() if slot[0] == "I64")
+    data = torch.tensor([indices, [0, 1, 2]]).numpy().tobytes()
+    slots = parts.slots | {name: ("I64", [2, 3], data)}
+    path.write_bytes(parts.replace(slots=slots).image())
+
+    assert _read_in_time(root) != "the forged one"
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_a_row_of_the_table_that_makes_no_sense_is_an_error_of_ours(
+    tmp_path: Path, store: tuple[Path, Path, bytes], record_property: Any
+) -> None:
+    _, _, image = store
+    parts = Parts.of(image)
+    escaped = {}
+    for what, changes in ODD_ROWS.items():
+        row = [changes.get(column, value) for column, value in enumerate(parts.rows[0])]
+        forged = parts.with_rows([row, *parts.rows[1:]]).image()
+
+        if errors := _escapes(forged, tmp_path / "forged"):
+            escaped[what] = errors[0]
+
+    record_property("cases", len(ODD_ROWS))
+    assert escaped == {}
+
+
+@pytest.mark.fault("hostile-file")
+def test_a_table_nested_deeply_is_an_error_of_ours(
+    tmp_path: Path, store: tuple[Path, Path, bytes]
+) -> None:
+    forged = Parts.of(store[2]).replace(table=b"[" * 100_000).image()
+
+    assert _escapes(forged, tmp_path / "forged") == []
+
+
+def _escapes(image: bytes, path: Path) -> list[str]:
+    """Errors that are none of ours, from all the ways of reading a file."""
+    path.write_bytes(image)
+    given = small_state(0)
+
+    def restore(source: FileSource, into: Any = None) -> None:
+        ImageReader(source, SafeGlobals()).restore(into)
+
+    escaped = []
+    for read in (
+        read_header,
+        read_verified_identity,
+        restore,
+        lambda source: restore(source, ImagePlanner().targets(given)),
+    ):
+        source = FileSource(path)
+        try:
+            read(source)
+        except CheckpointingException:
+            pass
+        except Exception as error:  # noqa: BLE001 - it is what is looked for
+            escaped.append(f"{type(error).__name__}: {error}")
+        finally:
+            source.close()
+    return escaped
+
+
+# At random.
+
+_STRATEGIES = {
+    "identity": lambda image, _: identities(image),
+    "header": lambda image, _: headers(image),
+    "table": lambda image, _: tables(image),
+    "pickle": pickles,
+}
+
+
+def _read_many(
+    rank: int, world_size: int, what: str, base: Path, examples: int, marker: Path
+) -> int:
+    whole = base / "whole"
+    path, image = write_store("disk", whole)
+    limit_memory()
+    root = base / "node"
+    cases = 0
+
+    @seed(1)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(_STRATEGIES[what](image, str(marker)))
+    def check(forged: Forged) -> None:
+        nonlocal cases
+        cases += 1
+        # A case that ends the process is found here.
+        (base / "last").write_text(forged.what)
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(whole, root)
+        (root / path.relative_to(whole)).write_bytes(forged.image)
+        growth = Growth()
+        assert _escapes(forged.image, base / "forged") == []
+        outcome = _load(root, _claims_to_be_older(forged.image))
+        assert growth() < _ALLOWED_NBYTES
+        assert not marker.exists()
+        if outcome in ("the older one", "the forged one", "nothing"):
+            go_on(root)
+
+    check()
+    return cases
+
+
+def _claims_to_be_older(image: bytes) -> bool:
+    try:
+        return identity_in(image).iteration == OLDER
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", _STRATEGIES)
+def test_whatever_is_changed_at_random_is_an_error_of_ours_or_does_no_harm(
+    what: str, node_dirs: Dirs, tmp_path: Path, long_form: bool, record_property: Any
+) -> None:
+    base = node_dirs(1)[0]
+    examples = 1000 if long_form else 40
+    marker = tmp_path / "it-ran"
+
+    try:
+        (cases,) = run_ranks(
+            _read_many, 1, what, base, examples, marker, init_group=False, timeout_s=800.0
+        )
+    except RanksFailedError as error:
+        last = (base / "last").read_text() if (base / "last").exists() else "none"
+        pytest.fail(f"{error}\nthe last case: {last}")
+
+    record_property("cases", cases)
+    assert not marker.exists()
+
+
+# What a header may claim.
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("world_size", [0, 2, 1_000_000, 3_000_000, 10**18], ids=str)
+def test_a_claimed_number_of_ranks_costs_no_memory_and_hides_no_other_checkpoint(
+    world_size: int, store: tuple[Path, Path, bytes]
+) -> None:
+    root, path, image = store
+    path.write_bytes(claiming(image, world_size=str(world_size)))
+
+    assert _read_in_time(root) == "the older one"
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("key", ["epoch", "sequence", "iteration"])
+def test_what_follows_the_highest_number_that_can_be_read_is_found_or_not_saved(
+    key: str, store: tuple[Path, Path, bytes]
+) -> None:
+    root, path, image = store
+    path.write_bytes(claiming(image, **{key: "9" * 19}))
+
+    go_on(root)
+
+
+@pytest.mark.fault("hostile-file")
+def test_an_iteration_that_could_not_be_read_again_is_not_saved(
+    store: tuple[Path, Path, bytes],
+) -> None:
+    root, _, _ = store
+    for digits in (18, 19, 20, 40):
+        with make_manager("disk", root, "job", keep_last=2) as manager:
+            manager.find_latest()
+            try:
+                manager.save(small_state(9), 10**digits)
+            except CheckpointingException:
+                continue
+        with make_manager("disk", root, "job", keep_last=2) as manager:
+            assert manager.find_latest() == 10**digits
+
+
+@pytest.mark.fault("hostile-file")
+def test_a_session_that_is_no_text_does_not_keep_the_others_from_being_found(
+    store: tuple[Path, Path, bytes],
+) -> None:
+    root, path, image = store
+    path.write_bytes(claiming(image, session="\ud800"))
+
+    assert _read_in_time(root) == "the older one"
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "text", ["9" * 19, "9" * 30, "9" * 5000, "-1", "", "\0", "x", "٣"], ids=lambda t: repr(t[:20])
+)
+def test_a_garbled_number_of_attempts_does_not_make_later_saves_unreadable(
+    text: str, store: tuple[Path, Path, bytes]
+) -> None:
+    root, path, _ = store
+    (path.parent / ".epoch").write_text(text)
+
+    go_on(root)

@@ -1,0 +1,162 @@
+"""What somebody put in the place of a file or a folder of the store.
+
+Nobody waits for it, or reads it without end; nothing is written to it, or through it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localckpt import CheckpointingException
+from tests.faults.forged import small_state
+from tests.faults.small_store import NEWEST, limit_memory, write_store
+from tests.managers.jobs import KINDS, make_manager
+from tests.ranks import run_ranks
+from tests.state_dict.states import assert_same
+
+Dirs = Callable[[int], list[Path]]
+
+_READ_S = 10.0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # Most of a store is the same whatever it is made of.
+    every = metafunc.config.getoption("--faults") or "name" not in metafunc.fixturenames
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", KINDS if every else KINDS[:1])
+
+
+def _take_up(rank: int, world_size: int, kind: str, root: Path) -> list[str]:
+    """Start a job on a store and save twice; errors of ours on the way."""
+    limit_memory()
+    refused = []
+    for iteration in (20, 21):
+        try:
+            with make_manager(kind, root, "job", keep_last=1, timeout=5.0) as manager:
+                if manager.find_latest() != -1:
+                    manager.load()
+                manager.save(small_state(iteration), iteration)
+        except CheckpointingException as error:
+            refused.append(f"{type(error).__name__}: {error}")
+    return refused
+
+
+def _make_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _make_zero(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("only root may make a device")
+
+
+def _make_socket(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as unix:
+        here = os.getcwd()
+        os.chdir(path.parent)
+        try:
+            unix.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    (path / "inside").write_text("kept")
+
+
+_THINGS = {
+    "fifo": _make_fifo,
+    "device": _make_zero,
+    "socket": _make_socket,
+    "folder": _make_folder,
+}
+_NAMES = ["z.safetensors", "0.spare", "0.dirty", ".owner", ".epoch", "../../node-token"]
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("thing", _THINGS)
+def test_what_is_no_file_holds_up_nobody_and_is_not_written_to(
+    kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
+    path, _ = write_store(kind, root)
+    _THINGS[thing](path.parent / name)
+
+    (refused,) = run_ranks(_take_up, 1, kind, root, init_group=False, timeout_s=_READ_S)
+
+    # Either it is told, with its path, or the job goes on as if it were not there.
+    assert all(str(root) in text for text in refused)
+    if not refused:
+        with make_manager(kind, root, "job") as manager:
+            assert manager.find_latest() == 21
+            assert_same(manager.load()[0], small_state(21))
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("name", [*_NAMES, ".epoch.new", "../../node-token.new", "../../.lock"])
+def test_nothing_is_written_through_a_link_to_a_file_outside(
+    kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
+    path, image = write_store(kind, root)
+    (outside / "kept").write_bytes(image)
+    (path.parent / name).unlink(missing_ok=True)
+    (path.parent / name).symlink_to(outside / "kept")
+
+    run_ranks(_take_up, 1, kind, root, init_group=False, timeout_s=_READ_S)
+
+    assert (outside / "kept").read_bytes() == image
+    assert [p.name for p in outside.iterdir()] == ["kept"]
+
+
+@pytest.mark.fault("hostile-file")
+def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
+    path, image = write_store(kind, root)
+    for name in ("a.spare", "b.dirty", path.name, ".epoch", ".owner"):
+        (outside / name).write_bytes(image)
+    (path.parent.parent / "5").symlink_to(outside)
+
+    with make_manager(kind, root, "job", keep_last=1) as manager:
+        assert manager.find_latest() == NEWEST
+        manager.load()
+        manager.save(small_state(9), 9)
+
+    assert {p.name for p in outside.iterdir()} == {
+        *("a.spare", "b.dirty", path.name, ".epoch", ".owner")
+    }
+    assert all(p.read_bytes() == image for p in outside.iterdir())
+
+
+@pytest.mark.fault("hostile-file")
+def test_a_file_with_another_name_elsewhere_is_not_overwritten(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
+    path, image = write_store(kind, root)
+    # As a backup does that links what has not changed (cp --link, rsync --link-dest).
+    os.link(path, outside / "kept")
+
+    with make_manager(kind, root, "job", keep_last=1) as manager:
+        manager.find_latest()
+        manager.load()
+        for iteration in range(9, 13):
+            manager.save(small_state(iteration), iteration)
+
+    assert (outside / "kept").read_bytes() == image

@@ -255,14 +255,8 @@ class Store(ABC):
     def begin_epoch(self, epoch: int) -> None:
         """Note, durably, that an attempt of the job has begun under this number."""
         path = self.folder / EPOCH_NAME
-        fresh = path.with_suffix(".new")
-        with storage_errors("write", fresh):
-            fresh.unlink(missing_ok=True)
-            with open(fresh, "x") as file:
-                file.write(str(epoch))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(fresh, path)
+        with storage_errors("write", path):
+            _write_small(path, str(epoch))
             sync_folder(self.folder)
 
     def ranks_with_folders(self) -> set[int]:
@@ -367,12 +361,7 @@ class Store(ABC):
         path = self.root / TOKEN_NAME
         if not path.exists():
             # Nobody else is here: the lock is held.
-            fresh = path.with_suffix(".new")
-            with open(fresh, "w") as file:
-                file.write(secrets.token_hex(16))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(fresh, path)
+            _write_small(path, secrets.token_hex(16))
         token = _read_small(path).strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
             raise StorageError(
@@ -396,15 +385,26 @@ class Store(ABC):
         for entry in os.scandir(self._session):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path), running)
-        # A new file, so that nothing is written through a link that is in its place.
-        fresh = self.folder / f"{OWNER_NAME}.new"
-        fresh.unlink(missing_ok=True)
-        fresh.write_text(str(self._owner))
-        os.rename(fresh, self.folder / OWNER_NAME)
+        _write_small(self.folder / OWNER_NAME, str(self._owner))
 
 
 def _owner_of(folder: Path) -> Owner | None:
     return Owner.parse(_read_small(folder / OWNER_NAME))
+
+
+def _write_small(path: Path, text: str) -> None:
+    """Replace one of our own small files; never written through a link in its place."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with open(fresh, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _read_small(path: Path) -> str:

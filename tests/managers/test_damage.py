@@ -54,11 +54,11 @@ def _load(rank: int, world_size: int, kind: str, replicated: bool) -> tuple[int,
         state, ckpt_id = manager.load()
         assert manager.last_load.iteration == manager.latest_iteration == ckpt_id.iteration
         assert_same(state, _large(rank, ckpt_id.iteration))
+        source = manager.last_load.source
         # Loading again gives the same, whatever had to be found out the first time.
         again, same_id = manager.load()
         assert same_id == ckpt_id
         assert_same(again, state)
-        source = manager.last_load.source
     if repl:
         repl.close()
     return found, ckpt_id.iteration, source

@@ -1,0 +1,145 @@
+"""What one rank of the campaign's job does, and the states that it saves."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import localckpt
+from localckpt import CheckpointingException, PeerLostError
+from tests.managers.jobs import make_manager, state_of
+
+__all__ = ["SESSION", "Setup", "Trainer", "state_of_attempt"]
+
+SESSION = "job"
+_GROUP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a job saves; the same in all of its lives."""
+
+    kind: str
+    worker: str
+    world_size: int
+    keep_last: int
+    lazy: bool
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.world_size} ranks, {self.kind}, async_worker={self.worker}, "
+            f"keep_last={self.keep_last}{', lazy' if self.lazy else ''}"
+        )
+
+
+def state_of_attempt(rank: int, iteration: int, attempt: int) -> dict[str, Any]:
+    """What a rank saves: another state in each attempt, though it be at the same iteration.
+
+    One in four is larger than a block of digests, or two.
+    """
+    nbytes = 2_600_000 if attempt % 4 == 1 else 3000 + 700 * (attempt % 3)
+    return {"attempt": attempt} | state_of(rank, 1000 * attempt + iteration, nbytes)
+
+
+class Trainer:
+    """One rank; its methods are the commands."""
+
+    state = staticmethod(state_of_attempt)
+
+    def __init__(self, rank: int, setup: Setup) -> None:
+        self._rank = rank
+        self._setup = setup
+        self._under_way: list[int] = []
+        self._settled: list[tuple[int, str | None]] = []
+
+    def open(self, root: Path) -> None:
+        """Join the job, on a node."""
+        setup = self._setup
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_S))
+        made = (
+            localckpt.LazyCliqueReplicationStrategy
+            if setup.lazy
+            else localckpt.CliqueReplicationStrategy.from_replication_params
+        )
+        self._repl = made(1, 2, timeout_s=setup.timeout_s)
+        self._queue = localckpt.AsyncCallsQueue(timeout_s=setup.timeout_s)
+        self._manager = make_manager(
+            *(setup.kind, root, SESSION, self._repl),
+            timeout=setup.timeout_s,
+            keep_last=setup.keep_last,
+            async_worker=setup.worker,
+        )
+
+    def open_and_find(self, root: Path) -> int:
+        self.open(root)
+        return self.find()
+
+    def find(self) -> int:
+        """The newest checkpoint, looked for anew."""
+        self._manager.latest_iteration = -1
+        return int(self._manager.find_latest())
+
+    def load(self) -> tuple[tuple[int, int, str], bytes]:
+        """ID and state of what is loaded."""
+        state, ckpt_id = self._manager.load()
+        return tuple(ckpt_id), pickle.dumps(state)
+
+    def await_copies(self) -> int:
+        """How many shards of what was loaded have too few copies, once they were made again."""
+        deadline = time.monotonic() + 6 * self._setup.timeout_s
+        while self._manager.degraded and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return int(self._manager.degraded)
+
+    def save(self, iteration: int, attempt: int) -> None:
+        self._manager.save(self.state(self._rank, iteration, attempt), iteration)
+
+    def begin(self, iteration: int, attempt: int) -> None:
+        """Save behind training."""
+        state = self.state(self._rank, iteration, attempt)
+        request = self._manager.save(state, iteration, is_async=True)
+        request.add_finalize_fn(partial(self._settle, attempt, None))
+        self._under_way.append(attempt)
+        self._queue.schedule_async_request(request)
+
+    def finalize(self, blocking: bool) -> list[tuple[int, str | None]]:
+        """The saves that were settled, and why each failed, if it did."""
+        while self._under_way:
+            try:
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+            except CheckpointingException as error:
+                # One call at a time leaves the queue with an error, the oldest.
+                self._settle(self._under_way[0], f"{type(error).__name__}: {error}")
+                if isinstance(error, PeerLostError):
+                    break
+            if not blocking:
+                break
+        settled, self._settled = self._settled, []
+        return settled
+
+    def close(self) -> None:
+        """Leave in peace."""
+        self._queue.close()
+        self._leave()
+
+    def give_up(self) -> None:
+        """Leave after an error."""
+        self._queue.close(abort=True)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._manager.close()
+        self._repl.close()
+        dist.destroy_process_group()
+
+    def _settle(self, attempt: int, error: str | None) -> None:
+        self._under_way.remove(attempt)
+        self._settled.append((attempt, error))

@@ -1,0 +1,288 @@
+"""Ranks that do what the test tells them, one command after another, and tell how it went.
+
+Commands go over a socket in the file system, which reaches into other network namespaces, and whose
+end tells at once that a rank is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from localckpt import CheckpointingException
+from tests.ranks import RankGroup, start_ranks
+
+__all__ = ["Answer", "OverdueError", "PerRank", "Ranks"]
+
+_START_S = 60.0
+_GONE_S = 15.0
+
+
+class OverdueError(AssertionError):
+    """Ranks did not answer in time; their stacks are in what they printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a command ended on one rank."""
+
+    value: Any = None
+    error: str | None = None
+    """Type and text of an error that localckpt raises on purpose."""
+    crash: str | None = None
+    """The traceback of any other."""
+    died: bool = False
+    took_s: float = 0.0
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and self.crash is None and not self.died
+
+    def __str__(self) -> str:
+        if self.died:
+            return "died"
+        told = "ok" if self.succeeded else (self.error or str(self.crash))
+        return f"{told} ({self.took_s:.1f} s)"
+
+
+class Ranks:
+    """The processes of one life of a job.
+
+    Args:
+        world_size: How many.
+        make: Makes, in each rank, the object whose methods are the commands: called with the rank
+            and ``args``.
+        env: More environment variables for the ranks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        make: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.output = ""
+        self._stack = contextlib.ExitStack()
+        self._dead: set[int] = set()
+        self._killed: set[int] = set()
+        self._orphans: list[psutil.Process] = []
+        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="job-")))
+        try:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(str(directory / "s"))
+                server.listen(world_size)
+                server.settimeout(_START_S)
+                # Not to be shown at once: a campaign has hundreds of lives.
+                self._shown = io.StringIO()
+                self._group: RankGroup = self._stack.enter_context(
+                    start_ranks(
+                        *(_obey, world_size, str(directory / "s"), make, args),
+                        init_group=False,
+                        env=env,
+                    )
+                )
+                self.pids = list(self._group.pids)
+                self._connections = self._accept(server)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def living(self) -> list[int]:
+        gone = self._dead | self._killed
+        return [rank for rank in range(self.world_size) if rank not in gone]
+
+    def tell(self, command: str, *args: Any, ranks: Collection[int] | None = None) -> None:
+        """Send a command; a :class:`PerRank` among the arguments gives each rank its own."""
+        for rank in self.living if ranks is None else ranks:
+            own = [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
+            with contextlib.suppress(OSError):
+                self._connections[rank].send_bytes(pickle.dumps((command, own)))
+
+    def answers(self, limit_s: float, ranks: Collection[int] | None = None) -> dict[int, Answer]:
+        """The answers to the last command.
+
+        Raises:
+            OverdueError: Some rank has none within the limit.
+        """
+        asked = {self._connections[r]: r for r in (self.living if ranks is None else ranks)}
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + limit_s
+        while asked:
+            ready = wait(list(asked), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._overdue(list(asked.values()), limit_s)
+            for connection in [c for c in asked if c in ready]:
+                rank = asked.pop(connection)
+                answers[rank] = self._answer(rank, connection)
+        return dict(sorted(answers.items()))
+
+    def ask(self, limit_s: float, command: str, *args: Any) -> dict[int, Answer]:
+        """Send a command to all living ranks and wait for their answers."""
+        self.tell(command, *args)
+        return self.answers(limit_s)
+
+    def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Send one rank a signal, and nobody else: what it started lives on."""
+        if sig == signal.SIGKILL:
+            self._orphans += _children(self.pids[rank])
+            self._killed.add(rank)
+        with contextlib.suppress(ProcessLookupError):
+            self._group.kill(rank, sig)
+
+    def kill_worker(self, rank: int) -> None:
+        """End the process that saves for a rank, if there is one; returns when it has ended."""
+        workers = [
+            child
+            for child in _children(self.pids[rank])
+            if any("localckpt.async_save.worker" in word for word in _command(child))
+        ]
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        _await_ends(workers)
+
+    def end(self, *, spare_workers: bool = False, leave: bool = False) -> None:
+        """End the job.
+
+        Args:
+            spare_workers: Kill the ranks only; what they started may finish.
+            leave: Let the ranks end by themselves, which they must do.
+        """
+        try:
+            if leave:
+                self.tell("leave")
+                self._group.join(_GONE_S, expect_dead=self._dead | self._killed)
+            elif spare_workers:
+                ranks = _processes(self.pids)
+                for rank in self.living:
+                    self.kill(rank)
+                _await_ends(ranks)
+        finally:
+            for connection in self._connections:
+                connection.close()
+            with contextlib.redirect_stdout(self._shown):
+                self._stack.close()
+            self.output = self._shown.getvalue()
+
+    def orphans_end(self) -> list[str]:
+        """Wait for what killed ranks had started; names what does not end."""
+        return _await_ends(self._orphans)
+
+    def _accept(self, server: socket.socket) -> list[Connection]:
+        by_rank: dict[int, Connection] = {}
+        while len(by_rank) < self.world_size:
+            connection = Connection(server.accept()[0].detach())
+            by_rank[pickle.loads(connection.recv_bytes())] = connection
+        return [by_rank[rank] for rank in range(self.world_size)]
+
+    def _answer(self, rank: int, connection: Connection) -> Answer:
+        try:
+            answer = pickle.loads(connection.recv_bytes())
+            assert isinstance(answer, Answer)
+            return answer
+        except (EOFError, OSError):
+            self._dead.add(rank)
+            return Answer(died=True)
+
+    def _overdue(self, ranks: Sequence[int], limit_s: float) -> OverdueError:
+        for rank in ranks:
+            self.kill(rank, signal.SIGUSR1)
+        time.sleep(0.5)
+        return OverdueError(f"ranks {list(ranks)} did not answer within {limit_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """An argument that is another one for each rank."""
+
+    values: Sequence[Any]
+
+
+def _obey(rank: int, _: int, address: str, make: Callable[..., Any], args: Sequence[Any]) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        connection = Connection(client.detach())
+    connection.send_bytes(pickle.dumps(rank))
+    does = make(rank, *args)
+    while True:
+        try:
+            command, own = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(1)
+        if command == "leave":
+            connection.close()
+            return
+        connection.send_bytes(pickle.dumps(_carry_out(getattr(does, command), own)))
+
+
+def _carry_out(method: Callable[..., Any], args: Sequence[Any]) -> Answer:
+    started = time.monotonic()
+    value = error = crash = None
+    try:
+        value = method(*args)
+    except CheckpointingException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    except BaseException:  # noqa: BLE001 - the test wants to see all of them
+        crash = traceback.format_exc()
+    return Answer(value, error, crash, took_s=time.monotonic() - started)
+
+
+def _processes(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _await_ends(processes: Collection[psutil.Process]) -> list[str]:
+    deadline = time.monotonic() + _GONE_S
+    while left := [process for process in processes if _is_running(process)]:
+        if time.monotonic() > deadline:
+            told = [f"{process.pid} {' '.join(_command(process))[:200]}" for process in left]
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return told
+        time.sleep(0.02)
+    return []
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,13 +172,14 @@ class StoreShelf(Shelf):
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
         failed = self._take_begun(iteration)
-        try:
+        with ExitStack() as removals:
+            # One that cannot be removed keeps no other from being removed.
+            for begun in failed:
+                removals.callback(self.store.discard, [begun.identity])
             # Memory that a GPU may still write to is neither freed nor used again.
             self._streams.synchronize()
             for begun in failed:
-                self.store.abandon(begun.buffer, begun.lease, begun.identity)
-        finally:
-            self.store.discard(begun.identity for begun in failed)
+                removals.callback(self.store.abandon, begun.buffer, begun.lease, begun.identity)
 
     def drop_unfinished(self, iteration: int) -> None:
         """Give back what was begun for shards of an iteration; those that are written stay."""

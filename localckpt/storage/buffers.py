@@ -194,23 +194,24 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
     with storage_errors("map shared memory in", path):
         fd = os.open(path, flags, 0o600)
         try:
-            if os.fstat(fd).st_size < nbytes:
-                os.ftruncate(fd, nbytes)
-            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
             try:
-                # Pages come in the size that a mapping asks for only if they come through it.
-                prefer_huge_pages(address_of(memoryview(memory)), nbytes)
-                if not to_read:
-                    populate(address_of(memoryview(memory)), nbytes)
-                # Pages that are only promised are a SIGBUS when there is no memory left.
-                os.posix_fallocate(fd, 0, nbytes)
-            except BaseException:
-                memory.close()
-                raise
-            return memory
+                if os.fstat(fd).st_size < nbytes:
+                    os.ftruncate(fd, nbytes)
+                memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+                try:
+                    # Pages come in the size that a mapping asks for only if they come through it.
+                    prefer_huge_pages(address_of(memoryview(memory)), nbytes)
+                    if not to_read:
+                        populate(address_of(memoryview(memory)), nbytes)
+                    # Pages that are only promised are a SIGBUS when there is no memory left.
+                    os.posix_fallocate(fd, 0, nbytes)
+                except BaseException:
+                    memory.close()
+                    raise
+            finally:
+                os.close(fd)
         except BaseException:
             if create:
                 os.unlink(path)
             raise
-        finally:
-            os.close(fd)
+        return memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -57,7 +56,8 @@ class DiskStore(Store):
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
-        kind = file_system(self.folder)
+        with storage_errors("look at", self.folder):
+            kind = file_system(self.folder)
         if kind in IN_MEMORY:
             logger.warning(
                 "%s is on %s: checkpoints there outlive processes, but not a reboot of the node",
@@ -135,8 +135,11 @@ class DiskStore(Store):
             owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
             if owner is None or owner in running:
                 continue
-            # Other ranks that start now remove the same files.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 if path.lstat().st_uid == os.getuid():
                     path.unlink()
                     logger.info("removed %s, which a process that is gone left behind", path)
+            except FileNotFoundError:
+                logger.debug("another rank that starts now has removed %s", path)
+            except OSError as error:
+                logger.warning("%s of a process that is gone cannot be removed: %s", path, error)

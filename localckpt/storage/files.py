@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -85,13 +86,13 @@ class FileSource:
         try:
             self._stream(_THREADS_COLD, stop, fill, places, filled)
         finally:
-            os.close(direct)
+            _close(direct)
             bounce.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            _close(fd)
 
     def _stream(
         self,
@@ -155,3 +156,9 @@ class FileSource:
                 return None
             raise
         return fd
+
+
+def _close(fd: int) -> None:
+    """Whatever it says, the descriptor is gone, and what was read is verified."""
+    with contextlib.suppress(OSError):
+        os.close(fd)

@@ -62,7 +62,8 @@ class MemoryStore(Store):
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
         try_out(self.folder, DIRTY)
-        kind = file_system(self.folder)
+        with storage_errors("look at", self.folder):
+            kind = file_system(self.folder)
         if kind not in IN_MEMORY:
             logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
         self._num_buffers = num_buffers
@@ -132,9 +133,10 @@ class MemoryStore(Store):
 
     def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
         self._staged.pop(identity, None)
-        self._dirty(identity).unlink(missing_ok=True)
-        self._path(identity).unlink(missing_ok=True)
         buffer.close()
+        with storage_errors("remove", self._dirty(identity)):
+            self._dirty(identity).unlink(missing_ok=True)
+            self._path(identity).unlink(missing_ok=True)
 
     def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
         if buffer.in_use:
@@ -251,8 +253,13 @@ class _MappedFile(Buffer):
             path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read
         )
         self.view = memoryview(self._map)[:nbytes]
-        with storage_errors("reserve shared memory in", path):
-            os.truncate(path, nbytes)
+        try:
+            with storage_errors("reserve shared memory in", path):
+                os.truncate(path, nbytes)
+        except BaseException:
+            if create:
+                path.unlink(missing_ok=True)
+            raise
 
     def __reduce__(self) -> tuple[Callable[..., _MappedFile], tuple[Path, int]]:
         return _attach, (self._path, self._nbytes)

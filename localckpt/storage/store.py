@@ -293,7 +293,7 @@ class Store(ABC):
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
         with storage_errors("clean up", self.folder):
-            for path in (*self.folder.glob(f"*{SPARE}"), *map(self._dirty, unfinished)):
+            for path in (*self.folder.glob(f"*{SPARE}"), *self.folder.glob(f"*{DIRTY}")):
                 path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
                 (self.folder / OWNER_NAME).unlink()

@@ -129,13 +129,13 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
 
 
 def _commit_in_place(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
-    try:
-        digests_settled()
-        with storage_errors("commit", write.final):
+    with storage_errors("commit", write.final):
+        try:
+            digests_settled()
             os.rename(write.dirty, write.final)
-    except BaseException:
-        write.dirty.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            write.dirty.unlink(missing_ok=True)
+            raise
 
 
 def _open_dirty(write: ShardWrite) -> int:

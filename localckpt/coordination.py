@@ -13,19 +13,25 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
 
 __all__ = ["Coordinator", "default_store"]
+
+T = TypeVar("T")
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 # All answers to a question are one number in the store, which is read without waiting and in one
 # round trip: a no adds 2 to it, the yes that ends it adds 1.
 _NO = 2
+# A wait for other ranks ends at the deadline, and for the store not much later.
+_STORE_TIMES = 2
 # How a gathering ended.
 _COMPLETE, _LOST = "complete", "lost"
 
@@ -59,10 +65,9 @@ class Coordinator:
             return
         members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
         prefix = f"localckpt/{members}/{name}"
-        with _store_errors(f"open the coordinator {name!r}"):
-            store = default_store()
-            instance = store.add(f"{prefix}/instances/{self.rank}", 1)
-        self._store = PrefixStore(f"{prefix}/{instance}", store)
+        self._store = PrefixStore(prefix, default_store())
+        instance = self._add(f"open the coordinator {name!r}", f"instances/{self.rank}", 1)
+        self._store = PrefixStore(f"{prefix}/{instance}", default_store())
 
     def all_gather(
         self,
@@ -89,30 +94,10 @@ class Coordinator:
         """
         if self._store is None:
             return [json.loads(json.dumps(record))]
-        store, number = self._store, self._gathers
-        self.post(phase, record)
-        with _store_errors(phase):
-            came = f"came/{number}"
-            keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
-            lost = self._wait(
-                phase,
-                lambda: store.add(came, 0) >= self.world_size,
-                lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
-            )
-            # Who is first decides for all: nobody returns from what another has given up.
-            verdict = store.compare_set(f"verdict/{number}", "", _LOST if lost else _COMPLETE)
-            given_up = verdict.decode() == _LOST
-            if lost and given_up:
-                raise lost
-            extended = store.has_extended_api()  # type: ignore[attr-defined]
-            values = store.multi_get(keys) if extended else map(store.get, keys)
-            phases, records = zip(*(json.loads(value) for value in values), strict=True)
-            if number >= 2:
-                # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
-                store.delete_key(f"gather/{number - 2}/{self.rank}")
-                if self.rank == 0:
-                    store.delete_key(f"came/{number - 2}")
-                    store.delete_key(f"verdict/{number - 2}")
+        number = self._gathers
+        self._gathers += 1
+        given_up, values = self._ask(phase, partial(self._gather, number, phase, record))
+        phases, records = zip(*map(json.loads, values), strict=True)
         self._require_same_phase(phases)
         if given_up:
             raise too_late(list(records)) or PeerLostError(self._describe_too_late(phase))
@@ -127,10 +112,7 @@ class Coordinator:
             return
         number = self._gathers
         self._gathers += 1
-        with _store_errors(phase):
-            self._store.set(f"last/{self.rank}", phase)
-            self._store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
-            self._store.add(f"came/{number}", 1)
+        self._ask(phase, partial(self._post, number, phase, record))
 
     def stop_waiting(self) -> None:
         """From now on no call waits, nor one that is under way in another thread."""
@@ -142,22 +124,15 @@ class Coordinator:
 
     def report(self, counter: str) -> None:
         """Add this rank to a named counter; see :meth:`reported_by_all`."""
-        if self._store is not None:
-            with _store_errors(f"report {counter}"):
-                self._store.add(f"count/{counter}", 1)
+        self._add(f"report {counter}", f"count/{counter}", 1)
 
     def reported_by_all(self, counter: str) -> bool:
         """Whether every rank has reported. Never waits; for a world of one always true."""
-        if self._store is None:
-            return True
-        with _store_errors(f"poll {counter}"):
-            return int(self._store.add(f"count/{counter}", 0)) >= self.world_size
+        return self._add(f"poll {counter}", f"count/{counter}", 0) >= self.world_size
 
     def answer(self, question: str, yes: bool) -> None:
         """On rank 0: say no to a question any number of times, then yes. Never waits."""
-        if self._store is not None:
-            with _store_errors(f"answer {question}"):
-                self._store.add(f"count/{question}", 1 if yes else _NO)
+        self._add(f"answer {question}", f"count/{question}", 1 if yes else _NO)
 
     def hear_answer(self, question: str, number: int) -> bool:
         """What rank 0 answers to a question, or has answered, for the ``number``-th time from 1.
@@ -165,39 +140,33 @@ class Coordinator:
         Raises:
             PeerLostError: Rank 0 did not say in time.
         """
-        assert self._store is not None, "rank 0 knows its answers"
-        key, store, phase = f"count/{question}", self._store, f"{question} ({number})"
-        noes, yes = 0, 0
-
-        def is_answered() -> bool:
-            nonlocal noes, yes
-            noes, yes = divmod(store.add(key, 0), _NO)
-            return noes + yes >= number
-
-        with _store_errors(phase):
-            if lost := self._wait(phase, is_answered, lambda: [0]):
-                raise lost
-        return noes < number
+        phase = f"{question} ({number})"
+        return self._ask(phase, partial(self._hear, f"count/{question}", number, phase))
 
     def forget(self, counter: str) -> None:
         """Drop a counter or question that every rank is done with (called on one rank)."""
         if self._store is not None:
-            with _store_errors(f"forget {counter}"):
-                self._store.delete_key(f"count/{counter}")
+            self._ask(f"forget {counter}", lambda store: store.delete_key(f"count/{counter}"))
 
-    def _wait(
-        self, phase: str, is_there: Callable[[], bool], late: Callable[[], list[int]]
-    ) -> PeerLostError | None:
-        # Asking again and again, since a wait on the store blocks all other users of this client,
-        # torch's own among them, and a client of one's own takes a second to connect.
-        deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
-        while not is_there():
-            if self._in_a_hurry or time.monotonic() > deadline:
-                missing = late()
-                return PeerLostError(self._describe_late(missing, phase)) if missing else None
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        return None
+    def _add(self, phase: str, counter: str, number: int) -> int:
+        if self._store is None:
+            # A world of one has always reported.
+            return self.world_size
+        return self._ask(phase, lambda store: int(store.add(counter, number)))
+
+    def _ask(self, phase: str, call: Callable[[Store], T]) -> T:
+        """Talk to the job's store, which waits for ever for a host that cannot be reached."""
+        store, limit_s = self._store, _STORE_TIMES * self.timeout_s
+        assert store is not None, "a world of one has nobody to talk to"
+        try:
+            return within(limit_s, lambda: call(store))
+        except (TimeoutError, dist.DistError) as error:
+            raise PeerLostError(
+                f"could not {phase}: the job's key-value store does not answer "
+                f"({error or f'not for {limit_s:g} s'}). The process that hosts it, most often on "
+                f"the first node, has probably died, or cannot be reached from here; restart the "
+                f"job. What was saved before stands."
+            ) from error
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
@@ -217,39 +186,79 @@ class Coordinator:
             f"manager a longer timeout; else restart the job."
         )
 
-    def _describe_late(self, late: list[int], phase: str) -> str:
+    # From here on, what is said to the store inside of _ask.
+
+    def _post(self, number: int, phase: str, record: Any, store: Store) -> None:
+        store.set(f"last/{self.rank}", phase)
+        store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
+        store.add(f"came/{number}", 1)
+
+    def _gather(
+        self, number: int, phase: str, record: Any, store: Store
+    ) -> tuple[bool, list[bytes]]:
+        """Whether the others have given up, and what each rank has posted."""
+        self._post(number, phase, record, store)
+        keys = [f"gather/{number}/{rank}" for rank in range(self.world_size)]
+        lost = self._wait(
+            store,
+            phase,
+            lambda: store.add(f"came/{number}", 0) >= self.world_size,
+            lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
+        )
+        # Who is first decides for all: nobody returns from what another has given up.
+        verdict = store.compare_set(f"verdict/{number}", "", _LOST if lost else _COMPLETE)
+        given_up = verdict.decode() == _LOST
+        if lost and given_up:
+            raise lost
+        extended = store.has_extended_api()  # type: ignore[attr-defined]
+        values = store.multi_get(keys) if extended else [store.get(key) for key in keys]
+        if number >= 2:
+            # Whoever wrote into gather n-1 has read all of gather n-2: nobody needs it now.
+            store.delete_key(f"gather/{number - 2}/{self.rank}")
+            if self.rank == 0:
+                store.delete_key(f"came/{number - 2}")
+                store.delete_key(f"verdict/{number - 2}")
+        return given_up, values
+
+    def _hear(self, key: str, number: int, phase: str, store: Store) -> bool:
+        noes, yes = 0, 0
+
+        def is_answered() -> bool:
+            nonlocal noes, yes
+            noes, yes = divmod(store.add(key, 0), _NO)
+            return noes + yes >= number
+
+        if lost := self._wait(store, phase, is_answered, lambda: [0]):
+            raise lost
+        return noes < number
+
+    def _wait(
+        self, store: Store, phase: str, is_there: Callable[[], bool], late: Callable[[], list[int]]
+    ) -> PeerLostError | None:
+        # Asking again and again, since a wait on the store blocks all other users of this client,
+        # torch's own among them, and a client of one's own takes a second to connect.
+        deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
+        while not is_there():
+            if self._in_a_hurry or time.monotonic() > deadline:
+                missing = late()
+                return (
+                    PeerLostError(self._describe_late(missing, phase, store)) if missing else None
+                )
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return None
+
+    def _describe_late(self, late: list[int], phase: str, store: Store) -> str:
         seen = []
         for rank in late:
             key = f"last/{rank}"
-            assert self._store is not None
-            known = self._store.check([key])
-            where = self._store.get(key).decode() if known else "not seen yet"
+            where = store.get(key).decode() if store.check([key]) else "not seen yet"
             seen.append(f"rank {self.global_ranks[rank]} (last seen: {where})")
         return (
             f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s to {phase}, and "
             f"{', '.join(seen)} did not come. What was saved before stands. If the ranks are alive "
             f"but slow, give the manager a longer timeout; else restart the job."
         )
-
-
-class _store_errors:
-    """Turns a broken connection to the job's store into an error that says what it means."""
-
-    def __init__(self, phase: str) -> None:
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        if isinstance(error, dist.DistError):
-            raise PeerLostError(
-                f"could not {self._phase}: the job's key-value store does not answer ({error}). "
-                f"The process that hosts it, most often on the first node, has probably died; "
-                f"restart the job. What was saved before stands."
-            ) from error
 
 
 def default_store() -> Store:

@@ -24,10 +24,11 @@ _PACKAGE = Path(localckpt.__file__).parent
 _ARROWS = {
     "errors": set[str](),
     "ids": {"errors"},
-    "coordination": {"errors", "ids"},
+    "deadline": set[str](),
+    "coordination": {"errors", "ids", "deadline"},
     "state_dict": {"errors", "ids"},
     "storage": {"errors", "ids", "state_dict"},
-    "replication": {"errors", "ids", "coordination", "state_dict"},
+    "replication": {"errors", "ids", "deadline", "coordination", "state_dict"},
     "async_save": {"errors", "ids", "coordination"},
     "managers": {
         *("errors", "ids", "coordination"),

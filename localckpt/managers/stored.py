@@ -80,6 +80,8 @@ class StoreShelf(Shelf):
         # Copies of a loaded checkpoint are begun in another thread.
         self._lock = threading.Lock()
         self._begun: list[_Begun] = []
+        # What failed saves left here, and the system did not let go of.
+        self._unremoved: list[ShardIdentity] = []
         self._arrival: Buffer | None = None
         self.image_nbytes: dict[int, int] = {}
         """Size of the last image of each rank that this one keeps shards of."""
@@ -175,7 +177,7 @@ class StoreShelf(Shelf):
         with ExitStack() as removals:
             # One that cannot be removed keeps no other from being removed.
             for begun in failed:
-                removals.callback(self.store.discard, [begun.identity])
+                removals.callback(self._remove, begun.identity)
             # Memory that a GPU may still write to is neither freed nor used again.
             self._streams.synchronize()
             for begun in failed:
@@ -233,11 +235,18 @@ class StoreShelf(Shelf):
         self._guard.close()
         self._sealer.shutdown()
         self._copier.close()
-        self.store.close(begun.identity for begun in self._begun)
+        self.store.close([*(begun.identity for begun in self._begun), *self._unremoved])
 
     def _hold_back_training(self) -> None:
         for copies in self._copies:
             copies.hold_back_training()
+
+    def _remove(self, identity: ShardIdentity) -> None:
+        try:
+            self.store.discard(identity)
+        except StorageError:
+            self._unremoved.append(identity)
+            raise
 
     def _forget_arrival(self) -> None:
         if self._arrival is not None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.coordination import default_store
+from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import (
@@ -35,6 +36,8 @@ from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
 
 __all__ = ["HostTransport"]
 
+# gloo waits as long as it is told for other ranks, and without end for the store.
+_CONNECTING_TIMES = 2
 # One chunk travels while the next is read.
 _BOUNCES = 2
 
@@ -90,14 +93,18 @@ class HostTransport:
             f"localckpt/transport/{name}", default_store()
         )
         try:
-            gloo = dist.ProcessGroupGloo(
-                store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
+            # The store's client, which it uses, waits for ever for a host that cannot be reached.
+            gloo = within(
+                _CONNECTING_TIMES * timeout_s,
+                lambda: dist.ProcessGroupGloo(
+                    store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
+                ),
             )
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(
                 f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
-                f"({first_line(error)}). Shards kept on this node are untouched; restart the job "
-                f"if one of these ranks has died."
+                f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
+                f"restart the job if one of these ranks has died."
             ) from error
         return cls(_OwnGloo(gloo, tuple(ranks), rank), timeout_s)
 

@@ -98,7 +98,7 @@ class DiskStore(Store):
             identity,
             digests,
             dirty=self._dirty(identity),
-            final=self._path(identity),
+            final=self._free_path(identity),
             recycled=recycled,
             direct=self._direct,
         )

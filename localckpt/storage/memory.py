@@ -127,7 +127,7 @@ class MemoryStore(Store):
             identity,
             digests,
             dirty=self._dirty(identity),
-            final=self._path(identity),
+            final=self._free_path(identity),
             in_place=True,
         )
 

@@ -221,13 +221,12 @@ class Store(ABC):
                 for spare in folder.glob(f"*{SPARE}"):
                     spare.unlink(missing_ok=True)
 
-    def discard(self, identities: Iterable[ShardIdentity]) -> None:
-        """Remove what a failed save has committed or begun here."""
-        for identity in identities:
-            path = self._path(identity)
-            self._to_spare(identity, path)
-            with storage_errors("remove", path):
-                self._dirty(identity).unlink(missing_ok=True)
+    def discard(self, identity: ShardIdentity) -> None:
+        """Remove what a failed save has committed or begun here of a shard."""
+        path = self._path(identity)
+        self._to_spare(identity, path)
+        with storage_errors("remove", path):
+            self._dirty(identity).unlink(missing_ok=True)
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         """Rename a bad shard, so that it is not found again but can be looked at."""
@@ -293,13 +292,29 @@ class Store(ABC):
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
         with storage_errors("clean up", self.folder):
-            for path in (*self.folder.glob(f"*{SPARE}"), *self.folder.glob(f"*{DIRTY}")):
+            for path in (*self.folder.glob(f"*{SPARE}"), *map(self._dirty, unfinished)):
                 path.unlink(missing_ok=True)
             if _owner_of(self.folder) == self._owner:
                 (self.folder / OWNER_NAME).unlink()
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)
+
+    def _free_path(self, identity: ShardIdentity) -> Path:
+        """:meth:`_path`, for a shard that is about to be written; what is there gets another name.
+
+        Somebody has put it there, and it may be the only copy of another shard.
+        """
+        path = self._path(identity)
+        with storage_errors("make way for", path):
+            if os.path.lexists(path):
+                moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
+                os.rename(path, moved)
+                logger.warning("%s had the name of %s: it is now %s", path, identity, moved.name)
+                self._shards = {
+                    shard: moved if held == path else held for shard, held in self._shards.items()
+                }
+        return path
 
     def _dirty(self, identity: ShardIdentity) -> Path:
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")

@@ -215,7 +215,7 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
     store = process_store(tmp_path, shm_roots(1)[0])
     if recycled:
         save(store, identity(2))
-        store.discard([identity(2)])
+        store.discard(identity(2))
     job = staged(store, identity(3))
 
     done = traced(job, tmp_path)
@@ -249,7 +249,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
             store.retire(identity(3).version, [])
             save(store, identity(1), 50_000)
         else:
-            store.discard([identity(2)])
+            store.discard(identity(2))
             drop_spares(store)
         job = staged(store, identity(3), 60_000)
         assert job.recycled == recycled
@@ -264,7 +264,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
         assert os.strerror(errno.EIO) in done.stdout
         assert not job.dirty.exists()
         assert not job.buffer.in_use
-        store.discard([identity(3)])
+        store.discard(identity(3))
         assert found(store) == {identity(1)}
         assert_loads(store, identity(1), 50_000)
     assert 1 < nth < 9
@@ -286,7 +286,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_wh
         save(store, identity(1), 50_000)
         if recycled:
             save(store, identity(2), 60_000)
-            store.discard([identity(2)])
+            store.discard(identity(2))
         job = staged(store, identity(3), 60_000)
         assert job.recycled == recycled
 

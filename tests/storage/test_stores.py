@@ -46,7 +46,7 @@ def test_a_save_that_was_not_written_is_not_there(node: Node) -> None:
         store.open(identity(1))
     job.buffer.give_back()
     store.abandon(job.buffer, job.buffer.lease, identity(1))
-    store.discard([identity(1)])
+    store.discard(identity(1))
 
 
 def test_a_new_store_finds_what_an_older_one_saved(node: Node) -> None:
@@ -248,7 +248,8 @@ def test_what_a_failed_save_left_is_removed_and_its_file_used_again(node: Node) 
 
     begun.buffer.give_back()
     store.abandon(begun.buffer, begun.buffer.lease, identity(3))
-    store.discard([committed, identity(3)])
+    store.discard(committed)
+    store.discard(identity(3))
 
     assert found(store) == {identity(1)}
     assert not store.holds(committed)
@@ -262,7 +263,8 @@ def test_discarding_what_is_not_there_does_nothing(node: Node) -> None:
     store = node()
     save(store, identity(1))
 
-    store.discard([identity(2), identity(3)])
+    store.discard(identity(2))
+    store.discard(identity(3))
 
     assert found(store) == {identity(1)}
 

@@ -104,7 +104,7 @@ def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, 
 
     assert not job.buffer.in_use
     store.abandon(job.buffer, lease, job.identity)
-    store.discard([job.identity])
+    store.discard(job.identity)
     assert not job.final.exists()
     assert not job.dirty.exists()
     assert found(store) == {kept}

@@ -1,0 +1,33 @@
+"""A call that may never return, made so that whoever waits for it can stop waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+__all__ = ["within"]
+
+T = TypeVar("T")
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """What ``call()`` returns, or raises, in a thread of its own.
+
+    Raises:
+        TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
+    """
+    outcome: Future[T] = Future()
+
+    def make() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
+            outcome.set_exception(error)
+
+    # A daemon: what never returns must not keep the interpreter from ending.
+    thread = threading.Thread(target=make, name="localckpt-within", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcome.result(0)

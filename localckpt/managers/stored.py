@@ -80,8 +80,8 @@ class StoreShelf(Shelf):
         # Copies of a loaded checkpoint are begun in another thread.
         self._lock = threading.Lock()
         self._begun: list[_Begun] = []
-        # What failed saves left here, and the system did not let go of.
-        self._unremoved: list[ShardIdentity] = []
+        # Shards that may have left something unfinished in the store.
+        self._unsettled: set[ShardIdentity] = set()
         self._arrival: Buffer | None = None
         self.image_nbytes: dict[int, int] = {}
         """Size of the last image of each rank that this one keeps shards of."""
@@ -168,6 +168,7 @@ class StoreShelf(Shelf):
     def settle(self, iteration: int) -> None:
         """The save of an iteration is complete: its buffers are free."""
         for begun in self._take_begun(iteration):
+            self._unsettled.discard(begun.identity)
             if begun.buffer.lease == begun.lease:
                 begun.buffer.give_back()
 
@@ -177,16 +178,18 @@ class StoreShelf(Shelf):
         with ExitStack() as removals:
             # One that cannot be removed keeps no other from being removed.
             for begun in failed:
-                removals.callback(self._remove, begun.identity)
+                removals.callback(self.store.discard, begun.identity)
             # Memory that a GPU may still write to is neither freed nor used again.
             self._streams.synchronize()
             for begun in failed:
                 removals.callback(self.store.abandon, begun.buffer, begun.lease, begun.identity)
+        self._unsettled -= {begun.identity for begun in failed}
 
     def drop_unfinished(self, iteration: int) -> None:
         """Give back what was begun for shards of an iteration; those that are written stay."""
         for begun in self._take_begun(iteration):
             self.store.drop_unfinished(begun.buffer, begun.lease, begun.identity)
+            self._unsettled.discard(begun.identity)
 
     def open(self, identity: ShardIdentity) -> ShardSource:
         return self.store.open(identity)
@@ -235,18 +238,11 @@ class StoreShelf(Shelf):
         self._guard.close()
         self._sealer.shutdown()
         self._copier.close()
-        self.store.close([*(begun.identity for begun in self._begun), *self._unremoved])
+        self.store.close(self._unsettled)
 
     def _hold_back_training(self) -> None:
         for copies in self._copies:
             copies.hold_back_training()
-
-    def _remove(self, identity: ShardIdentity) -> None:
-        try:
-            self.store.discard(identity)
-        except StorageError:
-            self._unremoved.append(identity)
-            raise
 
     def _forget_arrival(self) -> None:
         if self._arrival is not None:
@@ -256,6 +252,7 @@ class StoreShelf(Shelf):
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
         # A load that failed may have left it.
         self._forget_arrival()
+        self._unsettled.add(identity)
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
         with self._lock:
             self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}

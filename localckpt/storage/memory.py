@@ -89,7 +89,8 @@ class MemoryStore(Store):
                 buffer.resize(path, nbytes)
         except StorageError:
             # The spare's space goes back to the node, which has too little.
-            path.unlink(missing_ok=True)
+            with storage_errors("remove", path):
+                path.unlink(missing_ok=True)
             raise
         self._staged[identity] = buffer
         return buffer

@@ -301,19 +301,18 @@ class Store(ABC):
         return self.folder / shard_name(identity)
 
     def _free_path(self, identity: ShardIdentity) -> Path:
-        """:meth:`_path`, for a shard that is about to be written; what is there gets another name.
+        """:meth:`_path`, for a shard that is about to be written.
 
-        Somebody has put it there, and it may be the only copy of another shard.
+        Another shard that somebody gave this name gets one of its own: it may be the only copy.
         """
         path = self._path(identity)
-        with storage_errors("make way for", path):
-            if os.path.lexists(path):
-                moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
+        misnamed = [i for i, held in self._shards.items() if held == path and i != identity]
+        for other in misnamed:
+            moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
+            with storage_errors("make way for", path):
                 os.rename(path, moved)
-                logger.warning("%s had the name of %s: it is now %s", path, identity, moved.name)
-                self._shards = {
-                    shard: moved if held == path else held for shard, held in self._shards.items()
-                }
+            logger.warning("%s has the name of %s: it is now %s", other, identity, moved.name)
+            self._shards[other] = moved
         return path
 
     def _dirty(self, identity: ShardIdentity) -> Path:

@@ -1,0 +1,303 @@
+"""The network is cut while ranks talk: errors in time, never two answers, and all is well after."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.campaign.job import SESSION, Setup, Trainer
+from tests.faults.campaign.remote import Answer, PerRank, Ranks
+from tests.faults.netns import CONTROL, DATA, STORE_ADDRESS, Network, enter
+from tests.managers.jobs import assert_same
+from tests.ranks import run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_WORLD_SIZE = 3
+_TIMEOUT_S = 2.0
+# A call waits for the others up to three times: to move bytes, and twice to tell how it went.
+_LIMIT_S = 5 * _TIMEOUT_S + 10.0
+_START_S = 60.0
+# Long enough under way to be cut in the middle, and seen to be.
+_NBYTES = 24 << 20
+_CUT_AFTER_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Which node is cut off, and from what; from nothing if its rank is stopped instead."""
+
+    node: int
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {' and '.join(self.lines) or 'stopped'}"
+
+
+_EVERY_CUT = [
+    _Cut(node, lines) for node, lines in product((1, 0), ((CONTROL, DATA), (CONTROL,), (DATA,), ()))
+]
+
+
+class _Node(Trainer):
+    def __init__(self, rank: int, setup: Setup, namespaces: Sequence[str]) -> None:
+        enter(namespaces[rank])
+        super().__init__(rank, setup)
+
+    @staticmethod
+    def state(rank: int, iteration: int, attempt: int) -> dict[str, Any]:
+        large = torch.arange(_NBYTES // 4, dtype=torch.int32) * (1 + rank) + 1000 * attempt
+        return {"large": large, "iteration": iteration}
+
+
+class _Job:
+    """Ranks on nodes that are connected by a network."""
+
+    def __init__(self, network: Network, stores: Sequence[Path]) -> None:
+        self.network = network
+        self.stores = list(stores)
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        assert self._ranks is not None
+        return self._ranks
+
+    def has_saved(self) -> int:
+        """The job runs, and has saved this iteration."""
+        self.start()
+        self.all_do("save", 1, 1)
+        return 1
+
+    def start(self) -> None:
+        """The job runs; a new one, unless it has just been started."""
+        if self._ranks is not None:
+            return
+        setup = Setup("disk", "thread", _WORLD_SIZE, 2, False, _TIMEOUT_S)
+        env = {"MASTER_ADDR": STORE_ADDRESS, "GLOO_SOCKET_IFNAME": DATA}
+        # What ranks are forked from must not be started in the hub.
+        run_ranks(_do_nothing, 1, init_group=False)
+        with self.network.inside_hub():
+            self._ranks = Ranks(_WORLD_SIZE, _Node, setup, self.network.namespaces, env=env)
+        self.all_do("open", PerRank(self.stores))
+
+    def all_do(self, command: str, *args: Any) -> list[Any]:
+        """What each rank gives back; all must succeed."""
+        answers = self.ranks.ask(_START_S, command, *args)
+        assert all(answer.succeeded for answer in answers.values()), _told(answers)
+        return [answer.value for answer in answers.values()]
+
+    def end(self) -> None:
+        if self._ranks is not None:
+            ranks, self._ranks = self._ranks, None
+            ranks.end()
+            print(ranks.output)
+
+    def cut_in(self, cut: _Cut, command: str, *args: Any, moves: bool) -> dict[int, Answer]:
+        """Make a call, cut the network in the middle of it, and wait for what the ranks say.
+
+        Args:
+            moves: Whether shards are moved in it, and the network cut when some bytes have come;
+                else the node is cut off before its rank makes the call, for which others wait.
+        """
+        victim = self.ranks.pids[cut.node]
+        others = [rank for rank in range(_WORLD_SIZE) if rank != cut.node]
+        before = _received(victim)
+        self.ranks.tell(command, *args, ranks=None if moves else others)
+        if moves:
+            _await(lambda: _received(victim) > before + _CUT_AFTER_NBYTES)
+        else:
+            time.sleep(0.2)
+        if cut.lines:
+            self.network.cut(cut.node, cut.lines)
+        else:
+            self.ranks.kill(cut.node, signal.SIGSTOP)
+        if not moves:
+            self.ranks.tell(command, *args, ranks=[cut.node])
+        try:
+            if cut.lines:
+                return self.ranks.answers(_LIMIT_S)
+            answers = self.ranks.answers(_LIMIT_S, others)
+            self.ranks.kill(cut.node, signal.SIGCONT)
+            return answers | self.ranks.answers(_LIMIT_S, [cut.node])
+        finally:
+            self.network.mend(cut.node, cut.lines)
+
+    def resumes_from(self, *iterations: int) -> int:
+        """Start anew: all ranks find and load one checkpoint, one of these, bit for bit."""
+        self.end()
+        self.start()
+        found = self.all_do("find")
+        loaded = self.all_do("load")
+        assert len(set(found)) == 1, found
+        assert found[0] in iterations
+        for rank, (ckpt_id, state) in enumerate(loaded):
+            assert ckpt_id == (found[0], rank, SESSION)
+            assert_same(pickle.loads(state), _Node.state(rank, found[0], found[0]))
+        self.all_do("save", found[0] + 5, found[0] + 5)
+        self.end()
+        return int(found[0])
+
+
+def _do_nothing(rank: int, world_size: int) -> None:
+    return
+
+
+def _received(pid: int) -> int:
+    """Bytes that have come to a rank from others."""
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == DATA:
+            return int(counts.split()[0])
+    return 0
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def _told(answers: dict[int, Answer]) -> str:
+    return "\n".join(f"rank {rank}: {answer}" for rank, answer in answers.items())
+
+
+def _assert_named(errors: dict[int, str], cut: _Cut) -> None:
+    """Each rank says who did not come; who is cut off from the store, that it is silent."""
+    for rank, text in errors.items():
+        assert "PeerLostError" in text, text
+        others = {r for r in range(_WORLD_SIZE) if r != rank}
+        named = {other for other in others if re.search(rf"\brank {other}\b", text)}
+        if rank != cut.node:
+            assert cut.node in named, text
+        else:
+            assert named or "key-value store does not answer" in text, text
+
+
+@pytest.fixture
+def job(node_dirs: Dirs) -> Iterator[_Job]:
+    network = Network(_WORLD_SIZE)
+    made = _Job(network, node_dirs(_WORLD_SIZE))
+
+    yield made
+
+    made.end()
+    network.close()
+
+
+@pytest.mark.fault("cut-network", "silent-peer")
+def test_a_node_that_cannot_be_reached_is_told_to_all_and_training_goes_on(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    nodes = range(_WORLD_SIZE) if long_form else [1]
+    for number, node in enumerate(nodes):
+        job.start()
+        job.network.cut(node, [DATA])
+        # Nobody has connections yet, which the first save makes.
+        answers = job.ranks.ask(_LIMIT_S, "save", 10 * number, 10 * number)
+        job.network.mend(node, [DATA])
+
+        errors = {str(answer.error) for answer in answers.values()}
+        assert len(errors) == 1, _told(answers)
+        assert "could not connect" in errors.pop()
+        job.all_do("save", 10 * number + 1, 10 * number + 1)
+        assert job.all_do("find") == [10 * number + 1] * _WORLD_SIZE
+        job.end()
+    record_property("cases", len(nodes))
+
+
+@pytest.mark.fault("cut-network", "silent-peer")
+@pytest.mark.timeout(600)
+def test_replicas_that_stop_half_way_are_an_error_that_names_the_node(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    cuts = _EVERY_CUT if long_form else [_Cut(1, (DATA,))]
+    at = job.has_saved()
+    for cut in cuts:
+        job.start()
+        answers = job.cut_in(cut, "save", at + 1, at + 1, moves=True)
+
+        errors = {rank: str(answer.error) for rank, answer in answers.items()}
+        assert not any(answer.succeeded for answer in answers.values()), f"{cut}\n{_told(answers)}"
+        _assert_named(errors, cut)
+        assert job.resumes_from(at) == at
+        at += 5
+    record_property("cases", len(cuts))
+
+
+@pytest.mark.fault("cut-network", "silent-peer")
+@pytest.mark.timeout(600)
+def test_a_node_that_is_cut_off_never_makes_two_answers_of_find_latest(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    cuts = _EVERY_CUT if long_form else [_Cut(0, (CONTROL, DATA))]
+    at = job.has_saved()
+    for cut in cuts:
+        job.start()
+        answers = job.cut_in(cut, "find", moves=False)
+
+        found = {answer.value for answer in answers.values() if answer.succeeded}
+        assert found <= {at}
+        if cut.lines != (DATA,):
+            # Whoever comes late gets no answer that the others have not got.
+            assert not found, f"{cut}\n{_told(answers)}"
+            _assert_named({rank: str(answer.error) for rank, answer in answers.items()}, cut)
+        assert job.resumes_from(at) == at
+        at += 5
+    record_property("cases", len(cuts))
+
+
+@pytest.mark.fault("cut-network", "silent-peer")
+@pytest.mark.timeout(600)
+def test_a_save_is_there_if_any_rank_called_it_complete_before_the_network_was_cut(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    cuts = _EVERY_CUT if long_form else [_Cut(1, (CONTROL,))]
+    at = job.has_saved()
+    for cut in cuts:
+        job.start()
+        job.all_do("begin", at + 1, at + 1)
+        answers = job.cut_in(cut, "finalize", True, moves=False)
+
+        assert all(answer.succeeded for answer in answers.values()), f"{cut}\n{_told(answers)}"
+        ends = {rank: dict(answer.value)[at + 1] for rank, answer in answers.items()}
+        errors = {rank: text for rank, text in ends.items() if text is not None}
+        _assert_named(errors, cut)
+        if not cut.lines:
+            assert len(errors) == _WORLD_SIZE, f"{cut}\n{ends}"
+        # What one rank has called complete is there, whatever the others were told.
+        at = job.resumes_from(*([at, at + 1] if len(errors) == _WORLD_SIZE else [at + 1])) + 5
+    record_property("cases", len(cuts))
+
+
+@pytest.mark.fault("cut-network", "silent-peer")
+@pytest.mark.timeout(600)
+def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    cuts = _EVERY_CUT if long_form else [_Cut(1, (DATA,))]
+    at = job.has_saved()
+    for cut in cuts:
+        job.end()
+        shutil.rmtree(job.stores[cut.node])
+        job.start()
+        assert job.all_do("find") == [at] * _WORLD_SIZE
+        answers = job.cut_in(cut, "load", moves=True)
+
+        assert not any(answer.succeeded for answer in answers.values()), f"{cut}\n{_told(answers)}"
+        _assert_named({rank: str(answer.error) for rank, answer in answers.items()}, cut)
+        assert job.resumes_from(at) == at
+        at += 5
+    record_property("cases", len(cuts))

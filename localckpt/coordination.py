@@ -51,7 +51,7 @@ class Coordinator:
     def __init__(
         self, name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
     ) -> None:
-        self.timeout_s = timeout_s
+        self.set_timeout(timeout_s)
         self._in_a_hurry = False
         self._gathers = 0
         self._store: Store | None = None
@@ -68,6 +68,10 @@ class Coordinator:
         self._store = PrefixStore(prefix, default_store())
         instance = self._add(f"open the coordinator {name!r}", f"instances/{self.rank}", 1)
         self._store = PrefixStore(f"{prefix}/{instance}", default_store())
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline for good; ``timeout_s`` may be set for a single call."""
+        self.timeout_s = self._usual_s = timeout_s
 
     def all_gather(
         self,
@@ -156,16 +160,17 @@ class Coordinator:
 
     def _ask(self, phase: str, call: Callable[[Store], T]) -> T:
         """Talk to the job's store, which waits for ever for a host that cannot be reached."""
-        store, limit_s = self._store, _STORE_TIMES * self.timeout_s
+        # However little is left for this wait, the store needs its time.
+        store, limit_s = self._store, _STORE_TIMES * max(self._usual_s, self.timeout_s)
         assert store is not None, "a world of one has nobody to talk to"
         try:
             return within(limit_s, lambda: call(store))
         except (TimeoutError, dist.DistError) as error:
+            why = str(error) or f"not for {limit_s:g} s"
             raise PeerLostError(
-                f"could not {phase}: the job's key-value store does not answer "
-                f"({error or f'not for {limit_s:g} s'}). The process that hosts it, most often on "
-                f"the first node, has probably died, or cannot be reached from here; restart the "
-                f"job. What was saved before stands."
+                f"could not {phase}: the job's key-value store does not answer ({why}). The "
+                f"process that hosts it, most often on the first node, has probably died, or "
+                f"cannot be reached from here; restart the job. What was saved before stands."
             ) from error
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from localckpt.errors import CheckpointingException
+
 __all__ = ["within"]
 
 T = TypeVar("T")
@@ -17,6 +19,7 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
     Raises:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
+        CheckpointingException: No thread can be had.
     """
     outcome: Future[T] = Future()
 
@@ -28,6 +31,12 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
     # A daemon: what never returns must not keep the interpreter from ending.
     thread = threading.Thread(target=make, name="localckpt-within", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise CheckpointingException(
+            f"this process cannot start a thread ({error}): raise the limit on its processes "
+            f"(ulimit -u, or the container's pids limit)"
+        ) from error
     thread.join(timeout_s)
     return outcome.result(0)

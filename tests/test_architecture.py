@@ -24,7 +24,7 @@ _PACKAGE = Path(localckpt.__file__).parent
 _ARROWS = {
     "errors": set[str](),
     "ids": {"errors"},
-    "deadline": set[str](),
+    "deadline": {"errors"},
     "coordination": {"errors", "ids", "deadline"},
     "state_dict": {"errors", "ids"},
     "storage": {"errors", "ids", "state_dict"},

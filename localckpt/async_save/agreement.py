@@ -64,15 +64,18 @@ class Agreement:
         must find there that they did.
         """
         over, nap_s = _over(self._settled), _SHORTEST_NAP_S
-        self._report_once()
-        while self._ranks.rank == 0 and not self._ranks.reported_by_all(over):
-            waited_s = time.monotonic() - start
-            if waited_s > _FIRST_RANK * self._timeout_s:
-                return PeerLostError(
-                    f"not every rank had reported within {waited_s:.1f} s that {over}"
-                )
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        try:
+            self._report_once()
+            while self._ranks.rank == 0 and not self._ranks.reported_by_all(over):
+                waited_s = time.monotonic() - start
+                if waited_s > _FIRST_RANK * self._timeout_s:
+                    return PeerLostError(
+                        f"not every rank had reported within {waited_s:.1f} s that {over}"
+                    )
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        except PeerLostError as error:
+            return error
         return None
 
     def gather(self, report: CallReport, start: float) -> list[CallReport]:

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from localckpt.cli.output import (
     JsonOption,
     StoreArgument,
+    counted,
     one_line_errors,
     say,
     say_json,
@@ -66,7 +67,7 @@ def clean(
     for file in removed:
         say(f"{word} {file.path} ({size(file.nbytes)})")
     say(
-        f"{root}: {word} {len(removed)} file{'s'[: len(removed) != 1]}, "
+        f"{root}: {word} {counted(len(removed), 'file')}, "
         f"{size(sum(file.nbytes for file in removed))}"
     )
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from localckpt.cli.output import JsonOption, one_line_errors, say, say_json, store_or_default
+from localckpt.cli.output import (
+    REFUSED,
+    JsonOption,
+    one_line_errors,
+    say,
+    say_json,
+    store_or_default,
+    warn,
+)
+from localckpt.errors import CheckpointingException
 from localckpt.ids import ShardRecord
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.explanation import explain as explain_holdings
@@ -17,7 +28,6 @@ from localckpt.storage.catalog import SessionFolder, find_sessions, node_token
 __all__ = ["explain"]
 
 _SHORT = {
-    "damaged": "its header is damaged",
     "other version": "it is of another version of the format",
     "other session": "it belongs to another session",
     "unreadable": "it cannot be read",
@@ -44,10 +54,17 @@ def explain(
 
     That is: which checkpoint, why none that is newer, and the loss of which nodes it survives. Each
     DIR is the store of one node. Files are judged by their headers: `localckpt verify` reads
-    them whole.
+    them whole. The exit status is 2 if a DIR cannot be used; what is said is of the others.
     """
     with one_line_errors():
-        nodes = _gather(directories or [store_or_default(None)])
+        given = list(dict.fromkeys(directories or [store_or_default(None)]))
+    read = _read_all(given)
+    if read:
+        _tell(_gather(read), world_size, json)
+    raise typer.Exit(0 if len(read) == len(given) else REFUSED)
+
+
+def _tell(nodes: _Nodes, world_size: int | None, json: bool) -> None:
     sessions = dict.fromkeys(session for node in nodes.values() for session in node)
     explanations = {session: _explain(session, nodes, world_size) for session in sorted(sessions)}
     if json:
@@ -61,43 +78,55 @@ def explain(
         say("No job has used these stores yet.")
 
 
+@dataclass(frozen=True, slots=True)
 class _Found:
-    """What one node has of one session."""
+    """What one node, or one of its directories, has of one session."""
 
-    def __init__(self) -> None:
-        self.records: list[ShardRecord] = []
-        self.bad: list[str] = []
+    records: tuple[ShardRecord, ...] = ()
+    bad: tuple[str, ...] = ()
 
-    def add(self, session: SessionFolder) -> None:
-        shards, uncounted = session.shards()
-        self.records += [shard.record for shard in shards]
-        self.bad += [f"{file.path.name}: {_SHORT[file.fault]}" for file in uncounted]
-        self.bad += [
-            f"{file.path.name}: {why_set_aside(file.path)}"
-            for file in session.leftovers()
-            if file.kind == "corrupt"
-        ]
+    def and_also(self, other: _Found) -> _Found:
+        return _Found(self.records + other.records, self.bad + other.bad)
 
 
-def _gather(directories: list[Path]) -> dict[str, dict[str, _Found]]:
-    """What each node has, by session; two directories of one node are one."""
-    nodes: dict[str, dict[str, _Found]] = {}
+_Nodes = dict[str, dict[str, _Found]]
+"""What each node has, by session."""
+
+
+def _read_all(directories: Sequence[Path]) -> dict[Path, list[tuple[str, _Found]]]:
+    """What the directories have, with its session, without those that cannot be used."""
+    read = {}
+    for directory in directories:
+        try:
+            read[directory] = [(s.session_id, _read(s)) for s in find_sessions(directory)]
+        except CheckpointingException as error:
+            left_out = f"{directory} is left out: " if len(directories) > 1 else ""
+            warn(f"{left_out}{error}")
+    return read
+
+
+def _read(session: SessionFolder) -> _Found:
+    shards, uncounted = session.shards()
+    bad = [f"{file.path.name}: {_SHORT.get(file.fault, file.why)}" for file in uncounted]
+    aside = [f"{path.name}: {why_set_aside(path)}" for path in session.corrupt_files()]
+    return _Found(tuple(shard.record for shard in shards), (*bad, *aside))
+
+
+def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
+    """Take the directories of one node together."""
+    nodes: _Nodes = {}
     labels: dict[str, str] = {}
-    for directory in dict.fromkeys(directories):
-        sessions = find_sessions(directory)
-        token = node_token(directory) or str(directory)
-        label = labels.setdefault(token, str(directory))
+    for directory, sessions in read.items():
+        label = labels.setdefault(node_token(directory) or str(directory), str(directory))
         if label != str(directory):
-            typer.echo(f"localckpt: {directory} is of the same node as {label}", err=True)
-        found = nodes.setdefault(label, {})
-        for session in sessions:
-            found.setdefault(session.session_id, _Found()).add(session)
+            warn(f"{directory} is of the same node as {label}")
+        of_node = nodes.setdefault(label, {})
+        for session, found in sessions:
+            of_node[session] = of_node.get(session, _Found()).and_also(found)
     return nodes
 
 
-def _explain(
-    session: str, nodes: dict[str, dict[str, _Found]], world_size: int | None
-) -> Explanation:
+def _explain(session: str, nodes: _Nodes, world_size: int | None) -> Explanation:
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     return explain_holdings(

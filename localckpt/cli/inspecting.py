@@ -16,6 +16,7 @@ import typer
 from localckpt.cli.output import (
     BAD,
     JsonOption,
+    counted,
     one_line_errors,
     say,
     say_json,
@@ -26,6 +27,7 @@ from localckpt.errors import CorruptShardError, StorageError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON
 from localckpt.state_dict.identify import read_verified_identity
+from localckpt.storage.catalog import split_claim
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, SPARE
 
@@ -219,7 +221,9 @@ def _judge_shard(seen: _Seen, source: FileSource) -> None:
     try:
         seen.identity = read_verified_identity(source)
     except CorruptShardError as error:
-        why = str(error)
+        claim, why = split_claim(str(error))
+        if claim:
+            why = f"it claims to be {claim}, and {why}"
         seen.problems = [*(p for p in seen.problems if p not in why), why]
     try:
         _take_table(seen, source)
@@ -230,7 +234,8 @@ def _judge_shard(seen: _Seen, source: FileSource) -> None:
 def _judge_length(seen: _Seen, start: int) -> None:
     described = start + max((tensor.offset + tensor.nbytes for tensor in seen.tensors), default=0)
     if seen.nbytes != described:
-        seen.problems.append(f"it has {seen.nbytes} bytes, and its header describes {described}")
+        has = counted(seen.nbytes, "byte")
+        seen.problems.append(f"it has {has}, and its header describes {described}")
 
 
 def _take_table(seen: _Seen, source: FileSource) -> None:
@@ -262,7 +267,8 @@ def _say(seen: _Seen) -> None:
         "safetensors": "a safetensors file, and no shard of localckpt",
         "unknown": "no safetensors file, as far as it can be read",
     }
-    say(f"{seen.path}: {kinds[seen.kind]}, {seen.nbytes} bytes ({size(seen.nbytes)})")
+    nbytes = counted(seen.nbytes, "byte")
+    say(f"{seen.path}: {kinds[seen.kind]}, {nbytes} ({size(seen.nbytes)})")
     if seen.path.name.endswith((DIRTY, SPARE)):
         say("It is being written, or will be: what it holds may be of several saves.")
     for problem in seen.problems:
@@ -293,7 +299,7 @@ def _say(seen: _Seen) -> None:
         ]
         say("")
         say_table(names, rows, right=("offset", "bytes", "views"))
-    parts = [f"{len(seen.tensors)} tensors of {size(seen.tensors_nbytes)}"]
+    parts = [f"{counted(len(seen.tensors), 'tensor')} of {size(seen.tensors_nbytes)}"]
     if seen.skeleton is not None:
         parts.append(f"the object around them {size(seen.skeleton.nbytes)}")
     if seen.digests is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from localckpt.cli.output import (
     JsonOption,
     StoreArgument,
+    counted,
     one_line_errors,
     say,
     say_json,
@@ -39,11 +40,12 @@ def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
     with one_line_errors():
         root = store_or_default(directory)
         listings = [_look(session) for session in find_sessions(root)]
+        node = node_token(root)
         if json:
             sessions = [listing.to_json() for listing in listings]
-            say_json({"store": str(root), "node": node_token(root), "sessions": sessions})
+            say_json({"store": str(root), "node": node, "sessions": sessions})
             return
-        say(f"{root}: node {node_token(root)}")
+        say(f"{root}: node {node}" if node else f"{root}: of a node that has no name")
         for listing in listings:
             _say_listing(listing)
         if not listings:
@@ -92,7 +94,7 @@ class _Listing:
                     "path": str(file.path),
                     "nbytes": file.nbytes,
                     "fault": file.fault,
-                    "why": file.why,
+                    "why": file.description,
                 }
                 for file in self.uncounted
             ],
@@ -113,7 +115,7 @@ def describe_leftovers(leftovers: Iterable[Leftover]) -> list[str]:
         "corrupt": "set aside as damaged",
     }
     return [
-        f"{len(files)} file{'s'[: len(files) > 1]} {meanings[name]} "
+        f"{counted(len(files), 'file')} {meanings[name]} "
         f"({size(sum(file.nbytes for file in files))})"
         for name, files in _by_kind(leftovers).items()
         if files
@@ -176,5 +178,5 @@ def _say_listing(listing: _Listing) -> None:
     else:
         say("no shard")
     for file in listing.uncounted:
-        say(f"not counted: {file.path}: {file.why}", red=True)
+        say(f"not counted: {file.path}: {file.description}", red=True)
     say(*describe_leftovers(listing.leftovers))

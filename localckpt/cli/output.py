@@ -19,6 +19,7 @@ __all__ = [
     "REFUSED",
     "JsonOption",
     "StoreArgument",
+    "counted",
     "one_line_errors",
     "printable",
     "say",
@@ -26,6 +27,7 @@ __all__ = [
     "say_table",
     "size",
     "store_or_default",
+    "warn",
 ]
 
 BAD = 1
@@ -83,6 +85,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def warn(why: str) -> None:
+    """Print a line for whoever watches, beside what is printed."""
+    typer.echo(f"localckpt: {printable(why)}", err=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: ``1 file``, ``2 files``."""
+    return f"{number} {noun}{'s'[: number != 1]}"
+
+
 def size(nbytes: int) -> str:
     """Bytes for people: ``1.5 GB``."""
     return decimal(nbytes)
@@ -112,5 +124,5 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _refuse(why: str) -> NoReturn:
-    typer.echo(f"localckpt: {printable(why)}", err=True)
+    warn(why)
     raise typer.Exit(REFUSED)

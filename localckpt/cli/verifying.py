@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ class _Outcome:
             "store": str(self.root),
             "verified": self.verified,
             "nbytes": self.nbytes,
-            "bad": [{"path": str(file.path), "why": file.why} for file in self.bad],
-            "unreadable": [{"path": str(file.path), "why": file.why} for file in self.unreadable],
+            "bad": _to_json(self.bad),
+            "unreadable": _to_json(self.unreadable),
             "vanished": self.vanished,
             "set_aside": self.set_aside,
         }
@@ -92,6 +93,10 @@ class _Outcome:
         say(f"{self.root}: {', '.join(counts)}")
 
 
+def _to_json(files: Sequence[UncountedFile]) -> list[dict[str, str]]:
+    return [{"path": str(file.path), "why": file.description} for file in files]
+
+
 def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
     outcome = _Outcome(root)
 
@@ -99,13 +104,13 @@ def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
         outcome.take(file)
         if isinstance(file, UncountedFile) and not quiet:
             word = "bad" if file in outcome.bad else "not readable"
-            say(f"{word}: {file.path}: {file.why}", red=True)
+            say(f"{word}: {file.path}: {file.description}", red=True)
 
     found = []
     for session in find_sessions(root):
         shards, uncounted = session.shards()
         found += [(session, shard) for shard in shards]
-        outcome.set_aside += sum(file.kind == "corrupt" for file in session.leftovers())
+        outcome.set_aside += len(session.corrupt_files())
         for file in uncounted:
             take(file)
     console = Console(stderr=True)

@@ -108,6 +108,7 @@ class BaseCheckpointManager(ABC):
         # Without the session in its name: ranks with different ones must meet, to be told.
         self._coordinator = Coordinator("manager", process_group, timeout)
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
+        self._strategy.take_timeout(timeout)
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
@@ -334,10 +335,12 @@ class BaseCheckpointManager(ABC):
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None and self._redundancy is not None:
-            # The other ranks may not come any more.
-            self._redundancy.cancel()
-        self.close()
+        try:
+            if kind is not None and self._redundancy is not None:
+                # The other ranks may not come any more.
+                self._redundancy.cancel()
+        finally:
+            self.close()
 
     @property
     def degraded(self) -> int:

@@ -89,8 +89,8 @@ def describe_incomplete(holdings: Mapping[int, Sequence[ShardRecord]]) -> str:
         if gone:
             lines.append(
                 f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
-                f"{checkpoint.world_size} ranks) lacks the "
-                f"shards of ranks {', '.join(map(str, gone))}"
+                f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks "
+                f"{', '.join(map(str, gone))}"
             )
     return "; ".join(reversed(lines)) or "no shard of this session was found on any node"
 
@@ -104,6 +104,8 @@ class JoinRecord:
     format_version: str
     failure_domain: str
     newest_epoch: int
+    owner: str = ""
+    """The process that its store belongs to."""
     draw: int = 0
     """A random number; rank 0's tells this attempt from all others."""
 
@@ -114,6 +116,7 @@ class JoinRecord:
             self.format_version,
             self.failure_domain,
             self.newest_epoch,
+            self.owner,
             self.draw,
         ]
 
@@ -145,8 +148,8 @@ def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
     if complete and complete[0].world_size != world_size:
         raise MismatchError(
             f"the newest checkpoint, iteration {complete[0].iteration}, was saved by "
-            f"{complete[0].world_size} ranks, and this job has {world_size}: local shards cannot "
-            f"be split anew. Start with {complete[0].world_size} ranks, or restore from shared "
+            f"{_ranks(complete[0].world_size)}, and this job has {world_size}: local shards cannot "
+            f"be split anew. Start with {_ranks(complete[0].world_size)}, or restore from shared "
             f"storage and give the job a new session_id. Nothing was changed"
         )
 
@@ -200,3 +203,7 @@ def _by_value(values: Sequence[Any]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return ", ".join(f"{value!r} on rank {'+'.join(on)}" for value, on in ranks.items())
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s'[: count != 1]}"

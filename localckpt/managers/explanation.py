@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.ids import Generation, ShardRecord
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
 from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
 from localckpt.storage.names import shard_named
 
@@ -19,6 +19,8 @@ __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
 
 _WIDTH = 100
 _SHOWN = 12
+# No header has longer numbers, or more ranks; no name that has them was given by a store.
+_DIGITS, _MOST_RANKS = 19, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One checkpoint of which at least one shard is left.
+    """One checkpoint of which at least one shard is left, or a file that bears a shard's name.
 
     Attributes:
         checkpoint: Which one.
@@ -44,6 +46,9 @@ class Standing:
         damaged: For each rank, the nodes with a file that bears the shard's name and is no good.
         is_complete: Whether every shard can be had.
         lacks: Why not.
+        is_by_name: Whether no header tells of it any more, only the names of its files. Its number
+            of ranks is that of the same attempt's other checkpoints; without any, there may be more
+            ranks than the names tell of.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +56,7 @@ class Standing:
     damaged: tuple[tuple[str, ...], ...]
     is_complete: bool
     lacks: tuple[Lack, ...]
+    is_by_name: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,6 +65,7 @@ class Standing:
             "holders": [list(nodes) for nodes in self.holders],
             "damaged": [list(nodes) for nodes in self.damaged],
             "lacks": [lack.to_json() for lack in self.lacks],
+            "by_name": self.is_by_name,
         }
 
 
@@ -68,7 +75,7 @@ class Explanation:
 
     Attributes:
         nodes: The nodes that were asked.
-        checkpoints: What is left, the newest first.
+        checkpoints: What is left, be it damaged, the newest first.
         newest: The newest complete checkpoint.
         refusal: Why a restart raises an error instead of loading it.
         breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
@@ -152,7 +159,9 @@ def explain(
     damaged = _damaged(bad)
     standings = [
         _standing(checkpoint, held, damaged, checkpoint in complete)
-        for checkpoint in sorted(held, key=lambda c: c.version, reverse=True)
+        for checkpoint in sorted(
+            [*held, *_by_name(damaged, held)], key=lambda c: c.version, reverse=True
+        )
     ]
     loaded = next((s for s in standings if s.is_complete), None)
     return Explanation(
@@ -198,17 +207,40 @@ def _damaged(bad: Mapping[str, Sequence[str]]) -> _Damaged:
     for node, texts in bad.items():
         for text in texts:
             name, _, why = text.partition(": ")
-            # Nothing else says what a file was that is damaged.
-            if why and (shard := shard_named(name)) is not None:
-                damaged.setdefault(shard, []).append((node, why))
+            # The name alone says what a file was: what the header claims may be damaged, too.
+            wrong = why.rpartition(" is damaged: ")[2]
+            if wrong and (shard := shard_named(name)) is not None:
+                damaged.setdefault(shard, []).append((node, wrong))
     return damaged
+
+
+def _by_name(damaged: _Damaged, held: Collection[Checkpoint]) -> list[Checkpoint]:
+    """Checkpoints that have damaged files and no others."""
+    known = {(checkpoint.iteration, checkpoint.generation) for checkpoint in held}
+    # The number of ranks is the same for all that a job saves between two starts.
+    world_sizes = {_attempt(checkpoint.generation): checkpoint.world_size for checkpoint in held}
+    ranks: dict[tuple[int, Generation], int] = {}
+    for iteration, rank, generation in damaged:
+        what = iteration, generation
+        most = world_sizes.get(_attempt(generation), _MOST_RANKS)
+        if what not in known and rank < most and max(iteration, *generation) < 10**_DIGITS:
+            ranks[what] = max(ranks.get(what, 0), rank + 1)
+    return [
+        Checkpoint(generation, iteration, world_sizes.get(_attempt(generation), least))
+        for (iteration, generation), least in ranks.items()
+    ]
+
+
+def _attempt(generation: Generation) -> tuple[int, int]:
+    return generation.epoch, generation.sequence // SAVES_AN_ATTEMPT
 
 
 def _standing(
     checkpoint: Checkpoint, held: _Held, damaged: _Damaged, is_complete: bool
 ) -> Standing:
     ranks = range(checkpoint.world_size)
-    holders = [tuple(held[checkpoint].get(rank, ())) for rank in ranks]
+    of_ranks = held.get(checkpoint, {})
+    holders = [tuple(of_ranks.get(rank, ())) for rank in ranks]
     bad = [damaged.get((checkpoint.iteration, r, checkpoint.generation), ()) for r in ranks]
     lacks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     if not is_complete:
@@ -227,6 +259,7 @@ def _standing(
         tuple(tuple(dict.fromkeys(node for node, _ in copies)) for copies in bad),
         is_complete,
         tuple(Lack(tuple(on), why, nodes) for (why, nodes), on in lacks.items()),
+        checkpoint not in held,
     )
 
 
@@ -307,7 +340,7 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
     lines = []
     newest = explanation.newest
     for standing in explanation.checkpoints:
-        what = _named(standing.checkpoint).capitalize()
+        what = _named(standing.checkpoint, standing.is_by_name).capitalize()
         if newest is None or standing.checkpoint.version > newest.version:
             lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
             lines += [
@@ -342,11 +375,10 @@ def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _named(checkpoint: Checkpoint) -> str:
-    return (
-        f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
-        f"{checkpoint.world_size} ranks)"
-    )
+def _named(checkpoint: Checkpoint, is_by_name: bool = False) -> str:
+    ranks = f"{checkpoint.world_size} rank{'s'[: checkpoint.world_size != 1]}"
+    told = "by the names of its files" if is_by_name else ranks
+    return f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, {told})"
 
 
 def _joined(nodes: Iterable[str], keys: Mapping[str, str]) -> str:

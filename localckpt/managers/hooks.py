@@ -5,7 +5,7 @@ The hooks deal in states, the protocol in images; here the one is turned into th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from localckpt.errors import MismatchError, StorageError
@@ -63,7 +63,7 @@ class HookShelf(Shelf):
     def newest_epoch(self) -> int:
         return 0
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
         """The hooks know no attempts."""
 
     def stage(
@@ -83,7 +83,9 @@ class HookShelf(Shelf):
         """Staging a state for the hooks copies all of it at once."""
 
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
-        self._rooms[identity] = memoryview(bytearray(nbytes))
+        # What a save that failed has left there is nobody's.
+        of_this_save = {i: r for i, r in self._rooms.items() if i.generation == identity.generation}
+        self._rooms = {**of_this_save, identity: memoryview(bytearray(nbytes))}
         return self._rooms[identity]
 
     def received(self, identity: ShardIdentity) -> StagedShard:

@@ -45,6 +45,7 @@ def join(
             FORMAT_VERSION,
             shelf.failure_domain,
             shelf.newest_epoch(),
+            shelf.owner,
             secrets.randbelow(_DRAWS),
         ).to_json()
     gathered = agree(coordinator, JOINING, looking, mine)
@@ -57,7 +58,7 @@ def join(
     # nodes keep a shard could share its number with the next, which does not see those nodes; and
     # shards of both would pass for one checkpoint later.
     with Attempt() as noting:
-        shelf.begin_epoch(epoch)
+        shelf.begin_epoch(epoch, [record.owner for record in records])
     agree(coordinator, "begin a new attempt", noting)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.

@@ -87,6 +87,7 @@ class Redundancy:
         self._strategy = strategy
         self._session_id = session_id
         self._coordinator = coordinator
+        self._timeout_s = coordinator.timeout_s
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._transport: HostTransport | None = None
@@ -145,7 +146,7 @@ class Redundancy:
         """
         if self._thread is None:
             return
-        deadline_s = _STEPS * self._coordinator.timeout_s
+        deadline_s = _STEPS * self._timeout_s
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise CheckpointingException(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class Shelf(ABC):
 
     failure_domain: str
     """What is lost together with this rank's shards."""
+    owner = ""
+    """The process that these shards belong to; empty where nobody asks."""
 
     @abstractmethod
     def inventory(self) -> list[ShardRecord]:
@@ -65,8 +67,16 @@ class Shelf(ABC):
         """The highest epoch known here: of any shard, and of any attempt that began."""
 
     @abstractmethod
-    def begin_epoch(self, epoch: int) -> None:
-        """Remember an attempt from its beginning, even if none of its shards will be left."""
+    def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
+        """Remember an attempt from its beginning, even if none of its shards will be left.
+
+        Args:
+            epoch: Its number.
+            owners: Those of all ranks of the job.
+
+        Raises:
+            StorageError: Another job is alive here.
+        """
 
     @abstractmethod
     def stage(

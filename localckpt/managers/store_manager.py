@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from localckpt.coordination import Coordinator
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
 from localckpt.managers.joining import JOINING
@@ -94,7 +95,9 @@ class StoreCheckpointManager(BaseCheckpointManager):
         try:
             store = open_store()
         except Exception as error:
-            give_up(self._coordinator, JOINING, error)
+            # If they cannot be told, the other ranks end at their deadline; what matters is why.
+            with suppress(PeerLostError):
+                give_up(self._coordinator, JOINING, error)
             raise
         self._stored = StoreShelf(
             store, self._allowed, self.timeout, self._staging_threads, self._guard

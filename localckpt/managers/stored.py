@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,6 +69,7 @@ class StoreShelf(Shelf):
     ) -> None:
         self.store = store
         self.failure_domain = store.token
+        self.owner = store.owner
         self.planner = ImagePlanner(allowed)
         self._allowed = allowed
         self._timeout_s = timeout_s
@@ -96,7 +97,8 @@ class StoreShelf(Shelf):
         self.store.scan()
         return self.store.newest_epoch()
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
+        self.store.refuse_other_jobs(owners, self._timeout_s)
         self.store.begin_epoch(epoch)
 
     def warm_up(self, state: TensorAwareStateDict, like: ShardIdentity) -> None:
@@ -230,15 +232,16 @@ class StoreShelf(Shelf):
             logger.warning("%s is good here, but not when it was %s", identity, why)
 
     def close(self) -> None:
-        try:
-            self.wait_staged()
-        except CheckpointingException as error:
-            # A GPU that hangs must not keep the store from being left.
-            logger.error("%s", error)
-        self._guard.close()
-        self._sealer.shutdown()
-        self._copier.close()
-        self.store.close(self._unsettled)
+        with ExitStack() as closing:
+            closing.callback(self.store.close, self._unsettled)
+            closing.callback(self._copier.close)
+            closing.callback(self._sealer.shutdown)
+            closing.callback(self._guard.close)
+            try:
+                self.wait_staged()
+            except (CheckpointingException, RuntimeError) as error:
+                # A GPU that hangs, or is broken, must not keep the store from being left.
+                logger.error("what a GPU was copying is given up: %s", error)
 
     def _hold_back_training(self) -> None:
         for copies in self._copies:

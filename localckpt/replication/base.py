@@ -32,22 +32,34 @@ class ReplicationStrategy(ABC):
     """Copies shards to other ranks, and brings them back to ranks that lack them.
 
     Args:
-        timeout_s: Deadline of each step that ranks take together, in seconds.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
+            the manager that uses the strategy.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
     """
 
     def __init__(
         self,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         *,
         target_device: str = "cpu",
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = 300.0 if timeout_s is None else timeout_s
+        self._has_own_timeout = timeout_s is not None
         self.target_device = target_device
         self._process_group = process_group
         self._everyone: Coordinator | None = None
+
+    def take_timeout(self, timeout_s: float) -> None:
+        """Use a manager's deadline, unless the strategy was given one."""
+        if not self._has_own_timeout:
+            self._set_timeout(timeout_s)
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        if self._everyone is not None:
+            self._everyone.set_timeout(timeout_s)
 
     @abstractmethod
     def replicate_image(

@@ -149,8 +149,7 @@ class HostTransport:
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
-        if self._connections is not None:
-            self._disconnect()
+        self._disconnect()
 
     def close(self) -> None:
         # Connections of our own end with the last reference; a caller's group is the caller's.
@@ -256,12 +255,14 @@ class HostTransport:
     def _disconnect(self) -> None:
         """Close all connections, so that peers stop waiting and late bytes go nowhere."""
         self.broken = True
-        for peer in self._ranks:
+        # Once, since another thread may close this transport meanwhile.
+        connections = self._connections
+        for peer in self._ranks if connections is not None else ():
             # A wait that runs out is gloo's one way to close every connection of a group; on a
             # connection that is closed already, there is no wait.
             with contextlib.suppress(RuntimeError):
                 if peer != self._rank:
-                    self._post("recv", _nothing(), peer, 0, _Kind.NEVER).wait(
+                    connections.recv([_nothing()], self._place(peer), _Kind.NEVER).wait(
                         timedelta(milliseconds=1)
                     )
 

@@ -7,6 +7,7 @@ lie, and what is in them, it does not know.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -72,7 +73,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     Args:
         local_group: This rank's clique. Its members must be on different nodes.
         target_device: Where the tensors of state dicts that others sent are put.
-        timeout_s: Deadline of each step that ranks take together, in seconds.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
+            the manager that uses the strategy.
         process_group: The ranks of the job; ``None`` for all.
     """
 
@@ -81,7 +83,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         local_group: GroupWrapper | dist.ProcessGroup,
         target_device: str = "cpu",
         *,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(timeout_s, process_group, target_device=target_device)
@@ -93,10 +95,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             )
         self._cliques: list[list[int]] | None = None
         self._made_group = False
-        self._coordinator = Coordinator("clique", self.local_group.group, timeout_s)
+        self._coordinator = Coordinator("clique", self.local_group.group, self.timeout_s)
         self._host: HostTransport | None = None
         self._host_name = ""
         self._device: Transport | None = None
+        self._device_limit_s = math.inf
 
     @classmethod
     def from_replication_params(
@@ -104,7 +107,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         replication_jump: int | None = None,
         replication_factor: int = 2,
         *,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         failure_domain: str | None = None,
         target_device: str = "cpu",
     ) -> CliqueReplicationStrategy:
@@ -114,7 +117,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_jump: Distance between members of a clique; by default the number of ranks
                 on this node, so that they are on different nodes.
             replication_factor: Copies of each shard, the owner's included.
-            timeout_s: Deadline of each step that ranks take together, in seconds.
+            timeout_s: As for the class.
             failure_domain: What this rank's store is lost with; if given, cliques that hold two
                 members of one domain are refused now, else when a manager is made.
             target_device: Where the tensors of state dicts that others sent are put.
@@ -130,7 +133,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             )
         jump = default_replication_jump() if replication_jump is None else replication_jump
         said = f"replication_jump={jump!r}, replication_factor={replication_factor!r}"
-        told = Coordinator("cliques", None, timeout_s).all_gather(
+        limit_s = 300.0 if timeout_s is None else timeout_s
+        told = Coordinator("cliques", None, limit_s).all_gather(
             "agree on cliques", [said, failure_domain]
         )
         _require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
@@ -140,11 +144,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             check_failure_domains(cliques, [str(domain) for domain in domains])
         # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
         group = GroupWrapper.from_list_of_groups(
-            cliques, timeout_s=2 * timeout_s + 60, backend=_clique_backend(GroupWrapper().backend)
+            cliques, timeout_s=2 * limit_s + 60, backend=_clique_backend(GroupWrapper().backend)
         )
         strategy = cls(group, target_device, timeout_s=timeout_s)
         strategy._cliques = cliques
         strategy._made_group = True
+        strategy._device_limit_s = limit_s
         return strategy
 
     def replicate_image(
@@ -201,13 +206,19 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return [peer.id_ for peer in senders]
 
     def check_failure_domains(self, domains: Sequence[str]) -> None:
-        check_failure_domains(self.cliques(), domains)
+        cliques = self.cliques()
+        if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
+            raise MismatchError(
+                f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
+                f"give the strategy and the manager the same process_group"
+            )
+        check_failure_domains(cliques, domains)
 
     def cliques(self) -> list[list[int]]:
         if self._cliques is None:
             # Explicit groups are known to their members only; all ranks must come to one answer.
             told = self._world().all_gather("compare cliques", self.local_group.ranks)
-            self._cliques = sorted({tuple(ranks): ranks for ranks in told}.values())
+            self._cliques = _places(told, self._world().global_ranks)
         return self._cliques
 
     def close(self) -> None:
@@ -223,6 +234,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             # Its threads end with the last reference.
             self.local_group.group = None
 
+    def _set_timeout(self, timeout_s: float) -> None:
+        super()._set_timeout(timeout_s)
+        self._coordinator.set_timeout(timeout_s)
+        if self._host is not None:
+            self._host.timeout_s = timeout_s
+
     def _exchange(
         self,
         announced: Sequence[_Announcement],
@@ -235,7 +252,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return
         if self._device is None:
             self._device = choose_transport(
-                self.local_group, True, self.timeout_s, owns_group=self._made_group
+                self.local_group,
+                True,
+                min(self.timeout_s, self._device_limit_s),
+                owns_group=self._made_group,
             )
         try:
             # One round at a time, so that there are buckets for one peer only.
@@ -271,7 +291,7 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
         replication_jump: int | None = None,
         replication_factor: int = 2,
         *,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         target_device: str = "cpu",
     ) -> None:
         super().__init__(timeout_s, target_device=target_device)
@@ -303,6 +323,11 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
             self._built.close()
             self._built = None
 
+    def _set_timeout(self, timeout_s: float) -> None:
+        super()._set_timeout(timeout_s)
+        if self._built is not None:
+            self._built._set_timeout(timeout_s)
+
     def _build(self) -> CliqueReplicationStrategy:
         if self._built is None:
             self._built = CliqueReplicationStrategy.from_replication_params(
@@ -327,6 +352,18 @@ class _Announcement:
     """Name of the connections it still has from the last save."""
     offer: str
     """A name for new ones; the first member's is taken."""
+
+
+def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:
+    """Cliques of ranks of the job, as places in a group of them; each clique once."""
+    strangers = {rank for clique in cliques for rank in clique} - set(members)
+    if strangers:
+        raise MismatchError(
+            f"ranks {sorted(strangers)} keep replicas, and are not among the ranks "
+            f"{list(members)}: give the strategy the process_group that its cliques are of"
+        )
+    place_of = {rank: place for place, rank in enumerate(members)}
+    return sorted({tuple(ranks): [place_of[rank] for rank in ranks] for ranks in cliques}.values())
 
 
 def _require_agreement(announced: Sequence[_Announcement]) -> None:

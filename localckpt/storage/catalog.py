@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from localckpt.storage.names import (
     TOKEN_NAME,
     session_of,
 )
+from localckpt.storage.notes import owner_of, read_note
 from localckpt.storage.owner import Owner, Running
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "find_sessions",
     "find_staging",
     "node_token",
+    "split_claim",
 ]
 
 Fault = Literal["damaged", "other version", "other session", "unreadable"]
@@ -72,6 +74,13 @@ class UncountedFile:
     nbytes: int
     fault: Fault
     why: str
+    claim: str = ""
+    """What it says that it is, where that may be a part of the damage."""
+
+    @property
+    def description(self) -> str:
+        """What is wrong, with what it says that it is."""
+        return f"it claims to be {self.claim}, and {self.why}" if self.claim else self.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,7 @@ class SessionFolder:
         for folder in _folders(self.folder):
             for _ in range(_LOOKS):
                 paths = _files(folder, SHARD)
-                files = [self._examine(path, read_verified_identity) for path in paths]
+                files = [self._identify(path) for path in paths]
                 # In place of one that was let go, another came that was not seen yet.
                 if None not in files:
                     break
@@ -143,13 +152,29 @@ class SessionFolder:
         running = Running()
         found = []
         for folder in _folders(self.folder):
-            is_live = _owner_of(folder) in running
+            with _readable(folder / OWNER_NAME):
+                is_live = owner_of(folder) in running
             for ending, kind in _ENDINGS.items():
                 for path in _files(folder, ending):
                     status = _status(path)
                     if status is not None:
                         found.append(Leftover(path, status.st_size, kind, is_live))
         return found
+
+    def corrupt_files(self) -> list[Path]:
+        """What was set aside as damaged, in the folders of all ranks.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        return [path for folder in _folders(self.folder) for path in _files(folder, CORRUPT)]
+
+    def _identify(self, path: Path) -> ShardFile | UncountedFile | None:
+        file = self._examine(path, read_verified_identity)
+        if isinstance(file, UncountedFile) and file.fault == "damaged":
+            claim, why = split_claim(file.why)
+            return replace(file, claim=claim, why=why)
+        return file
 
     def _examine(
         self, path: Path, examine: Callable[[FileSource], ShardIdentity]
@@ -194,11 +219,20 @@ def find_sessions(root: Path) -> list[SessionFolder]:
 
 
 def node_token(root: Path) -> str | None:
-    """The name of the node that a store belongs to; ``None`` if it has none."""
+    """The name of the node that a store belongs to; ``None`` if it has none that can be read."""
     try:
-        return (root / TOKEN_NAME).read_text(errors="replace").strip()
+        return read_note(root / TOKEN_NAME).strip() or None
     except OSError:
         return None
+
+
+def split_claim(why: str) -> tuple[str, str]:
+    """Split the text of an error into the name that it gives a damaged shard, and what is wrong.
+
+    The name comes from the shard's header. Where that itself is not verified, it is no fact.
+    """
+    claim, _, wrong = why.rpartition(" is damaged: ")
+    return claim, wrong
 
 
 def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
@@ -247,14 +281,6 @@ def _fault_of(error: CheckpointingException) -> tuple[Fault, str]:
         return "damaged", str(error)
     cause = error.__cause__
     return "unreadable", (isinstance(cause, OSError) and cause.strerror) or str(error)
-
-
-def _owner_of(folder: Path) -> Owner | None:
-    with _readable(folder):
-        try:
-            return Owner.parse((folder / OWNER_NAME).read_text(errors="replace"))
-        except FileNotFoundError:
-            return None
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable
+import secrets
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,8 +15,8 @@ from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, STAGING_PREFIX
 from localckpt.storage.owner import Owner, Running
-from localckpt.storage.pool import BufferPool
-from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
+from localckpt.storage.pool import BufferPool, buffer_nbytes
+from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -51,7 +52,10 @@ class DiskStore(Store):
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
         self._shared_memory = shared_memory
+        # A process can have several stores.
+        self._staging_prefix = f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}."
         self._numbers = itertools.count()
+        self._writer, self._num_buffers = writer, num_buffers
         self._remove_orphaned_buffers()
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
@@ -113,6 +117,16 @@ class DiskStore(Store):
         with storage_errors("clean up", self.folder):
             self._dirty(identity).unlink(missing_ok=True)
 
+    def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
+        super().check_room(images, checkpoints, ranks)
+        if self._writer == "process":
+            with storage_errors("look at", self._shared_memory):
+                status = os.statvfs(self._shared_memory)
+                own = self._shared_memory.glob(f"{self._staging_prefix}*")
+                had = sum(path.lstat().st_blocks * 512 for path in own)
+            sizes = [buffer_nbytes(image) for image in images]
+            check_shared_memory(self._shared_memory, status, had, sizes, self._num_buffers)
+
     @property
     def staging_nbytes(self) -> int:
         """Bytes of all staging buffers."""
@@ -126,7 +140,7 @@ class DiskStore(Store):
         """Files on disk are found again by name."""
 
     def _make_shared(self, nbytes: int) -> Buffer:
-        name = f"{STAGING_PREFIX}{Owner.me()}.{id(self):x}.{next(self._numbers)}"
+        name = f"{self._staging_prefix}{next(self._numbers)}"
         return SharedBuffer(self._shared_memory / name, nbytes)
 
     def _remove_orphaned_buffers(self) -> None:

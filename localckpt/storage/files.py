@@ -68,10 +68,7 @@ class FileSource:
         if direct is None:
             self._stream(_THREADS_WARM, stop, self._fill, places, filled)
             return
-        bounce = PrivateBuffer(_THREADS_COLD * PIECE_NBYTES)
         free: SimpleQueue[memoryview] = SimpleQueue()
-        for i in range(_THREADS_COLD):
-            free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
 
         def fill(start: int, parts: list[memoryview]) -> None:
             slot = free.get()
@@ -83,11 +80,14 @@ class FileSource:
             finally:
                 free.put(slot)
 
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(_close, direct)
+            with storage_errors("read", self.path):
+                bounce = PrivateBuffer(_THREADS_COLD * PIECE_NBYTES)
+            opened.callback(bounce.close)
+            for i in range(_THREADS_COLD):
+                free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
             self._stream(_THREADS_COLD, stop, fill, places, filled)
-        finally:
-            _close(direct)
-            bounce.close()
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

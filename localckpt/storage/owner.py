@@ -7,11 +7,15 @@ pid nor a changed clock takes a dead owner for a live one.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["Owner", "Running"]
+
+
+_NUMBER = re.compile("[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Owner:
         """Read what ``str()`` of an owner gave; ``None`` for anything else."""
         boot, _, rest = text.partition("-")
         pid, _, started = rest.partition("-")
-        if not (boot and pid.isdecimal() and started.isdecimal()):
+        # No kernel counts further; what is longer is no process, nor a name in /proc.
+        if not (boot and _NUMBER.fullmatch(pid) and _NUMBER.fullmatch(started)):
             return None
         return cls(boot, int(pid), int(started))
 

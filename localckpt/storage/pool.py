@@ -62,8 +62,13 @@ class BufferPool:
                 name="localckpt-prepare",
                 daemon=True,
             )
-            self._preparing[purpose] = thread
-        thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The save that wants it makes it itself.
+                logger.warning("a staging buffer could not be made ahead of time: %s", error)
+            else:
+                self._preparing[purpose] = thread
 
     def is_busy(self, purpose: Hashable) -> bool:
         """Whether :meth:`take` would have to wait for an older save."""

@@ -14,7 +14,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
 
-__all__ = ["IN_MEMORY", "check_room", "file_system", "try_out"]
+__all__ = ["IN_MEMORY", "check_room", "check_shared_memory", "file_system", "try_out"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +68,18 @@ def file_system(path: Path) -> str:
 
 
 def check_room(
-    folder: Path, there: Mapping[int, int], images: Collection[int], checkpoints: int, ranks: int
+    folder: Path,
+    status: os.statvfs_result,
+    there: Mapping[int, int],
+    images: Collection[int],
+    checkpoints: int,
+    ranks: int,
 ) -> None:
     """Compare what a rank is going to keep with what its file system has.
 
     Args:
         folder: Where it keeps it.
+        status: What its file system had before ``there`` was looked at.
         there: What the session has there by now, of all ranks: bytes by inode. Saves use it again,
             or remove it.
         images: Sizes of the images that it keeps of each checkpoint, in bytes.
@@ -84,8 +90,6 @@ def check_room(
     Raises:
         StorageError: There is no room for what this rank alone will keep.
     """
-    with storage_errors("look at", folder):
-        status = os.statvfs(folder)
     needed, files = checkpoints * sum(images), checkpoints * len(images)
     free = status.f_bavail * status.f_frsize
     had = sum(there.values())
@@ -111,6 +115,31 @@ def check_room(
             ranks,
             checkpoints,
             sum(images) / 1e6,
+        )
+
+
+def check_shared_memory(
+    folder: Path, status: os.statvfs_result, had: int, sizes: Collection[int], buffers: int
+) -> None:
+    """Compare the staging buffers of a rank with the shared memory there is.
+
+    Args:
+        folder: Where they are.
+        status: What it had before ``had`` was looked at.
+        had: The bytes of those that are there by now.
+        sizes: The bytes of one buffer for each image of a checkpoint.
+        buffers: How many there will be of each.
+
+    Raises:
+        StorageError: There is no room for all.
+    """
+    free = status.f_bavail * status.f_frsize
+    if buffers * sum(sizes) > free + had:
+        raise StorageError(
+            f"{folder} has {free / 1e6:.1f} MB free, and {buffers} staging buffers of "
+            f"{sum(sizes) / 1e6:.1f} MB are kept there for the worker process: make it larger "
+            f"(in a container often --shm-size), lower num_buffers, or use async_worker='thread'. "
+            f"Checkpoints saved before are as they were"
         )
 
 

@@ -7,7 +7,6 @@ name and becoming spares, which later saves overwrite.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ import secrets
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,6 @@ from localckpt.errors import (
 )
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.identify import read_verified_identity
-from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
@@ -47,6 +45,7 @@ from localckpt.storage.names import (
     session_name,
     shard_name,
 )
+from localckpt.storage.notes import owner_of, read_note, write_note
 from localckpt.storage.owner import Owner, Running
 from localckpt.storage.preflight import check_room
 from localckpt.storage.write import Digests, ShardWrite, sync_folder
@@ -86,12 +85,13 @@ class Store(ABC):
         self.folder = self._session / str(rank)
         self._shards: dict[ShardIdentity, Path] = {}
         self._owner = Owner.me()
+        # A process may have several: the last one that was opened has the folder.
+        self._claim = f"{self._owner}\n{secrets.token_hex(8)}"
         with storage_errors("use", self.folder):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in (self._session, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                if folder.is_symlink():
-                    raise StorageError(f"{folder} is a symbolic link: remove it")
+                _require_our_own(folder)
             try:
                 with FileLock(self.root / LOCK_NAME, timeout=timeout_s, mode=0o600):
                     self.token = self._read_token()
@@ -204,29 +204,29 @@ class Store(ABC):
             adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
                 go with this rank's.
         """
-        adopted = {self._session / str(rank) for rank in adopted_ranks}
-        adopted = {folder for folder in adopted if not folder.is_symlink()}
-        for identity, path in list(self._shards.items()):
-            if identity.version >= older_than:
-                continue
+        old = [(i, path) for i, path in self._shards.items() if i.version < older_than]
+        for identity, path in old:
             if path.parent == self.folder:
                 self._to_spare(identity, path)
-            elif path.parent in adopted:
+        running = Running()
+        for rank in adopted_ranks:
+            folder = self._session / str(rank)
+            there = [(identity, path) for identity, path in old if path.parent == folder]
+            with storage_errors("clean up", folder):
                 # No save of this rank needs them as spares: it has those of its own.
-                del self._shards[identity]
-                with storage_errors("remove", path):
-                    path.unlink(missing_ok=True)
-        for folder in adopted:
-            with storage_errors("remove spares in", folder):
-                for spare in folder.glob(f"*{SPARE}"):
-                    spare.unlink(missing_ok=True)
+                spares = [] if folder.is_symlink() else list(folder.glob(f"*{SPARE}"))
+                if (there or spares) and owner_of(folder) not in running:
+                    for path in (*(path for _, path in there), *spares):
+                        path.unlink(missing_ok=True)
+                    self._shards = {i: p for i, p in self._shards.items() if (i, p) not in there}
 
     def discard(self, identity: ShardIdentity) -> None:
         """Remove what a failed save has committed or begun here of a shard."""
         path = self._path(identity)
-        self._to_spare(identity, path)
+        # First: who still writes it cannot give it its name any more.
         with storage_errors("remove", path):
             self._dirty(identity).unlink(missing_ok=True)
+        self._to_spare(identity, path)
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         """Rename a bad shard, so that it is not found again but can be looked at."""
@@ -245,17 +245,37 @@ class Store(ABC):
         epochs = [identity.generation.epoch for identity in self._shards]
         with storage_errors("read", self._session):
             for path in self._session.glob(f"*/{EPOCH_NAME}"):
-                text = _read_small(path)
+                text = read_note(path)
                 # Longer than any header can have.
                 if text.isdecimal() and text.isascii() and len(text) < 19:
                     epochs.append(int(text))
         return max(epochs, default=0)
 
+    @property
+    def owner(self) -> str:
+        """This process, in words that tell it from all others of its node."""
+        return str(self._owner)
+
+    def refuse_other_jobs(self, owners: Collection[str], timeout_s: float) -> None:
+        """Make sure that nobody else uses the session on this node.
+
+        Args:
+            owners: The processes of this job.
+            timeout_s: How long one that is ending may take.
+
+        Raises:
+            StorageError: A live process of another job has taken some rank's folder.
+        """
+        with storage_errors("read", self._session):
+            for rank in sorted(self.ranks_with_folders()):
+                folder = self._session / str(rank)
+                _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
+
     def begin_epoch(self, epoch: int) -> None:
         """Note, durably, that an attempt of the job has begun under this number."""
         path = self.folder / EPOCH_NAME
         with storage_errors("write", path):
-            _write_small(path, str(epoch))
+            write_note(path, str(epoch))
             sync_folder(self.folder)
 
     def ranks_with_folders(self) -> set[int]:
@@ -274,9 +294,12 @@ class Store(ABC):
         Raises:
             StorageError: There is no room for what this rank alone will keep.
         """
+        with storage_errors("look at", self.folder):
+            # First: what is being made ahead of time meanwhile counts as there, not as missing.
+            status = os.statvfs(self.folder)
         # Twice, since a file that is renamed meanwhile may be missed.
         there = {**self._nbytes_by_inode(), **self._nbytes_by_inode()}
-        check_room(self.folder, there, images, checkpoints, ranks)
+        check_room(self.folder, status, there, images, checkpoints, ranks)
 
     def _nbytes_by_inode(self) -> dict[int, int]:
         """The disk space of all files of the session with images, or room for them."""
@@ -292,9 +315,11 @@ class Store(ABC):
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
         with storage_errors("clean up", self.folder):
-            for path in (*self.folder.glob(f"*{SPARE}"), *map(self._dirty, unfinished)):
+            for path in map(self._dirty, unfinished):
                 path.unlink(missing_ok=True)
-            if _owner_of(self.folder) == self._owner:
+            if read_note(self.folder / OWNER_NAME) == self._claim:
+                for path in self.folder.glob(f"*{SPARE}"):
+                    path.unlink(missing_ok=True)
                 (self.folder / OWNER_NAME).unlink()
 
     def _path(self, identity: ShardIdentity) -> Path:
@@ -375,8 +400,8 @@ class Store(ABC):
         path = self.root / TOKEN_NAME
         if not path.exists():
             # Nobody else is here: the lock is held.
-            _write_small(path, secrets.token_hex(16))
-        token = _read_small(path).strip()
+            write_note(path, secrets.token_hex(16))
+        token = read_note(path).strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
             raise StorageError(
                 f"{path} does not hold a node's name: remove it if nobody else uses {self.root}"
@@ -384,61 +409,42 @@ class Store(ABC):
         return token
 
     def _take_folder(self, timeout_s: float) -> None:
-        owner = _owner_of(self.folder)
-        deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
-        while owner is not None and owner != self._owner and owner in Running():
-            if time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                continue
-            raise StorageError(
-                f"{self.folder} is in use by process {owner.pid} of a job that is still running: "
-                f"end it, or give this job another session_id or directory"
-            )
+        _await_leaving(self.folder, lambda owner: owner == self._owner, timeout_s)
         # All folders, because the rank of a dead process may start on another node now.
         running = Running()
         for entry in os.scandir(self._session):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path), running)
-        _write_small(self.folder / OWNER_NAME, str(self._owner))
+        write_note(self.folder / OWNER_NAME, self._claim)
 
 
-def _owner_of(folder: Path) -> Owner | None:
-    return Owner.parse(_read_small(folder / OWNER_NAME))
+def _require_our_own(folder: Path) -> None:
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise StorageError(f"{folder} is a symbolic link: remove it")
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StorageError(
+            f"{folder} can be written by others (owner {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}), and this is user {os.geteuid()}: remove it, make "
+            f"it this user's alone (chown, chmod 700), or choose another directory"
+        )
 
 
-def _write_small(path: Path, text: str) -> None:
-    """Replace one of our own small files; never written through a link in its place."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    try:
-        with open(fresh, "x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
-def _read_small(path: Path) -> str:
-    """The text of one of our own small files; empty for what is no such file, or not there."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            return ""
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return ""
-        return os.read(fd, PAGE_NBYTES).decode(errors="replace")
-    finally:
-        os.close(fd)
+def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: float) -> None:
+    """Return when nobody but us owns a rank's folder; raises StorageError when somebody stays."""
+    owner = owner_of(folder)
+    deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
+    while owner is not None and not is_ours(owner) and owner in Running():
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{folder} is in use by process {owner.pid} of a job that is still running: "
+                f"end it, or give this job another session_id or directory"
+            )
+        time.sleep(_POLL_S)
 
 
 def _remove_leftovers(folder: Path, running: Running) -> None:
-    if _owner_of(folder) in running:
+    if owner_of(folder) in running:
         return
     for leftover in folder.glob(f"*{DIRTY}"):
         logger.info("removing %s, which a process that is gone left behind", leftover)

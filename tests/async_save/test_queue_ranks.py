@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from localckpt import AsyncCallsQueue, AsyncRequest
 from localckpt.coordination import Coordinator
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, PeerLostError
 from tests.async_save import work
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
@@ -578,3 +578,31 @@ def _many_ranks(rank: int, world_size: int, directory: Path) -> Any:
 def test_eight_ranks_finalize_the_same_calls_in_order(tmp_path: Path) -> None:
     assert run_ranks(_many_ranks, 8, tmp_path) == [[0, 1, 2, 3]] * 8
     assert (tmp_path / "7").read_text() == "+0 -0 +3 -3 +6 -6 +9 -9 "
+
+
+def _lose_the_store(rank: int, world_size: int) -> Any:
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        announce("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", await_announced("port"), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    one = Rank()
+    one.schedule(work.nothing)
+    dist.barrier()
+    if rank == 1:
+        # While the first rank waits for its report.
+        time.sleep(0.5)
+        os._exit(9)
+    with pytest.raises(PeerLostError) as raised:
+        one.queue.close()
+    return str(raised.value), one.failed
+
+
+@pytest.mark.fault("silent-peer")
+def test_closing_ends_when_the_host_of_the_store_dies_and_gives_the_call_up() -> None:
+    results = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[1])
+
+    text, failed = results[0]
+    assert "key-value store does not answer" in text
+    assert failed == [("PeerLostError", text)]

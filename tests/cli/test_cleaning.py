@@ -15,6 +15,7 @@ from filelock import FileLock
 import localckpt
 from localckpt.errors import StorageError
 from localckpt.storage.catalog import find_staging
+from localckpt.storage.notes import owner_of
 from localckpt.storage.owner import Owner, Running
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import make_manager, resume, state_of
@@ -170,7 +171,7 @@ def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_job_in_a_container_of_this_node_is_seen_to_live(
     contained: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    owner = Owner.parse((tmp_path / "session-run" / "0" / ".owner").read_text())
+    owner = owner_of(tmp_path / "session-run" / "0")
     assert owner is not None
     assert owner in Running()
     before = _files(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,16 +48,17 @@ def test_a_newer_checkpoint_is_rejected_for_reasons_that_name_ranks_and_nodes(
     for node in nodes[2:]:
         _of(node, 20, 2).unlink()
     _of(nodes[2], 20, 3).unlink()
-    damage(_of(nodes[3], 20, 3), 0.01)
+    _of(nodes[3], 20, 3).write_bytes(b"torn")
 
     told, answer = _explained(nodes), call("explain", *nodes)
 
+    why = "1 copy, not a shard image: it has 4 bytes"
     assert told["loads"]["iteration"] == 10
     assert told["checkpoints"][0]["lacks"] == [
         {"ranks": [2], "why": "on no node", "nodes": []},
-        {"ranks": [3], "why": "1 copy, its header is damaged", "nodes": [str(nodes[3])]},
+        {"ranks": [3], "why": why, "nodes": [str(nodes[3])]},
     ]
-    assert "  rank 2: on no node\n  rank 3: 1 copy, its header is damaged (D)\n" in answer.out
+    assert f"  rank 2: on no node\n  rank 3: {why} (D)\n" in answer.out
     assert "A restart loads iteration 10" in answer.out
 
 
@@ -102,6 +104,148 @@ def test_what_was_set_aside_is_told_with_the_shard_that_its_name_speaks_of(
         }
     ]
     assert told["checkpoints"][0]["damaged"][0] == [str(node) for node in nodes[:2]]
+
+
+def _spoil(path: Path, how: str) -> None:
+    """Let no header tell any more which shard a file was."""
+    if how == "damaged":
+        path.write_bytes(b"torn")
+    else:
+        path.rename(f"{path}.corrupt")
+
+
+@pytest.mark.fault("bad-copies")
+@pytest.mark.parametrize("how", ["damaged", "set aside"])
+def test_a_newer_checkpoint_of_which_no_header_is_intact_is_told_with_why_it_is_rejected(
+    how: str, nodes: list[Path]
+) -> None:
+    for path in [p for node in nodes for p in node.rglob("*20.*.safetensors")]:
+        _spoil(path, how)
+
+    told, answer = _explained(nodes), call("explain", *nodes)
+
+    a, b, c, d = map(str, nodes)
+    newer, older = told["checkpoints"]
+    assert (newer["iteration"], newer["world_size"], newer["by_name"]) == (20, 4, True)
+    assert (older["iteration"], older["by_name"]) == (10, False)
+    assert newer["holders"] == [[]] * 4
+    assert newer["damaged"] == [[a, b], [a, b], [c, d], [c, d]]
+    assert [lack["ranks"] for lack in newer["lacks"]] == [[0, 1], [2, 3]]
+    assert all(lack["why"].startswith("2 copies, ") for lack in newer["lacks"])
+    assert re.search(r"^20 +1\.2 +no +A!\+B! +C!\+D!$", answer.out, re.MULTILINE)
+    newer_is = "Iteration 20 (generation 1.2, by the names of its files) is newer, and lacks:\n"
+    assert newer_is in answer.out
+    assert "A restart loads iteration 10" in answer.out
+
+
+@pytest.mark.fault("bad-copies")
+def test_a_node_with_nothing_but_damaged_files_tells_of_the_checkpoints_they_were(
+    nodes: list[Path],
+) -> None:
+    for path in only_shards(nodes[3]):
+        _spoil(path, "damaged")
+
+    told = _explained(nodes[3:])
+
+    assert told["loads"] is None
+    assert [(row["iteration"], row["by_name"]) for row in told["checkpoints"]] == [
+        (20, True),
+        (10, True),
+    ]
+    assert told["checkpoints"][0]["lacks"][0]["ranks"] == [0, 1]
+
+
+@pytest.mark.fault("flipped-bit")
+def test_damage_behind_a_header_that_is_intact_is_not_called_damage_of_the_header(
+    nodes: list[Path],
+) -> None:
+    path = _of(nodes[3], 20, 3)
+    header_stop = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    damage(path, (header_stop + 100) / path.stat().st_size)
+    _of(nodes[2], 20, 3).unlink()
+
+    told = _explained(nodes)
+
+    (lack,) = told["checkpoints"][0]["lacks"]
+    assert lack["why"] == "1 copy, the 1048576 bytes from 0 on do not match their digest"
+    assert told["bad"] == {
+        str(nodes[3]): [f"{path.name}: the 1048576 bytes from 0 on do not match their digest"]
+    }
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_directories_that_cannot_be_used_are_left_out_and_the_others_explained(
+    options: list[str], nodes: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "replaced").mkdir()
+    useless = [tmp_path / "replaced", tmp_path / "nothing"]
+
+    answer = run("explain", useless[0], *nodes, useless[1], *options)
+
+    without = run("explain", *nodes, *options)
+    assert (answer.status, without.status) == (2, 0)
+    assert answer.out == without.out
+    assert [line.split(": ")[:2] for line in answer.err.splitlines()] == [
+        ["localckpt", f"{path} is left out"] for path in useless
+    ]
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.fault("unusable-store")
+def test_a_directory_of_which_a_part_cannot_be_read_is_left_out_whole(
+    shm_roots: Callable[[int], list[Path]], nodes: list[Path]
+) -> None:
+    # In shared memory, since another user cannot come to this one's temporary files.
+    copies = [root / "store" for root in shm_roots(4)]
+    for node, copy in zip(nodes, copies, strict=True):
+        shutil.copytree(node, copy)
+        for path in [copy.parent, copy, *copy.rglob("*")]:
+            path.chmod(0o755)
+    (copies[1] / "session-run" / "1").chmod(0o700)
+
+    answer = run("explain", *copies, "--json", user=54_321)
+
+    assert answer.status == 2
+    refused = f"{copies[1] / 'session-run' / '1'} cannot be read: Permission denied"
+    assert answer.err == f"localckpt: {copies[1]} is left out: {refused}\n"
+    (told,) = answer.json()["sessions"]
+    assert told["nodes"] == [str(copy) for copy in (copies[0], *copies[2:])]
+    assert told["loads"]["iteration"] == 20
+
+
+def test_without_any_directory_that_can_be_used_nothing_is_printed(tmp_path: Path) -> None:
+    answers = [call("explain", tmp_path, tmp_path / "nothing", *o) for o in ([], ["--json"])]
+
+    assert [(answer.status, answer.out) for answer in answers] == [(2, "")] * 2
+    assert [answer.err.count("\n") for answer in answers] == [2, 2]
+
+
+def test_an_owner_who_is_no_file_keeps_no_store_from_being_explained(
+    nodes: list[Path],
+) -> None:
+    for node in nodes:
+        for owner in node.glob("session-run/*"):
+            (owner / ".owner").unlink(missing_ok=True)
+            (owner / ".owner").mkdir()
+
+    assert _explained(nodes)["loads"]["iteration"] == 20
+
+
+@pytest.mark.fault("hostile-file")
+def test_another_spelling_of_a_sessions_folder_hides_nothing(nodes: list[Path]) -> None:
+    (nodes[0] / "session-%72un" / "0").mkdir(parents=True)
+
+    assert _explained(nodes)["loads"]["iteration"] == 20
+
+
+def test_one_of_a_thing_is_not_told_in_the_plural(store: Path) -> None:
+    answers = [call(command, store) for command in ("ls", "verify", "explain", "clean")]
+    answers += [call("inspect", path) for path in only_shards(store)]
+
+    for answer in answers:
+        assert not re.search(r"\b1 \w+s\b", answer.out), answer.out
+    assert "A restart loads iteration 4 (generation 1.4, 1 rank)." in answers[2].out
 
 
 @pytest.mark.fault("world-size")

@@ -96,7 +96,13 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "refusal": "str",
                 "checkpoints": [
                     _CHECKPOINT
-                    | {"complete": "bool", "holders": [["str"]], "damaged": [[]], "lacks": []}
+                    | {
+                        "complete": "bool",
+                        "holders": [[]],
+                        "damaged": [["str"]],
+                        "lacks": [{"ranks": ["int"], "why": "str", "nodes": ["str"]}],
+                        "by_name": "bool",
+                    }
                 ],
                 "survives_any": "int",
                 "may_be_lost_alone": ["str"],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.storage.owner import Owner
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, make_manager, state_of
 from tests.state_dict.states import image_of
@@ -144,6 +145,30 @@ def test_a_bad_header_is_told_and_the_file_left_where_it_is(store: Path) -> None
     assert _everything(store) == before
 
 
+@pytest.mark.fault("flipped-bit")
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect"])
+def test_what_a_damaged_header_says_is_told_as_what_it_claims(command: str, store: Path) -> None:
+    bad = only_shards(store)[-1]
+    bad.write_bytes(bad.read_bytes().replace(b'"iteration": "4"', b'"iteration": "5"'))
+
+    answer = call(command, bad if command == "inspect" else store)
+
+    (line,) = [line for line in answer.out.splitlines() if "do not match their digest" in line]
+    assert ": it claims to be iteration 5 of rank 0 (session 'run', generation 1.4), and " in line
+    assert "is damaged" not in answer.out
+
+
+@pytest.mark.fault("flipped-bit")
+def test_whose_header_is_intact_is_told_as_a_fact(tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "run") as manager:
+        manager.save(state_of(0, 4, 3 << 20), 4)
+    damage(only_shards(tmp_path)[0])
+
+    answer = call("verify", tmp_path)
+
+    assert ": iteration 4 of rank 0 (session 'run', generation 1.1) is damaged: " in answer.out
+
+
 @pytest.mark.fault("wrong-place")
 def test_a_file_of_another_session_or_version_is_told_and_not_counted(store: Path) -> None:
     with make_manager("disk", store, "other") as manager:
@@ -183,6 +208,46 @@ def test_links_in_a_store_are_not_followed(store: Path, tmp_path: Path) -> None:
     told = call("ls", store, "--json").json()["sessions"]
 
     assert [(s["session"], s["checkpoints"], s["uncounted"]) for s in told] == [("other", [], [])]
+
+
+@pytest.mark.fault("hostile-file")
+def test_notes_that_are_links_are_taken_for_none(store: Path, tmp_path: Path) -> None:
+    token, owner = store / "node-token", store / "session-run" / "0" / ".owner"
+    (tmp_path / "token").write_text(token.read_text())
+    (tmp_path / "owner").write_text(str(Owner.me()))
+    for path, target in ((token, tmp_path / "token"), (owner, tmp_path / "owner")):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    (owner.parent / "x.safetensors.dirty").touch()
+
+    told, answer = call("ls", store, "--json").json(), call("ls", store)
+
+    assert told["node"] is None
+    assert told["sessions"][0]["leftovers"]["dirty_dead"]["files"] == 1
+    assert answer.out.startswith(f"{store}: of a node that has no name\n")
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.fault("unusable-store")
+def test_an_owner_who_cannot_be_read_is_an_error_where_it_matters(shm_roots: Dirs) -> None:
+    (store,) = shm_roots(1)
+    with make_manager("memory", store, "run") as manager:
+        manager.save(state_of(0, 1), 1)
+    owner = store / "session-run" / "0" / ".owner"
+    owner.write_text(DEAD_OWNER)
+    for path in [store, *store.rglob("*")]:
+        path.chmod(0o755)
+    owner.chmod(0o600)
+
+    answers = {
+        command: run(command, *options, user=54_321)
+        for command, *options in (["ls", store], ["clean", store, "--dry-run"])
+    }
+
+    for answer in answers.values():
+        assert (answer.status, answer.out) == (2, "")
+        assert answer.err == f"localckpt: {owner} cannot be read: Permission denied\n"
+    assert run("verify", store, user=54_321).status == 0
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "explain", "clean", "inspect"])

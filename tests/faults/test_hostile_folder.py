@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from localckpt import CheckpointingException
+from tests.cli.commands import Answer, call
 from tests.faults.forged import small_state
 from tests.faults.small_store import NEWEST, limit_memory, write_store
 from tests.managers.jobs import KINDS, make_manager
@@ -104,6 +105,64 @@ def test_what_is_no_file_holds_up_nobody_and_is_not_written_to(
         with make_manager(kind, root, "job") as manager:
             assert manager.find_latest() == 21
             assert_same(manager.load()[0], small_state(21))
+
+
+_COMMANDS = ("ls", "verify", "explain", "inspect", "clean")
+
+
+def _look(rank: int, world_size: int, root: Path, path: Path) -> dict[str, Answer]:
+    """What the commands say of a store; ``inspect`` of the file alone."""
+    limit_memory()
+    return {name: call(name, path if name == "inspect" else root) for name in _COMMANDS}
+
+
+def _make_link_to_zero(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("name", [*_NAMES, "../../.lock"])
+@pytest.mark.parametrize("thing", [*_THINGS, "link to a device"])
+def test_what_is_no_file_holds_up_no_command_and_stays_as_it_is(
+    kind: str, thing: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root = (node_dirs if kind == "disk" else shm_roots)(1)[0]
+    shard, _ = write_store(kind, root)
+    path = shard.parent / name
+    _THINGS.get(thing, _make_link_to_zero)(path)
+    before = path.lstat().st_mode
+
+    (told,) = run_ranks(_look, 1, root, path, init_group=False, timeout_s=_READ_S)
+
+    assert path.lstat().st_mode == before
+    assert {told[command].status for command in ("ls", "verify", "explain")} == {0}
+    assert f"A restart loads iteration {NEWEST}" in told["explain"].out
+    assert told["inspect"].status == 2
+    for answer in (told["inspect"], told["clean"]):
+        assert answer.status in (0, 2)
+        assert answer.err.count("\n") == (answer.status == 2)
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("name", [*_NAMES, "../../.lock"])
+def test_commands_neither_follow_nor_change_what_links_in_a_store_lead_to(
+    kind: str, name: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
+    path, image = write_store(kind, root)
+    (outside / "kept").write_bytes(image)
+    (path.parent / name).unlink(missing_ok=True)
+    before = call("ls", root).out.splitlines()[1:]
+    (path.parent / name).symlink_to(outside / "kept")
+
+    (told,) = run_ranks(_look, 1, root, path, init_group=False, timeout_s=_READ_S)
+
+    assert told["ls"].out.splitlines()[1:] == before
+    assert told["verify"].out.count("2 good") == 1
+    assert (path.parent / name).is_symlink()
+    assert (outside / "kept").read_bytes() == image
+    assert [p.name for p in outside.iterdir()] == ["kept"]
 
 
 @pytest.mark.fault("hostile-file")

@@ -74,6 +74,29 @@ def test_all_ranks_are_told_why_a_newer_checkpoint_is_not_loaded(
     assert plain["survives_any"] == 0
 
 
+@pytest.mark.parametrize("position", [0.0001, 0.9], ids=["header", "tensors"])
+def test_a_newer_checkpoint_without_an_intact_copy_is_told_and_older_ones_load(
+    position: float, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(4)
+    run_ranks(_save_two, 4, "disk", store_per_node=nodes)
+    for path in [p for node in nodes for p in node.rglob("000000000008.*.safetensors")]:
+        damage(path, position)
+
+    told = run_ranks(_explain, 4, "disk", store_per_node=nodes)
+
+    text, plain, found = told[0]
+    assert told == [(text, plain, found)] * 4
+    assert found == 7
+    newer, older = plain["checkpoints"]
+    assert (newer["iteration"], newer["world_size"], newer["complete"]) == (8, 4, False)
+    assert (newer["by_name"], older["by_name"]) == (True, False)
+    assert all(len(on) == 2 for on in newer["damaged"])
+    assert all(lack["why"].startswith("2 copies, ") for lack in newer["lacks"])
+    assert "Iteration 8 (generation 1.2, by the names of its files) is newer, and lacks:" in text
+    assert "is damaged: " not in text.partition("Not counted")[0]
+
+
 def test_without_any_checkpoint_that_is_what_is_told(node_dirs: Dirs) -> None:
     told = run_ranks(_explain, 2, "disk", store_per_node=node_dirs(2))
 

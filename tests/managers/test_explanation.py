@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
-from localckpt.ids import Generation, ShardIdentity, ShardRecord
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
 from localckpt.managers.explanation import Explanation, explain, ranges
 
@@ -222,6 +222,74 @@ def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
     assert explanation.checkpoints[0].damaged == (("b",),)
     assert "A+B!" in str(explanation)
     assert explanation.breaking == (("a",),)
+
+
+def test_a_checkpoint_of_which_only_names_are_left_has_a_row_with_the_ranks_of_its_attempt() -> (
+    None
+):
+    holdings = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)], "b": []}
+    bad = {
+        "a": ["000000000006.0.1.2.safetensors: torn"],
+        "b": ["000000000006.1.1.2.safetensors.corrupt: torn"],
+    }
+
+    explanation = explain(holdings, bad=bad)
+
+    newer, older = explanation.checkpoints
+    assert newer.checkpoint == Checkpoint(Generation(1, 2), 6, 3)
+    assert (newer.is_by_name, newer.is_complete, older.is_by_name) == (True, False, False)
+    assert newer.damaged == (("a",), ("b",), ())
+    assert explanation.loads == older.checkpoint
+    assert """\
+iteration  generation  complete  rank 0  rank 1  rank 2
+6          1.2         no        A!      B!      none
+5          1.1         yes       A       A       A
+
+A restart loads iteration 5 (generation 1.1, 3 ranks).
+Iteration 6 (generation 1.2, by the names of its files) is newer, and lacks:
+  rank 0: 1 copy, torn (A)
+  rank 1: 1 copy, torn (B)
+  rank 2: on no node
+""" in str(explanation)
+
+
+def test_a_checkpoint_of_an_attempt_that_is_not_known_has_the_ranks_that_names_tell_of() -> None:
+    other_attempt = [_record(1, SAVES_AN_ATTEMPT + 1, 5, 0, 1)]
+
+    explanation = explain({"a": other_attempt}, bad={"a": ["6.2.1.2.safetensors: torn"]})
+
+    assert explanation.checkpoints[0].checkpoint == Checkpoint(Generation(1, 2), 6, 3)
+    assert explanation.checkpoints[0].damaged == ((), (), ("a",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("6.3.1.2.safetensors", "6.99999999.7.2.safetensors", f"{10**30}.0.1.2.safetensors"),
+        *(f"6.0.{10**30}.2.safetensors", f"6.0.1.{10**30}.safetensors", "6.safetensors"),
+    ],
+)
+def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
+    holdings = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)]}
+
+    explanation = explain(holdings, bad={"a": [f"{name}: bad"]})
+
+    assert [s.checkpoint.iteration for s in explanation.checkpoints] == [5]
+    assert str(explanation).endswith(f"Not counted, on A: {name}: bad")
+
+
+def test_what_a_damaged_copy_claims_to_be_is_no_reason() -> None:
+    why = "iteration 3 of rank 7 (session 'is damaged: or not', generation 8.9) is damaged: torn"
+
+    explanation = explain({"a": []}, bad={"a": [f"000000000005.0.1.1.safetensors.corrupt: {why}"]})
+
+    assert [lack.why for lack in explanation.checkpoints[0].lacks] == ["1 copy, torn"]
+
+
+def test_a_job_of_one_rank_has_no_ranks() -> None:
+    told = str(explain({"a": [_record(1, 1, 5, 0, 1)]}))
+
+    assert "A restart loads iteration 5 (generation 1.1, 1 rank)." in told
 
 
 @pytest.mark.parametrize("holdings", [{}, {"a": []}])

@@ -7,9 +7,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch.distributed as dist
 
 import localckpt
-from localckpt import parse_group_sequence
+from localckpt import MismatchError, parse_group_sequence
 from tests.managers.jobs import KINDS, MAX_S, cliques, files, make_manager, resume, save, state_of
 from tests.ranks import node_store, run_ranks
 
@@ -122,3 +123,27 @@ def test_every_rank_gets_its_own_shard_back_and_every_shard_has_its_copies(
     # The memory manager keeps one checkpoint unless told otherwise.
     for params in sessions:
         _assert_copies(nodes, world_size, params, {10, 11} if kind == "disk" else {11})
+
+
+def _work_in_half_of_the_job(rank: int, world_size: int) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    with (
+        localckpt.CliqueReplicationStrategy(mine, timeout_s=MAX_S, process_group=mine) as repl,
+        make_manager(
+            "disk", node_store(), f"half {rank // 2}", repl, process_group=mine
+        ) as manager,
+    ):
+        assert (manager.rank, manager.world_size) == (rank % 2, 2)
+        manager.save(state_of(manager.rank, 1), 1)
+        resume(manager, manager.rank, 1)
+    whole = cliques(1, 2)
+    with pytest.raises(MismatchError, match="same process_group"):
+        make_manager("disk", node_store(), "whole", whole, process_group=mine)
+    whole.close()
+
+
+def test_the_halves_of_a_job_can_save_each_for_itself(
+    node_dirs: Callable[[int], list[Path]],
+) -> None:
+    run_ranks(_work_in_half_of_the_job, 4, store_per_node=node_dirs(4))

@@ -459,8 +459,8 @@ class _Counts:
         self.total = int(counts.sum())
 
 
-def test_twenty_thousand_tiny_tensors_come_back() -> None:
-    values = torch.arange(20_000 * 3).view(20_000, 3)
+def test_fifty_thousand_tiny_tensors_come_back() -> None:
+    values = torch.arange(50_000 * 3).view(50_000, 3)
     state = {f"layer.{n}": row.clone() for n, row in enumerate(values)}
 
     loaded = round_trip(state)

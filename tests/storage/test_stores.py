@@ -112,12 +112,15 @@ def test_a_name_too_long_for_a_file_is_an_error_that_says_so(node: Node) -> None
 def test_files_are_for_this_user_alone(node: Node) -> None:
     before = os.umask(0)
     try:
-        save(node(), identity(1))
+        store = node()
+        store.begin_epoch(1)
+        save(store, identity(1))
     finally:
         os.umask(before)
 
     kept = [node.root, *node.root.rglob("*")]
-    assert {path.name for path in kept if path.stat().st_mode & 0o077} <= {".owner", "node-token"}
+    assert {".owner", ".epoch", "node-token"} < {path.name for path in kept}
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
     assert node.root.stat().st_mode & 0o777 == 0o700
 
 
@@ -218,6 +221,34 @@ def test_shards_of_other_folders_go_only_when_nobody_looks_after_them(node: Node
 
     assert found(stores[0]) == {identity(1, rank=2)}
     assert names(stores[1].folder) == set()
+
+
+@pytest.mark.fault("two-jobs")
+def test_closing_the_older_of_two_stores_of_a_process_leaves_the_folder_to_the_newer(
+    node: Node,
+) -> None:
+    older, newer = node(), node()
+    save(newer, identity(1))
+    newer.retire(identity(2).version, [])
+
+    older.close()
+
+    assert {"owner", "spare"} <= names(newer.folder)
+    newer.close()
+    assert names(newer.folder) == set()
+
+
+@pytest.mark.fault("two-jobs")
+def test_shards_of_a_live_process_stay_though_its_rank_is_taken_to_run_elsewhere(
+    node: Node,
+) -> None:
+    store, alive = node(0), node(1)
+    shard = save(alive, identity(1, rank=1))
+    store.scan()
+
+    store.retire((9, 9, 9), adopted_ranks=[1])
+
+    assert found(store) == {shard}
 
 
 def test_a_retired_file_is_written_into_again(node: Node) -> None:
@@ -401,6 +432,31 @@ def test_a_folder_that_is_a_symbolic_link_is_refused(node: Node, tmp_path: Path)
 
     assert list(target.iterdir()) == []
     assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.fault("unusable-store", "hostile-file")
+@pytest.mark.parametrize("place", ["session-run", "session-run/0"])
+def test_a_folder_that_others_can_write_to_is_refused_with_the_cure(node: Node, place: str) -> None:
+    node().close()
+    (node.root / place).chmod(0o770)
+
+    with pytest.raises(StorageError, match="can be written by others") as raised:
+        node()
+
+    assert "chmod 700" in str(raised.value)
+    (node.root / place).chmod(0o700)
+    node()
+
+
+@pytest.mark.fault("unusable-store", "hostile-file")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("place", ["session-run", "session-run/0"])
+def test_a_folder_that_belongs_to_another_user_is_refused(node: Node, place: str) -> None:
+    node().close()
+    os.chown(node.root / place, 12345, -1)
+
+    with pytest.raises(StorageError, match="owner 12345"):
+        node()
 
 
 @pytest.mark.fault("hostile-file")

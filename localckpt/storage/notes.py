@@ -1,0 +1,51 @@
+"""The small files of a store beside its shards: the node's name, a folder's owner, its epoch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from localckpt.state_dict.layout import PAGE_NBYTES
+from localckpt.storage.names import OWNER_NAME
+from localckpt.storage.owner import Owner
+
+__all__ = ["owner_of", "read_note", "write_note"]
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """The process that has taken a rank's folder, alive or not."""
+    process, _, _ = read_note(folder / OWNER_NAME).partition("\n")
+    return Owner.parse(process)
+
+
+def write_note(path: Path, text: str) -> None:
+    """Replace a note; never written through a link in its place."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_note(path: Path) -> str:
+    """The text of a note; empty for what is no plain file, or not there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return ""
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return ""
+        return os.read(fd, PAGE_NBYTES).decode(errors="replace")
+    finally:
+        os.close(fd)

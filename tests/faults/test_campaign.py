@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ Dirs = Callable[[int], list[Path]]
 _SEEDS = (12, 13, 16, 17)
 _STEPS = 16
 _LONG_S = 600.0
+_LIMIT_S = 3600
 _LONG_STEPS = 60
 _SMALL = "size=96m"
 
@@ -41,38 +42,54 @@ def small_home(request: pytest.FixtureRequest) -> Callable[[], Path | None]:
     return mount
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One case for each seed; a seed or steps that were asked for may take hours."""
+    option = metafunc.config.getoption
+    seed, steps = option("--seed"), option("--steps")
+    if seed is not None:
+        courses = [_Course(seed, steps or _LONG_STEPS)]
+    elif option("--faults"):
+        courses = [_Course(secrets.randbelow(1_000_000), steps)]
+    else:
+        courses = [_Course(seed, steps or _STEPS) for seed in _SEEDS]
+    limit_s = _LIMIT_S if seed is steps is None else 0
+    metafunc.parametrize(
+        "course",
+        [
+            pytest.param(course, id=f"seed {course.seed}", marks=pytest.mark.timeout(limit_s))
+            for course in courses
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """Without a number of steps it goes on for ten minutes."""
+
+    seed: int
+    steps: int | None
+
+
 @pytest.mark.fault("random-sequence")
-@pytest.mark.timeout(3600)
 def test_all_guarantees_hold_in_random_sequences_of_faults(
     tmp_path: Path,
     node_dirs: Dirs,
     shm_roots: Dirs,
     small_home: Callable[[], Path | None],
     long_form: bool,
-    pytestconfig: pytest.Config,
+    course: _Course,
     capsys: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    seed, steps = pytestconfig.getoption("--seed"), pytestconfig.getoption("--steps")
-    end = float("inf")
-    if seed is not None:
-        seeds, steps = [seed], steps or _LONG_STEPS
-    elif long_form:
-        seeds = [secrets.randbelow(1_000_000)]
-        end = time.monotonic() + _LONG_S if steps is None else end
-    else:
-        seeds, steps = _SEEDS, steps or _STEPS
-    taken = 0
-    for seed in seeds:
-        setup = choose_setup(seed)
-        home = (node_dirs if setup.kind == "disk" else shm_roots)(1)[0]
-        homes = [small_home() or home, *[home] * (setup.world_size - 1)]
-        aside = Path(tempfile.mkdtemp(prefix="aside-", dir=tmp_path))
-        nodes = [Node(f"node{n}", at, aside, at != home) for n, at in enumerate(homes)]
-        with capsys.disabled() if long_form else nullcontext():
-            print(f"\nseed {seed}: {setup}")
+    end = time.monotonic() + _LONG_S if course.steps is None else float("inf")
+    setup = choose_setup(course.seed)
+    home = (node_dirs if setup.kind == "disk" else shm_roots)(1)[0]
+    homes = [small_home() or home, *[home] * (setup.world_size - 1)]
+    nodes = [Node(f"node{n}", at, tmp_path, at != home) for n, at in enumerate(homes)]
+    with capsys.disabled() if long_form else nullcontext():
+        print(f"\nseed {course.seed}: {setup}")
 
-        taken += _run(Campaign(setup, nodes), seed, steps, end)
+    taken = _run(Campaign(setup, nodes), course.seed, course.steps, end)
 
     record_property("cases", taken)
 

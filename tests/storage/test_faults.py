@@ -156,15 +156,77 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     store.close()
 
 
+# What is imported late is read before: the interpreter may lie where only its own user can read.
+SOMEBODY = """
+import os, sys
+from localckpt.errors import StorageError
+from localckpt.storage.disk import DiskStore
+from localckpt.storage.memory import MemoryStore
+kind = {"DiskStore": DiskStore, "MemoryStore": MemoryStore}[sys.argv[1]]
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(54_321)
+    os.setuid(54_321)
+try:
+    kind(sys.argv[2], "run", 0, 5.0)
+except StorageError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def opened_by_somebody(kind: type[Store], root: Path) -> subprocess.CompletedProcess[str]:
+    """Open a store as a user who, unlike root, may not write anywhere."""
+    return subprocess.run(
+        [sys.executable, "-c", SOMEBODY, kind.__name__, str(root)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 @pytest.mark.fault("unusable-store")
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_of_somebody_else_is_an_error_with_the_cure(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(StorageError, match="permission denied: give this user"):
-            DiskStore(tmp_path / "store", "run", 0, 5.0)
-    finally:
-        tmp_path.chmod(0o700)
+@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
+def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
+    shm_roots: Callable[[int], list[Path]], kind: type[Store]
+) -> None:
+    (theirs,) = shm_roots(1)
+    theirs.chmod(0o555)
+
+    done = opened_by_somebody(kind, theirs / "store")
+
+    theirs.chmod(0o700)
+    assert done.returncode == 3, done.stderr
+    assert f"could not use {theirs / 'store'}" in done.stdout
+    assert "permission denied: give this user a directory of its own" in done.stdout
+    assert list(theirs.iterdir()) == []
+
+
+@pytest.mark.fault("unusable-store")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
+def test_a_store_of_somebody_else_is_an_error_with_the_cure_and_stays_as_it_is(
+    shm_roots: Callable[[int], list[Path]], kind: type[Store]
+) -> None:
+    (root,) = shm_roots(1)
+    root.chmod(0o755)
+    store = kind(root, "run", 0, 5.0)
+    save(store, identity(1))
+    store.close()
+    before = {path: path.lstat().st_ctime_ns for path in root.rglob("*")}
+
+    done = opened_by_somebody(kind, root)
+
+    assert done.returncode == 3, done.stderr
+    assert str(store.folder.parent) in done.stdout
+    assert "this user" in done.stdout
+    assert {path: path.lstat().st_ctime_ns for path in root.rglob("*")} == before
+    again = kind(root, "run", 0, 5.0)
+    assert found(again) == {identity(1)}
+    assert_loads(again, identity(1))
+    again.close()
 
 
 # The system calls of a save, each made to fail or to be the last one, until the save succeeds.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -118,6 +119,7 @@ class BaseCheckpointManager(ABC):
         self._holdings: dict[int, list[ShardRecord]] | None = None
         self._complete: list[Checkpoint] = []
         self._redundancy: Redundancy | None = None
+        self._process = os.getpid()
 
     # The five hooks.
 
@@ -324,6 +326,9 @@ class BaseCheckpointManager(ABC):
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before."""
+        if os.getpid() != self._process:
+            # A fork of the trainer has none of it, and must not take it away.
+            return
         try:
             self._finish_copies()
         finally:

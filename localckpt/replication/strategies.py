@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -100,6 +101,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self._host_name = ""
         self._device: Transport | None = None
         self._device_limit_s = math.inf
+        self._process = os.getpid()
 
     @classmethod
     def from_replication_params(
@@ -222,6 +224,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return self._cliques
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            # The connections are those of the process that this one is a fork of.
+            return
         for transport in (self._host, self._device):
             if transport is not None:
                 transport.close()

@@ -23,6 +23,7 @@ from localckpt.state_dict.host_memory import (
 )
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.staging import hold
 
 if TYPE_CHECKING:
     import torch
@@ -145,9 +146,18 @@ class SharedBuffer(Buffer):
         self.path = path
         self._nbytes = nbytes
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
-        self._whole = memoryview(
-            map_shared(path, size + PAGE_NBYTES, create=create, to_read=to_read)
-        )
+        self._holding = contextlib.ExitStack()
+        if create:
+            with storage_errors("make shared memory in", path):
+                self._holding.callback(os.close, _make_held(path))
+        try:
+            memory = map_shared(path, size + PAGE_NBYTES, create=False, to_read=to_read)
+        except BaseException:
+            if create:
+                self._holding.close()
+                path.unlink(missing_ok=True)
+            raise
+        self._whole = memoryview(memory)
         self.view = self._whole[:size]
         self._flag = size
 
@@ -167,6 +177,7 @@ class SharedBuffer(Buffer):
         self.view = memoryview(b"")
         # Whoever was still using it may give it back later.
         self._whole, self._flag = memoryview(bytearray(1)), 0
+        self._holding.close()
         self.path.unlink(missing_ok=True)
 
     def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
@@ -175,6 +186,18 @@ class SharedBuffer(Buffer):
 
 def _attach(path: Path, nbytes: int) -> SharedBuffer:
     return SharedBuffer(path, nbytes, create=False, to_read=True)
+
+
+def _make_held(path: Path) -> int:
+    """Make a staging file that nobody takes for a dead process's; the descriptor that holds it."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
+        hold(fd)
+        # Somebody who does not see this process may have removed it before it was held.
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
 
 
 def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> mmap.mmap:

@@ -35,7 +35,8 @@ from localckpt.storage.names import (
     session_of,
 )
 from localckpt.storage.notes import owner_of, read_note
-from localckpt.storage.owner import Owner, Running
+from localckpt.storage.owner import Running
+from localckpt.storage.staging import is_live
 
 __all__ = [
     "Fault",
@@ -243,11 +244,10 @@ def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
     running = Running()
     found = []
     for path in sorted(shared_memory.glob(f"{STAGING_PREFIX}*")):
-        owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
-        status = _status(path)
-        if owner is None or status is None or os.geteuid() not in (0, status.st_uid):
+        live, status = is_live(path, running), _status(path)
+        if live is None or status is None or os.geteuid() not in (0, status.st_uid):
             continue
-        found.append(Leftover(path, status.st_size, "staging", owner in running))
+        found.append(Leftover(path, status.st_size, "staging", live))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,9 +13,10 @@ from localckpt.ids import ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, STAGING_PREFIX
-from localckpt.storage.owner import Owner, Running
+from localckpt.storage.owner import Running
 from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
+from localckpt.storage.staging import is_live, new_prefix
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -53,7 +53,7 @@ class DiskStore(Store):
         super().__init__(root, session_id, rank, timeout_s)
         self._shared_memory = shared_memory
         # A process can have several stores.
-        self._staging_prefix = f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}."
+        self._staging_prefix = new_prefix()
         self._numbers = itertools.count()
         self._writer, self._num_buffers = writer, num_buffers
         self._remove_orphaned_buffers()
@@ -146,8 +146,7 @@ class DiskStore(Store):
     def _remove_orphaned_buffers(self) -> None:
         running = Running()
         for path in self._shared_memory.glob(f"{STAGING_PREFIX}*"):
-            owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
-            if owner is None or owner in running:
+            if is_live(path, running) is not False:
                 continue
             try:
                 if path.lstat().st_uid == os.getuid():

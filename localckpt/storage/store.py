@@ -424,9 +424,9 @@ def _require_our_own(folder: Path) -> None:
         raise StorageError(f"{folder} is a symbolic link: remove it")
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            f"{folder} can be written by others (owner {status.st_uid}, mode "
-            f"{stat.S_IMODE(status.st_mode):o}), and this is user {os.geteuid()}: remove it, make "
-            f"it this user's alone (chown, chmod 700), or choose another directory"
+            f"{folder} is not this user's alone (owner {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}; this is user {os.geteuid()}): remove it, make it "
+            f"so (chown, chmod 700), or choose another directory"
         )
 
 

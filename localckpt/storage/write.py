@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,12 +80,11 @@ def write_shards(writes: Sequence[ShardWrite]) -> float:
         try:
             if len(view) < write.nbytes:
                 raise StorageError(f"{write.identity} is not written: its save was given up")
-            with ThreadPoolExecutor(1, "localckpt-hash") as hasher:
-                hashing = hasher.submit(_settle_digests, write, view[: write.nbytes])
+            with _settling_digests(write, view[: write.nbytes]) as digests_settled:
                 if write.in_place:
-                    _commit_in_place(write, hashing.result)
+                    _commit_in_place(write, digests_settled)
                 else:
-                    _write_file(write, view, hashing.result)
+                    _write_file(write, view, digests_settled)
         finally:
             write.buffer.give_back()
     return time.monotonic()
@@ -96,6 +97,32 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _settling_digests(write: ShardWrite, image: memoryview) -> Iterator[Callable[[], None]]:
+    """Compute or check digests beside the write; what it gives waits for them, and raises."""
+    outcome: Future[None] = Future()
+
+    def settle() -> None:
+        try:
+            _settle_digests(write, image)
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            outcome.set_exception(error)
+
+    # No executor: those take no work while the interpreter is leaving, and saves end then, too.
+    thread = threading.Thread(target=settle, name="localckpt-hash")
+    try:
+        thread.start()
+    except RuntimeError:
+        settle()
+        yield outcome.result
+        return
+    try:
+        yield outcome.result
+    finally:
+        thread.join()
 
 
 def _settle_digests(write: ShardWrite, image: memoryview) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from localckpt.storage.buffers import SharedBuffer
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.notes import owner_of
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, Running
+from localckpt.storage.staging import is_live
 from tests.storage.conftest import Node
 from tests.storage.shards import another_process, assert_loads, found, identity, kill, names, save
 
@@ -150,3 +155,53 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
     left = files(node.root, node.shared)
     assert {name for name in left if not name.endswith(".safetensors")} == {"node-token", ".lock"}
     assert len(left) == 4
+
+
+_HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "wb")
+fcntl.flock(file, fcntl.LOCK_SH)
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.fault("two-jobs")
+def test_a_staging_buffer_that_is_held_stays_though_its_process_cannot_be_seen(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+) -> None:
+    (shared,) = shm_roots(1)
+    path = shared / f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0.0"
+
+    def start() -> None:
+        DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process", shared_memory=shared).close()
+
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holds\n"
+        start()
+        assert path.exists()
+        kill(holder)
+    start()
+
+    assert not path.exists()
+
+
+@pytest.mark.fault("two-jobs")
+def test_staging_buffers_of_a_process_are_held_until_they_are_closed(
+    shm_roots: Callable[[int], list[Path]],
+) -> None:
+    (shared,) = shm_roots(1)
+    path = shared / f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0.0"
+
+    buffer = SharedBuffer(path, 10)
+
+    assert is_live(path, Running())
+    buffer.close()
+    path.touch()
+    assert not is_live(path, Running())

@@ -440,7 +440,7 @@ def test_a_folder_that_others_can_write_to_is_refused_with_the_cure(node: Node, 
     node().close()
     (node.root / place).chmod(0o770)
 
-    with pytest.raises(StorageError, match="can be written by others") as raised:
+    with pytest.raises(StorageError, match="not this user's alone") as raised:
         node()
 
     assert "chmod 700" in str(raised.value)

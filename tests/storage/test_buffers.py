@@ -272,14 +272,17 @@ def test_a_save_takes_the_buffer_that_is_being_prepared_instead_of_making_anothe
 
 def test_a_pool_that_is_closed_while_it_prepares_frees_what_comes_last() -> None:
     made: list[PrivateBuffer] = []
+    begun = threading.Event()
 
     def slowly(nbytes: int) -> PrivateBuffer:
+        begun.set()
         time.sleep(0.1)
         made.append(PrivateBuffer(nbytes))
         return made[-1]
 
     pool = BufferPool(slowly, depth=5)
     pool.prepare(0, 1000)
+    assert begun.wait(PATIENCE_S)
 
     pool.close()
 

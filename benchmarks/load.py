@@ -84,6 +84,8 @@ def _measure_verifying(
         ("cold", partial(_from_disk_s, shard, load_s)),
     ]
     for name, load in ways:
+        # What was read past the page cache is not in it.
+        read_warm_s(shard, setting.buffer)
         load()
         comparison = report.compared(
             f"{name}: load(into=state), verified",

@@ -349,7 +349,10 @@ def _test_store() -> dist.Store:
 @functools.cache
 def _warm_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "tests.ranks"])
+    ours = [
+        f"localckpt.{name}" for name in ("managers.local", "managers.memory", "async_save.queue")
+    ]
+    context.set_forkserver_preload(["pytest", "hypothesis", "tests.ranks", *ours])
     return context
 
 

@@ -19,7 +19,7 @@ __all__ = [
     "scatter",
 ]
 
-PIECE_NBYTES = 4 << 20
+PIECE_NBYTES = 2 << 20
 """Bytes that are handled at a time: whole digest blocks, and few enough for the cache."""
 
 

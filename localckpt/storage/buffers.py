@@ -193,10 +193,15 @@ def _make_held(path: Path) -> int:
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, 0o600)
-        hold(fd)
-        # Somebody who does not see this process may have removed it before it was held.
-        if os.fstat(fd).st_nlink:
-            return fd
+        try:
+            hold(fd)
+            # Somebody who does not see this process may have removed it before it was held.
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
         os.close(fd)
 
 

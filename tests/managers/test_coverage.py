@@ -88,9 +88,10 @@ def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explaine
 
     for identity in _held(holdings):
         checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
+        plural = "s" if identity.world_size > 1 else ""
         line = (
             f"iteration {identity.iteration} (generation {identity.generation.epoch}."
-            f"{identity.generation.sequence}, {identity.world_size} ranks)"
+            f"{identity.generation.sequence}, {identity.world_size} rank{plural})"
         )
         assert (checkpoint in complete) != (line in explained)
 

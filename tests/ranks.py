@@ -349,10 +349,7 @@ def _test_store() -> dist.Store:
 @functools.cache
 def _warm_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    ours = [
-        f"localckpt.{name}" for name in ("managers.local", "managers.memory", "async_save.queue")
-    ]
-    context.set_forkserver_preload(["pytest", "hypothesis", "tests.ranks", *ours])
+    context.set_forkserver_preload(["tests.warm"])
     return context
 
 

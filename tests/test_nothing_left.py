@@ -15,7 +15,8 @@ import pytest
 _LEAVES = {
     "temporary file": "tempfile.mkstemp(prefix='forgotten')",
     "shared memory": "tempfile.mkstemp(prefix='localckpt-forgotten', dir='/dev/shm')",
-    "process": "subprocess.Popen(['sleep', '60'], start_new_session=True)",
+    # Right after it has begun, a program's environment cannot be read.
+    "process": "subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(0.2)",
     "nothing": "subprocess.run(['true'])",
 }
 
@@ -24,7 +25,7 @@ _LEAVES = {
 def test_what_a_test_leaves_fails_the_run(kind: str, tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     test = tmp_path / "test_inner.py"
-    test.write_text(f"import subprocess, tempfile\n\ndef test_it():\n    {_LEAVES[kind]}\n")
+    test.write_text(f"import subprocess, tempfile, time\n\ndef test_it():\n    {_LEAVES[kind]}\n")
 
     done = subprocess.run(
         [

@@ -267,7 +267,7 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize(("kind", "worker"), _TWO_WAYS)
 def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
 ) -> None:
@@ -288,7 +288,7 @@ _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
 @pytest.mark.parametrize(
     ("kind", "worker", "doing"),
     [
-        *((kind, worker, _WAITING) for kind, worker in _WAYS),
+        *((kind, worker, _WAITING) for kind, worker in _TWO_WAYS),
         *((kind, worker, _TRAINING) for kind, worker in _TWO_WAYS),
     ],
 )

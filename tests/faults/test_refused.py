@@ -178,7 +178,7 @@ _SAVES = [
 def test_a_save_that_is_refused_any_call_keeps_what_was_there_and_the_next_one_is_good(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = dataclasses.replace(job, all_codes=long_form)
+    job = dataclasses.replace(job, all_codes=long_form, step=1 if long_form else 2)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
 

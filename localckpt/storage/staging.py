@@ -6,6 +6,7 @@ do not see each other, or outlive them: so the maker also holds a lock on the fi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -38,13 +39,13 @@ def is_live(path: Path, running: Running) -> bool | None:
 def _is_held(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        # It is gone, or another user's.
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not only by closing it, which the system may refuse.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        # Unless it is gone, or is a link: somebody holds it, or the system does not say.
+        return error.errno not in (errno.ENOENT, errno.ELOOP)
     return False

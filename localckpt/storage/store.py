@@ -214,7 +214,7 @@ class Store(ABC):
             there = [(identity, path) for identity, path in old if path.parent == folder]
             with storage_errors("clean up", folder):
                 # No save of this rank needs them as spares: it has those of its own.
-                spares = [] if folder.is_symlink() else list(folder.glob(f"*{SPARE}"))
+                spares = list(folder.glob(f"*{SPARE}"))
                 if (there or spares) and owner_of(folder) not in running:
                     for path in (*(path for _, path in there), *spares):
                         path.unlink(missing_ok=True)
@@ -244,8 +244,8 @@ class Store(ABC):
         """The highest epoch that began here, whether or not a shard of it is left."""
         epochs = [identity.generation.epoch for identity in self._shards]
         with storage_errors("read", self._session):
-            for path in self._session.glob(f"*/{EPOCH_NAME}"):
-                text = read_note(path)
+            for rank in self.ranks_with_folders():
+                text = read_note(self._session / str(rank) / EPOCH_NAME)
                 # Longer than any header can have.
                 if text.isdecimal() and text.isascii() and len(text) < 19:
                     epochs.append(int(text))
@@ -281,7 +281,11 @@ class Store(ABC):
     def ranks_with_folders(self) -> set[int]:
         """Ranks that have ever written here in this session."""
         with storage_errors("read", self._session):
-            return {int(e.name) for e in os.scandir(self._session) if e.name.isdecimal()}
+            return {
+                int(entry.name)
+                for entry in os.scandir(self._session)
+                if entry.name.isdecimal() and entry.is_dir(follow_symlinks=False)
+            }
 
     def images(self) -> list[Path]:
         """Files of this rank's folder that hold an image, will hold one, or did."""

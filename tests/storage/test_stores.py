@@ -10,6 +10,7 @@ import pytest
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.storage.aside import why_set_aside
+from localckpt.storage.owner import Owner
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     another_process,
@@ -475,7 +476,23 @@ def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     (store.folder.parent / "8").symlink_to(tmp_path)
 
     assert found(store) == set()
-    assert store.ranks_with_folders() == {0, 8}
+    assert store.ranks_with_folders() == {0}
+
+
+@pytest.mark.fault("hostile-file")
+def test_notes_in_a_folder_that_is_a_link_count_for_nothing(node: Node, tmp_path: Path) -> None:
+    store = node()
+    store.begin_epoch(3)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ".epoch").write_text("99")
+    # Of a live process that is not of this job.
+    (elsewhere / ".owner").write_text(str(Owner.of(1)))
+    (store.folder.parent / "8").symlink_to(elsewhere)
+
+    store.scan()
+    store.refuse_other_jobs([store.owner], 0.2)
+    assert store.newest_epoch() == 3
 
 
 @pytest.mark.fault("hostile-file")

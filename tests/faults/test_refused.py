@@ -314,7 +314,7 @@ def test_a_start_that_is_refused_any_call_is_an_error_or_loads_what_can_be_read(
 def test_a_start_that_one_rank_is_refused_any_call_of_loads_or_is_an_error_that_names_it(
     kind: str, serves: bool, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = Job(kind, ranks=2, cold=kind == "disk", serves=serves, step=14)
+    job = Job(kind, ranks=2, cold=kind == "disk", serves=serves, step=9)
     if long_form:
         # All errors are handled alike but the first of these, which pathlib makes an empty folder.
         codes = (errno.EACCES, errno.EIO)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
 
-__all__ = ["Coordinator", "default_store"]
+__all__ = ["Coordinator", "ask_store", "default_store"]
 
 T = TypeVar("T")
 
@@ -163,15 +163,7 @@ class Coordinator:
         # However little is left for this wait, the store needs its time.
         store, limit_s = self._store, _STORE_TIMES * max(self._usual_s, self.timeout_s)
         assert store is not None, "a world of one has nobody to talk to"
-        try:
-            return within(limit_s, lambda: call(store))
-        except (TimeoutError, dist.DistError) as error:
-            why = str(error) or f"not for {limit_s:g} s"
-            raise PeerLostError(
-                f"could not {phase}: the job's key-value store does not answer ({why}). The "
-                f"process that hosts it, most often on the first node, has probably died, or "
-                f"cannot be reached from here; restart the job. What was saved before stands."
-            ) from error
+        return ask_store(phase, limit_s, lambda: call(store))
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
@@ -264,6 +256,23 @@ class Coordinator:
             f"{', '.join(seen)} did not come. What was saved before stands. If the ranks are alive "
             f"but slow, give the manager a longer timeout; else restart the job."
         )
+
+
+def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
+    """What a call that talks to the job's store returns.
+
+    Raises:
+        PeerLostError: The store cannot be reached, or has not answered in time.
+    """
+    try:
+        return within(limit_s, call)
+    except (TimeoutError, dist.DistError) as error:
+        why = str(error) or f"not for {limit_s:g} s"
+        raise PeerLostError(
+            f"could not {phase}: the job's key-value store does not answer ({why}). The "
+            f"process that hosts it, most often on the first node, has probably died, or "
+            f"cannot be reached from here; restart the job. What was saved before stands."
+        ) from error
 
 
 def default_store() -> Store:

@@ -57,6 +57,12 @@ class ShardIdentity:
         return CkptID(self.iteration, self.rank, self.session_id)
 
     @property
+    def seed(self) -> str:
+        """Seeds the digests of its blocks."""
+        generation = f"{self.generation.epoch}.{self.generation.sequence}"
+        return f"{generation}/{self.iteration}/{self.rank}/{self.session_id}"
+
+    @property
     def version(self) -> tuple[int, int, int, int]:
         """Order among checkpoints: a later attempt beats a higher iteration of an older one.
 

@@ -1,6 +1,6 @@
 """Block hashes: one 64-bit xxh3 for each MiB of an image.
 
-Each is seeded with what the shard is and with the block's index, so that a good block in the wrong
+Each is seeded with what is hashed and with the block's index, so that a good block in the wrong
 place, or of another save, does not verify. They find accidents, not forgeries.
 """
 
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from struct import Struct
+from typing import Protocol
 
 import xxhash
 
 from localckpt.errors import CorruptShardError
-from localckpt.ids import ShardIdentity
 
-__all__ = ["BLOCK_NBYTES", "DIGEST_NBYTES", "BlockHasher", "covered_nbytes", "digests_nbytes"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "DIGEST_NBYTES",
+    "BlockHasher",
+    "Hashed",
+    "covered_nbytes",
+    "digests_nbytes",
+]
 
 BLOCK_NBYTES = 1 << 20
 DIGEST_NBYTES = 8
@@ -33,15 +40,20 @@ def covered_nbytes(image_nbytes: int) -> int:
     return image_nbytes - blocks * DIGEST_NBYTES
 
 
-class BlockHasher:
-    """Computes and checks the digests of one shard's image."""
+class Hashed(Protocol):
+    """What is hashed; ``str()`` names it in messages."""
 
-    def __init__(self, identity: ShardIdentity) -> None:
+    @property
+    def seed(self) -> str:
+        """Tells it from everything else that is hashed."""
+
+
+class BlockHasher:
+    """Computes and checks the digests of one shard's image, or of one file."""
+
+    def __init__(self, identity: Hashed) -> None:
         self._identity = identity
-        self._seed = xxhash.xxh3_64_intdigest(
-            f"{identity.generation.epoch}.{identity.generation.sequence}/{identity.iteration}/"
-            f"{identity.rank}/{identity.session_id}".encode()
-        )
+        self._seed = xxhash.xxh3_64_intdigest(identity.seed.encode())
 
     def digest(self, index: int, block: memoryview | bytes) -> int:
         """The 64-bit digest of block ``index``."""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from localckpt.ids import ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.names import DIRTY, STAGING_PREFIX
-from localckpt.storage.owner import Running
+from localckpt.storage.names import DIRTY
 from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
-from localckpt.storage.staging import is_live, new_prefix
+from localckpt.storage.staging import new_prefix, remove_orphans
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -56,7 +55,7 @@ class DiskStore(Store):
         self._staging_prefix = new_prefix()
         self._numbers = itertools.count()
         self._writer, self._num_buffers = writer, num_buffers
-        self._remove_orphaned_buffers()
+        remove_orphans(shared_memory)
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
@@ -142,17 +141,3 @@ class DiskStore(Store):
     def _make_shared(self, nbytes: int) -> Buffer:
         name = f"{self._staging_prefix}{next(self._numbers)}"
         return SharedBuffer(self._shared_memory / name, nbytes)
-
-    def _remove_orphaned_buffers(self) -> None:
-        running = Running()
-        for path in self._shared_memory.glob(f"{STAGING_PREFIX}*"):
-            if is_live(path, running) is not False:
-                continue
-            try:
-                if path.lstat().st_uid == os.getuid():
-                    path.unlink()
-                    logger.info("removed %s, which a process that is gone left behind", path)
-            except FileNotFoundError:
-                logger.debug("another rank that starts now has removed %s", path)
-            except OSError as error:
-                logger.warning("%s of a process that is gone cannot be removed: %s", path, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -15,7 +16,9 @@ from pathlib import Path
 from localckpt.storage.names import STAGING_PREFIX
 from localckpt.storage.owner import Owner, Running
 
-__all__ = ["hold", "is_live", "new_prefix"]
+__all__ = ["hold", "is_live", "new_prefix", "remove_orphans"]
+
+logger = logging.getLogger(__name__)
 
 
 def new_prefix() -> str:
@@ -34,6 +37,22 @@ def is_live(path: Path, running: Running) -> bool | None:
     if owner is None:
         return None
     return owner in running or _is_held(path)
+
+
+def remove_orphans(shared_memory: Path) -> None:
+    """Remove the staging buffers of this user whose processes are gone."""
+    running = Running()
+    for path in shared_memory.glob(f"{STAGING_PREFIX}*"):
+        if is_live(path, running) is not False:
+            continue
+        try:
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
+                logger.info("removed %s, which a process that is gone left behind", path)
+        except FileNotFoundError:
+            logger.debug("another rank that starts now has removed %s", path)
+        except OSError as error:
+            logger.warning("%s of a process that is gone cannot be removed: %s", path, error)
 
 
 def _is_held(path: Path) -> bool:

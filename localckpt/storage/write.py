@@ -24,7 +24,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["Digests", "ShardWrite", "sync_folder", "write_shards"]
+__all__ = ["Digests", "ShardWrite", "sync_folder", "write_range", "write_shards"]
 
 _WRITE_NBYTES = 16 << 20
 # How often in a row a write may take nothing before the device counts as broken.
@@ -99,6 +99,24 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def write_range(fd: int, view: memoryview, start: int, stop: int, *, direct: bool) -> None:
+    """Write ``view[start:stop]`` to where it lies in the file.
+
+    O_DIRECT needs whole pages: then ``view`` begins on one, and has all of the last.
+    """
+    end = round_up(stop, PAGE_NBYTES) if direct else stop
+    fruitless = 0
+    while start < end:
+        reached = start + os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
+        if direct and reached < end:
+            # A short write may end inside a page, where O_DIRECT cannot go on.
+            reached = reached // PAGE_NBYTES * PAGE_NBYTES
+        fruitless = fruitless + 1 if reached == start else 0
+        if fruitless == _FRUITLESS_WRITES:
+            raise OSError(errno.EIO, f"no byte after {start} is taken")
+        start = reached
+
+
 @contextmanager
 def _settling_digests(write: ShardWrite, image: memoryview) -> Iterator[Callable[[], None]]:
     """Compute or check digests beside the write; what it gives waits for them, and raises."""
@@ -141,9 +159,9 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
                 # First of all, so that a full disk is an error before anything is overwritten.
                 os.posix_fallocate(fd, 0, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
-                _write_range(fd, view, 0, written, direct=write.direct)
+                write_range(fd, view, 0, written, direct=write.direct)
                 digests_settled()
-                _write_range(fd, view, written, write.nbytes, direct=write.direct)
+                write_range(fd, view, written, write.nbytes, direct=write.direct)
                 os.ftruncate(fd, write.nbytes)
                 os.fsync(fd)
             finally:
@@ -176,18 +194,3 @@ def _open_dirty(write: ShardWrite) -> int:
     except OSError:
         write.dirty.unlink(missing_ok=True)
         raise
-
-
-def _write_range(fd: int, view: memoryview, start: int, stop: int, *, direct: bool) -> None:
-    """Write ``[start, stop)``; O_DIRECT needs whole pages, and the buffer has them."""
-    end = round_up(stop, PAGE_NBYTES) if direct else stop
-    fruitless = 0
-    while start < end:
-        reached = start + os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
-        if direct and reached < end:
-            # A short write may end inside a page, where O_DIRECT cannot go on.
-            reached = reached // PAGE_NBYTES * PAGE_NBYTES
-        fruitless = fruitless + 1 if reached == start else 0
-        if fruitless == _FRUITLESS_WRITES:
-            raise OSError(errno.EIO, f"no byte after {start} is taken")
-        start = reached

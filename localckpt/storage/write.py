@@ -99,21 +99,30 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_range(fd: int, view: memoryview, start: int, stop: int, *, direct: bool) -> None:
+def write_range(
+    fd: int, view: memoryview, start: int, stop: int, *, direct: bool, base: int = 0
+) -> None:
     """Write ``view[start:stop]`` to where it lies in the file.
 
-    O_DIRECT needs whole pages: then ``view`` begins on one, and has all of the last.
+    Args:
+        fd: The file.
+        view: What belongs into the file from ``base`` on.
+        start, stop: Which bytes of it.
+        direct: The file is open with O_DIRECT, which needs whole pages: then ``view`` begins on
+            one, and has all of the last.
+        base: Where the view begins in the file.
     """
     end = round_up(stop, PAGE_NBYTES) if direct else stop
     fruitless = 0
     while start < end:
-        reached = start + os.pwrite(fd, view[start : min(start + _WRITE_NBYTES, end)], start)
+        piece = view[start : min(start + _WRITE_NBYTES, end)]
+        reached = start + os.pwrite(fd, piece, base + start)
         if direct and reached < end:
             # A short write may end inside a page, where O_DIRECT cannot go on.
             reached = reached // PAGE_NBYTES * PAGE_NBYTES
         fruitless = fruitless + 1 if reached == start else 0
         if fruitless == _FRUITLESS_WRITES:
-            raise OSError(errno.EIO, f"no byte after {start} is taken")
+            raise OSError(errno.EIO, f"no byte after {base + start} is taken")
         start = reached
 
 

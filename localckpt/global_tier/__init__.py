@@ -1,0 +1,1 @@
+"""Checkpoints on shared storage, in the format of torch.distributed.checkpoint."""

@@ -1,0 +1,87 @@
+"""What the items of a save plan hold: tensors, and everything else as ``torch.save`` writes it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from localckpt.global_tier.framing import is_plain
+from localckpt.global_tier.objects import require_safe
+
+__all__ = ["ItemReader"]
+
+# Values that tell by their text whether they changed, and that every reader takes.
+_SIMPLE = (int, float, bool, str, type(None))
+
+
+class ItemReader:
+    """Asks a planner for the items of one save after the other.
+
+    Args:
+        safe_globals: Classes and functions that objects may name, beyond torch's own.
+    """
+
+    def __init__(self, safe_globals: Iterable[Any] = ()) -> None:
+        self._safe_globals = tuple(safe_globals)
+        self._simple: dict[str, tuple[str, memoryview]] = {}
+        self._checked: set[tuple[str, type]] = set()
+
+    def read(self, item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
+        """An item's values: a plain tensor of the item's dtype and shape, or a run of bytes.
+
+        Raises:
+            UnsafeGlobalError: It is an object that could not be loaded again.
+        """
+        if item.type == WriteItemType.BYTE_IO:
+            return self._read_object(item, planner)
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor), "a planner gives tensors for items that are"
+        tensor = tensor.detach()
+        data = item.tensor_data
+        assert data is not None
+        if is_plain(tensor, data.properties.dtype, data.chunk.sizes):
+            return tensor
+        stream = io.BytesIO()
+        torch.save(tensor.cpu(), stream)
+        return stream.getbuffer()
+
+    def _read_object(self, item: WriteItem, planner: SavePlanner) -> memoryview:
+        # What a planner of the user's makes of an object is known only when it is made, and is no
+        # more than bytes to us.
+        if not _looks_up(planner):
+            return _made(item, planner).getbuffer()
+        name, value = item.index.fqn, planner.lookup_object(item.index)
+        if type(value) in _SIMPLE:
+            text = f"{type(value).__name__} {value!r}"
+            known, data = self._simple.get(name, ("", memoryview(b"")))
+            if text != known:
+                data = _made(item, planner).getbuffer()
+                self._simple[name] = (text, data)
+            return data
+        stream = _made(item, planner)
+        if (name, type(value)) not in self._checked:
+            require_safe(name, stream, self._safe_globals)
+            self._checked.add((name, type(value)))
+        return stream.getbuffer()
+
+
+def _made(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
+    stream = planner.resolve_data(item)
+    assert isinstance(stream, io.BytesIO), "a planner gives bytes for items that are"
+    return stream
+
+
+def _looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether what is saved is what the planner finds, and nothing that it makes of it."""
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    kind = type(planner)
+    return (
+        kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.transform_object is DefaultSavePlanner.transform_object
+    )

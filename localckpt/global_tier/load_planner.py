@@ -1,0 +1,92 @@
+"""torch's load planner, for checkpoints of very many chunks, running no code from files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from localckpt.errors import MismatchError
+from localckpt.global_tier.objects import load_object
+from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
+from localckpt.global_tier.torch_dcp import create_chunk_list, create_read_items, set_element
+
+__all__ = ["ReshardingLoadPlanner"]
+
+
+class ReshardingLoadPlanner(DefaultLoadPlanner):
+    """Loads a state with any sharding from a checkpoint with any other.
+
+    Args:
+        allow_partial_load: Leave values of the state that the checkpoint has not as they are; else
+            they are an error.
+        safe_globals: Classes and functions that objects may name, beyond torch's own.
+    """
+
+    def __init__(
+        self, *, allow_partial_load: bool = False, safe_globals: Iterable[Any] = ()
+    ) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._safe_globals = tuple(safe_globals)
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads.
+
+        Raises:
+            MismatchError: The checkpoint does not fit; it lists everything that does not.
+        """
+        assert self.metadata is not None, "set_up_planner comes first"
+        saved = self.metadata.state_dict_metadata
+        if self.metadata.version is None and saved.keys() - self.state_dict.keys():
+            # Saved before torch 2.4, with other names for what is nested.
+            return super().create_local_plan()
+        wrong, items = [], []
+        for name, value in self.state_dict.items():
+            described = saved.get(name)
+            if described is None:
+                if not self.allow_partial_load:
+                    wrong.append(f"{name} is not in the checkpoint")
+                continue
+            if isinstance(value, torch.Tensor) != isinstance(described, TensorStorageMetadata):
+                kinds = ("an object", "a tensor")
+                wrong.append(
+                    f"{name} is {kinds[isinstance(value, torch.Tensor)]}, and was saved as "
+                    f"{kinds[isinstance(described, TensorStorageMetadata)]}"
+                )
+                continue
+            if isinstance(described, TensorStorageMetadata) and value.size() != described.size:
+                wrong.append(f"{name} has shape {tuple(value.size())}, not {tuple(described.size)}")
+                continue
+            if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+                # This rank has no part in it.
+                continue
+            if isinstance(described, TensorStorageMetadata):
+                items += create_read_items_for_chunk_list(name, described, create_chunk_list(value))
+            else:
+                items += create_read_items(name, described, value)
+        if wrong:
+            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
+            raise MismatchError(
+                f"the state does not fit the checkpoint: {shown}. Nothing was read. To leave "
+                f"values that are not in the checkpoint as they are, pass allow_partial_load=True"
+            )
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state; nothing but values is made from a file.
+
+        Raises:
+            UnsafeGlobalError: It names a class that is not allowed.
+        """
+        name = read_item.dest_index.fqn
+        loaded = load_object(name, value, self._safe_globals)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded

@@ -1,0 +1,247 @@
+"""Reads runs of bytes of data files, several at a time, each block verified, within a budget."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localckpt.errors import CorruptShardError
+from localckpt.global_tier.trailer import FOOTER_NBYTES, FileIdentity, Trailer
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.storage.buffers import PrivateBuffer
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import OpenFile, close_read
+
+__all__ = ["READ_NBYTES", "FileReads", "Run"]
+
+READ_NBYTES = 4 << 20
+"""Runs of about this size are best: large for a disk, and few enough for the cache."""
+
+# A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes ``[start, stop)`` of a file, and who takes them.
+
+    ``use`` is called with them, in any thread; they are gone when it returns. It may give further
+    runs of the same file, to be read after this one.
+    """
+
+    start: int
+    stop: int
+    use: Callable[[memoryview], Iterable[Run]]
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Bytes that are in flight; more than the limit only if it is a single run."""
+
+    limit: int
+    used: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, nbytes: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: not self.used or self.used + nbytes <= self.limit)
+            self.used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        with self.changed:
+            self.used -= nbytes
+            self.changed.notify_all()
+
+
+class FileReads:
+    """Carries out the reads of one load.
+
+    Args:
+        folder: Where the files are.
+        concurrent_bytes: How many bytes are in flight at most; a larger run goes alone.
+        save_id: The save that all files must belong to; ``None`` for files of any writer, which
+            are verified if they can be.
+    """
+
+    def __init__(self, folder: Path, concurrent_bytes: int, save_id: str | None) -> None:
+        self._folder = folder
+        self._save_id = save_id
+        self._budget = _Budget(concurrent_bytes)
+        self._waiting: deque[tuple[_DataFile, Run]] = deque()
+        self._changed = threading.Condition()
+        self._running = 0
+        self._error: BaseException | None = None
+        self.nbytes = 0
+        """How many bytes were read."""
+
+    def add(self, name: str, runs: Iterable[Run]) -> None:
+        """Have these runs of a file read; in the order of their offsets it goes fastest."""
+        file = _DataFile(self._folder / name, self._save_id)
+        for run in runs:
+            file.pending += 1
+            self._waiting.append((file, run))
+
+    def carry_out(self) -> None:
+        """Read everything; the caller's thread takes part.
+
+        Raises:
+            CorruptShardError: A file is damaged, or of another save.
+            StorageError: A file cannot be read.
+        """
+        threads: list[threading.Thread] = []
+        for _ in range(min(_THREADS, len(self._waiting)) - 1):
+            thread = threading.Thread(target=self._work, name="localckpt-read", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            threads.append(thread)
+        self._work()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        scratch = PrivateBuffer(READ_NBYTES + 2 * BLOCK_NBYTES)
+        try:
+            while (next_one := self._next()) is not None:
+                file, run = next_one
+                further: list[Run] = []
+                try:
+                    further = self._read(file, run, scratch.view)
+                except BaseException as error:  # noqa: BLE001 - raised by whoever waits for all
+                    self._fail(error)
+                finally:
+                    self._done(file, further)
+        finally:
+            scratch.close()
+
+    def _next(self) -> tuple[_DataFile, Run] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._running)
+            if not self._waiting:
+                return None
+            self._running += 1
+            return self._waiting.popleft()
+
+    def _done(self, file: _DataFile, further: list[Run]) -> None:
+        with self._changed:
+            if self._error is None:
+                file.pending += len(further)
+                self._waiting.extendleft((file, run) for run in reversed(further))
+            file.pending -= 1
+            self._running -= 1
+            self._changed.notify_all()
+            if not file.pending:
+                file.close()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            for file, _ in self._waiting:
+                file.pending -= 1
+            self._waiting.clear()
+
+    def _read(self, file: _DataFile, run: Run, scratch: memoryview) -> list[Run]:
+        file.open()
+        start, stop = file.span(run)
+        room = round_up(stop - start, PAGE_NBYTES)
+        self._budget.take(room)
+        try:
+            own = None
+            if room > len(scratch):
+                with storage_errors("read", file.path):
+                    own = PrivateBuffer(room)
+                scratch = own.view
+            try:
+                file.read(start, stop, scratch[:room])
+                further = list(run.use(scratch[run.start - start : run.stop - start]))
+            finally:
+                if own is not None:
+                    own.close()
+        finally:
+            self._budget.give_back(room)
+        with self._changed:
+            self.nbytes += stop - start
+        return further
+
+
+class _DataFile:
+    """One file while runs of it are waiting."""
+
+    def __init__(self, path: Path, save_id: str | None) -> None:
+        self.path = path
+        self.pending = 0
+        self._save_id = save_id
+        self._lock = threading.Lock()
+        self._file: OpenFile | None = None
+        self._direct: int | None = None
+        self._trailer: Trailer | None = None
+        self._hasher: BlockHasher | None = None
+
+    def open(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                return
+            file = OpenFile(self.path)
+            try:
+                with storage_errors("read", self.path):
+                    self._trailer = self._read_trailer(file)
+                    self._direct = None if file.is_cached() else file.open_direct()
+            except BaseException:
+                file.close()
+                raise
+            if self._trailer is not None:
+                identity = FileIdentity(self.path.name, self._trailer.save_id)
+                self._hasher = BlockHasher(identity)
+            self._file = file
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            if self._direct is not None:
+                close_read(self._direct)
+            self._file = self._direct = None
+
+    def span(self, run: Run) -> tuple[int, int]:
+        """What is read for a run: whole blocks, if they are verified."""
+        if self._trailer is None:
+            return run.start // PAGE_NBYTES * PAGE_NBYTES, run.stop
+        start = run.start // BLOCK_NBYTES * BLOCK_NBYTES
+        return start, min(round_up(run.stop, BLOCK_NBYTES), self._trailer.covered_nbytes)
+
+    def read(self, start: int, stop: int, view: memoryview) -> None:
+        """Read and verify ``[start, stop)`` into whole pages."""
+        assert self._file is not None
+        with storage_errors("read", self.path):
+            fd = self._direct
+            wanted = stop - start
+            self._file.read_into(start, view if fd is not None else view[:wanted], wanted, fd=fd)
+        if self._trailer is not None:
+            assert self._hasher is not None
+            digests = memoryview(self._trailer.digests)
+            self._hasher.check(start, [view[:wanted]], digests)
+
+    def _read_trailer(self, file: OpenFile) -> Trailer | None:
+        footer = bytearray(min(FOOTER_NBYTES, file.nbytes))
+        file.read_into(file.nbytes - len(footer), memoryview(footer))
+        position = Trailer.position(bytes(footer), file.nbytes)
+        if position is None:
+            if self._save_id is not None:
+                raise CorruptShardError(
+                    f"{self.path} is cut short or damaged: it does not end as it was written"
+                )
+            return None
+        covered, stop = position
+        digests = bytearray(stop - covered)
+        file.read_into(covered, memoryview(digests))
+        trailer = Trailer.parse(self.path.name, bytes(digests), bytes(footer))
+        if self._save_id not in (None, trailer.save_id):
+            raise CorruptShardError(f"{self.path} belongs to another save than its checkpoint")
+        return trailer

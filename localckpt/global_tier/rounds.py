@@ -1,0 +1,340 @@
+"""Meetings of all ranks in the job's store: each says something, the first one answers.
+
+Any thread can take part, whatever the others are doing: no collective is used, so training may be
+in the middle of its own. What goes wrong on one rank is known to all at once, not at the deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from localckpt import errors
+from localckpt.coordination import ask_store, default_store
+from localckpt.errors import CheckpointingException, PeerLostError
+
+__all__ = ["Meeting"]
+
+T = TypeVar("T")
+
+# A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
+_VALUE_NBYTES = 4 << 20
+_LONGEST_TEXT = 4000
+_SHORTEST_NAP_S = 0.0002
+# At 1,024 ranks the store is asked 4,096 times a second by those that wait long.
+_LONGEST_NAP_S = 0.25
+_ASKED_AGAIN = 8
+# A round waits for others, then for the answer; and for the store not much longer.
+_STORE_TIMES = 3
+
+# All that can happen to a round is one number in the store: an answer adds 1, a failure 2.
+_ANSWERED, _FAILED = 1, 2
+_COMPLETE = "complete"
+
+
+class Meeting:
+    """Where the ranks of a process group hold their rounds.
+
+    All ranks make it with the same name, in the same order. Without torch.distributed it is a world
+    of one.
+
+    Args:
+        name: Keeps its messages apart from those of others.
+        process_group: The ranks that take part; ``None`` for all.
+        coordinator: The rank of the group that answers.
+        timeout_s: How long a round waits for the others, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.coordinator = coordinator
+        self._rounds = 0
+        self._store: Store | None = None
+        if not (dist.is_available() and dist.is_initialized()):
+            self.rank, self.world_size, self.global_ranks = 0, 1, [0]
+            return
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if self.world_size == 1:
+            return
+        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
+        prefix = f"localckpt/{members}/{name}"
+        store = PrefixStore(prefix, default_store())
+        instance = ask_store(
+            f"open the meeting {name!r}",
+            _STORE_TIMES * timeout_s,
+            lambda: int(store.add(f"instances/{self.rank}", 1)),
+        )
+        self._store = PrefixStore(f"{prefix}/{instance}", default_store())
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank is the one that answers."""
+        return self.rank == self.coordinator
+
+    def hold(
+        self,
+        phase: str,
+        say: Callable[[], bytes],
+        answer: Callable[[list[bytes]], Sequence[bytes]],
+        name: str | None = None,
+    ) -> bytes:
+        """Hold one round; all ranks call it.
+
+        Args:
+            phase: What the ranks do together, as in "could not <phase>".
+            say: This rank's part; its result goes to the coordinator.
+            answer: Called on the coordinator with what each rank said. It gives each rank its
+                answer, or a single one that is for all.
+            name: Tells the round from all others of this meeting, on all ranks alike; by default
+                rounds are numbered as they are called.
+
+        Returns:
+            The answer for this rank.
+
+        Raises:
+            CheckpointingException: ``say`` failed on some rank, or ``answer``: the same error on
+                every rank, of the type that was raised there if it is one of ours.
+            PeerLostError: Some rank did not come in time.
+        """
+        if name is None:
+            name = f"round {self._rounds}"
+            self._rounds += 1
+        if self._store is None:
+            try:
+                return answer([say()])[0]
+            except Exception as error:
+                raise _Failure.of(error, 0, phase).error() from error
+        told, own = _Round(self, PrefixStore(name, self._store), phase), None
+        try:
+            told.post(say())
+            if self.is_coordinator:
+                told.answer(answer(told.collect()))
+        except _GivenUp:
+            pass
+        except Exception as error:  # noqa: BLE001 - raised on every rank, here by what follows
+            told.fail(error)
+            own = error
+        outcome = told.hear()
+        if isinstance(outcome, _Failure):
+            raise outcome.error() from own
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What ended a round, as every rank is told."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, phase: str) -> _Failure:
+        kinds = (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__)
+        text = str(error) or type(error).__name__
+        if not isinstance(error, CheckpointingException):
+            text = f"{type(error).__name__}: {error}"
+        if len(text) > _LONGEST_TEXT:
+            text = f"{text[:_LONGEST_TEXT]} (cut)"
+        kind = next(kinds, CheckpointingException.__name__)
+        return cls(kind, f"could not {phase}: rank {rank}: {text}")
+
+    def error(self) -> CheckpointingException:
+        raised: CheckpointingException = getattr(errors, self.kind)(self.text)
+        return raised
+
+
+class _GivenUp(Exception):
+    """Some rank has ended the round before all had come; the round knows why."""
+
+
+class _Round:
+    def __init__(self, meeting: Meeting, store: Store, phase: str) -> None:
+        self._meeting = meeting
+        self._store = store
+        self._phase = phase
+        self._deadline = time.monotonic() + meeting.timeout_s
+
+    def post(self, said: bytes) -> None:
+        rank = self._meeting.rank
+
+        def post() -> None:
+            _put(self._store, f"said/{rank}", said)
+            self._store.add("came", 1)
+
+        self._ask(post)
+        # Whoever has done its own part waits for the others from then on.
+        self._deadline = time.monotonic() + self._meeting.timeout_s
+
+    def collect(self) -> list[bytes]:
+        """On the coordinator: what each rank has said."""
+        world = self._meeting.world_size
+
+        def collect() -> list[bytes]:
+            naps = _naps()
+            while self._store.add("came", 0) < world:
+                if self._store.add("state", 0) >= _FAILED:
+                    raise _GivenUp
+                if time.monotonic() > self._deadline:
+                    self._settle(_Failure.of(self._lost(), self._my_name(), self._phase))
+                    raise _GivenUp
+                time.sleep(next(naps))
+            # From here on nobody can give it up: whoever is tired of waiting asks first.
+            if self._store.compare_set("verdict", "", _COMPLETE).decode() != _COMPLETE:
+                raise _GivenUp
+            said = [_take(self._store, f"said/{rank}") for rank in range(world)]
+            self._store.delete_key("came")
+            return said
+
+        return self._ask(collect)
+
+    def answer(self, answers: Sequence[bytes]) -> None:
+        """On the coordinator: tell all ranks."""
+
+        def tell() -> None:
+            for i, text in enumerate(answers):
+                _put(self._store, f"answer/{i}", text)
+            self._store.set("outcome", json.dumps(len(answers)))
+            self._store.add("state", _ANSWERED)
+
+        self._ask(tell)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks what went wrong on this one, unless another was faster."""
+        failure = _Failure.of(error, self._my_name(), self._phase)
+
+        def tell() -> None:
+            if self._settle(failure) == _COMPLETE:
+                # All have come, so this is the coordinator, whose word they wait for.
+                self._store.set("outcome", json.dumps([failure.kind, failure.text]))
+                self._store.add("state", _ANSWERED)
+
+        self._ask(tell)
+
+    def hear(self) -> bytes | _Failure:
+        """The answer, or what ended the round."""
+        return self._ask(self._hear)
+
+    def _hear(self) -> bytes | _Failure:
+        deadline, naps, given_time = self._deadline, _naps(), False
+        while not (state := self._store.add("state", 0)):
+            if time.monotonic() > deadline:
+                lost = _Failure.of(self._lost(), self._my_name(), self._phase)
+                verdict = self._settle(lost)
+                if verdict == _COMPLETE and given_time:
+                    return self._unknown()
+                if verdict == _COMPLETE:
+                    # All came, and the coordinator is about to answer.
+                    deadline, given_time = time.monotonic() + self._meeting.timeout_s, True
+                    continue
+            time.sleep(next(naps))
+        if state >= _FAILED:
+            return self._verdict()
+        outcome = json.loads(self._store.get("outcome"))
+        if isinstance(outcome, list):
+            answer: bytes | _Failure = _Failure(*outcome)
+        else:
+            mine = self._meeting.rank if outcome > 1 else 0
+            answer = _look(self._store, f"answer/{mine}")
+            if outcome > 1:
+                _forget(self._store, f"answer/{mine}")
+        self._leave(outcome)
+        return answer
+
+    def _leave(self, outcome: object) -> None:
+        """Whoever leaves last takes what is left of the round out of the store."""
+        if self._store.add("heard", 1) < self._meeting.world_size:
+            return
+        if outcome == 1:
+            _forget(self._store, "answer/0")
+        for key in ("verdict", "outcome", "state", "heard"):
+            self._store.delete_key(key)
+
+    def _settle(self, failure: _Failure) -> str:
+        """Give the round up, unless somebody has, or all have come; what holds now."""
+        mine = json.dumps([failure.kind, failure.text])
+        verdict = self._store.compare_set("verdict", "", mine).decode()
+        if verdict == mine:
+            self._store.add("state", _FAILED)
+        return verdict
+
+    def _verdict(self) -> _Failure:
+        kind, text = json.loads(self._store.get("verdict"))
+        return _Failure(kind, text)
+
+    def _unknown(self) -> _Failure:
+        meeting = self._meeting
+        first = meeting.global_ranks[meeting.coordinator]
+        text = (
+            f"could not {self._phase}: all ranks had done their part, and rank {first} has not "
+            f"said after {meeting.timeout_s:g} s what came of it. Whether it was done is not "
+            f"known; what was saved before stands. find_latest() will tell"
+        )
+        return _Failure(PeerLostError.__name__, text)
+
+    def _lost(self) -> PeerLostError:
+        ranks = self._meeting.global_ranks
+        late = [r for i, r in enumerate(ranks) if not self._store.check([f"said/{i}"])]
+        named = ", ".join(f"rank {rank}" for rank in late[:16]) + " and more" * (len(late) > 16)
+        return PeerLostError(
+            f"waited {self._meeting.timeout_s:g} s, and {named} did not come. What was saved "
+            f"before stands. If the ranks are alive but slow, give a longer timeout; else "
+            f"restart the job"
+        )
+
+    def _my_name(self) -> int:
+        return self._meeting.global_ranks[self._meeting.rank]
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return ask_store(self._phase, _STORE_TIMES * self._meeting.timeout_s, call)
+
+
+def _naps() -> Iterator[float]:
+    """How long to sleep before asking again: a share of the time that was waited so far."""
+    start = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - start
+        yield min(max(_SHORTEST_NAP_S, waited_s / _ASKED_AGAIN), _LONGEST_NAP_S)
+
+
+def _put(store: Store, key: str, value: bytes) -> None:
+    """Set a value of any size: what does not fit into one follows under further keys."""
+    parts = [value[i : i + _VALUE_NBYTES] for i in range(0, len(value), _VALUE_NBYTES)]
+    for i, part in enumerate(parts[1:]):
+        store.set(f"{key}.{i}", part)  # type: ignore[arg-type]
+    head = len(parts[1:]).to_bytes(4, "little")
+    store.set(key, head + b"".join(parts[:1]))  # type: ignore[arg-type]
+
+
+def _look(store: Store, key: str) -> bytes:
+    """What :func:`_put` has set."""
+    value: bytes = store.get(key)
+    more = range(int.from_bytes(value[:4], "little"))
+    return b"".join([value[4:], *(store.get(f"{key}.{i}") for i in more)])
+
+
+def _take(store: Store, key: str) -> bytes:
+    """What :func:`_put` has set, which nobody else will ask for."""
+    value = _look(store, key)
+    _forget(store, key)
+    return value
+
+
+def _forget(store: Store, key: str) -> None:
+    for i in range(int.from_bytes(store.get(key)[:4], "little")):
+        store.delete_key(f"{key}.{i}")
+    store.delete_key(key)

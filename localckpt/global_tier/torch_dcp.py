@@ -1,0 +1,29 @@
+"""What of torch.distributed.checkpoint we build on that has no public name, in one place.
+
+The format of a checkpoint and the way of its planners are made of these; a release of torch that
+renames one of them is met here.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
+
+__all__ = [
+    "DATA_SUFFIX",
+    "METADATA_NAME",
+    "StorageInfo",
+    "StoragePrefix",
+    "WriterTransforms",
+    "create_chunk_list",
+    "create_read_items",
+    "set_element",
+]
+
+DATA_SUFFIX = DEFAULT_SUFFIX
+METADATA_NAME = _metadata_fn

@@ -1,0 +1,383 @@
+"""torch's file system writer, asynchronous: what is staged in the trainer is written elsewhere.
+
+The flow is that of Megatron-Core's writer of the same name: plan, ``prepare_write_data``, hand
+``get_save_function_and_args()`` to a queue, and when it is done on all ranks ``finish`` with the
+results of all. A writer may be used for one checkpoint after the other (``reset``); then it keeps
+its buffers and what it has planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import pickle
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from localckpt.errors import CheckpointingException, SaveFailedError, StorageError
+from localckpt.global_tier.framing import Frame, frame_of
+from localckpt.global_tier.items import ItemReader
+from localckpt.global_tier.layout import FileLayout, lay_out_files
+from localckpt.global_tier.planning import PlanCache
+from localckpt.global_tier.staging import Staging
+from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo, StoragePrefix
+from localckpt.global_tier.trailer import FileIdentity
+from localckpt.global_tier.write import (
+    FileWrite,
+    Stream,
+    read_outcome,
+    write_preloaded_data,
+    write_preloaded_data_multiproc,
+)
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.write import sync_folder
+
+__all__ = ["FileSystemWriterAsync"]
+
+
+class FileSystemWriterAsync(FileSystemWriter):
+    """Writes one rank's part of a checkpoint that torch.distributed.checkpoint can read.
+
+    Args:
+        path: The checkpoint's directory, the same for all ranks.
+        thread_count: Into how many files, written side by side, this rank's items are divided.
+        separation_hint: Items whose names begin with it go to files of their own.
+        overwrite: Replace a checkpoint that is there. Nothing can be loaded from the directory
+            until the new one is complete.
+        sync_files: Return from writing when the files are durable.
+        single_file_per_rank: ``True``: a file for each item is not offered.
+        writer: Where the save function runs: in another ``"process"``, or in a ``"thread"`` of this
+            one, which saves staging through shared memory.
+        staging_threads: Threads that copy tensors; by default this rank's share of the cores.
+        timeout_s: The longest that a save waits for the one before to be written, in seconds.
+        safe_globals: Classes and functions that objects in the state may name, beyond torch's own.
+        _extensions: torch's stream transforms, as compression.
+
+    Attributes:
+        plans: What was planned before, so that it need not be planned again.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int = 2,
+        separation_hint: str | None = None,
+        overwrite: bool = False,
+        sync_files: bool = True,
+        single_file_per_rank: bool = True,
+        writer: Literal["thread", "process"] = "process",
+        staging_threads: int | None = None,
+        timeout_s: float = 300.0,
+        safe_globals: Iterable[Any] = (),
+        _extensions: Sequence[Any] | None = None,
+    ) -> None:
+        if not single_file_per_rank:
+            raise CheckpointingException(
+                "single_file_per_rank=False is not offered: a rank writes thread_count files"
+            )
+        if thread_count < 1:
+            raise CheckpointingException(f"thread_count is {thread_count}; it must be above 0")
+        if writer not in ("thread", "process"):
+            raise CheckpointingException(f"writer is {writer!r}; it can be 'thread' or 'process'")
+        super().__init__(
+            path,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            overwrite=overwrite,
+            _extensions=_extensions,
+        )
+        self.separation_hint = separation_hint
+        self.timeout_s = timeout_s
+        self.save_id = uuid.uuid4().hex
+        self.plans = PlanCache()
+        self._items = ItemReader(safe_globals)
+        self._staging = Staging(writer, threads=staging_threads, timeout_s=timeout_s)
+        # A writer that is made for one checkpoint only is often left, not closed.
+        weakref.finalize(self, self._staging.close)
+        self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
+        self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
+        self._prepared: _Prepared | None = None
+        self.layouts_made = 0
+        """How many layouts have been computed."""
+
+    # Planning, as torch asks for it.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turn to the next checkpoint."""
+        super().reset(checkpoint_id)
+        self.save_id = uuid.uuid4().hex
+        self._prepared = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory, or see that no checkpoint is there.
+
+        Raises:
+            StorageError: One is there, and is not to be overwritten; or the directory cannot be.
+        """
+        folder = Path(self.path)
+        with storage_errors("make", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self.overwrite and (folder / METADATA_NAME).exists():
+                raise StorageError(
+                    f"{folder} holds a checkpoint: choose another directory, or make the writer "
+                    f"with overwrite=True. Nothing was changed"
+                )
+        return plan
+
+    def begin_checkpoint(self) -> None:
+        """On the coordinator, before anything is written: from here on nothing old is loaded."""
+        folder = Path(self.path)
+        with storage_errors("replace the checkpoint in", folder):
+            (folder / METADATA_NAME).unlink(missing_ok=True)
+            sync_folder(folder)
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """What :meth:`prepare_global_plan` would make of this rank's plan, asking nobody."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{rank}_"))
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> NoReturn:
+        """Refuses: this writer writes behind training only.
+
+        Raises:
+            CheckpointingException: Always; it names what to use.
+        """
+        raise CheckpointingException(
+            "FileSystemWriterAsync does not write in the trainer: use save_state_dict_async_plan() "
+            "and get_save_function_and_args(), or GlobalCheckpointManager; for dcp.save, torch's "
+            "own FileSystemWriter"
+        )
+
+    # One save.
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Find what this rank is to write, and where. Tensors are not copied yet.
+
+        Args:
+            plan: This rank's final plan.
+            planner: Knows the state.
+
+        Raises:
+            UnsafeGlobalError: The state holds an object that could not be loaded again.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+        others: dict[int, memoryview] = {}
+        for number, item in enumerate(plan.items):
+            value = self._items.read(item, planner)
+            if isinstance(value, torch.Tensor):
+                tensors[number] = value
+            else:
+                others[number] = value
+        files = self._lay_out(plan, frozenset(others))
+        self._prepared = _Prepared(
+            plan, files, tensors, [[others[number] for number in file.others] for file in files]
+        )
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], list[FileWrite]] | None, list[Any]]:
+        """What a queue is to call behind training, as the fields of an :class:`AsyncRequest`.
+
+        Returns:
+            The function; what stages the tensors before training goes on, and gives the function
+            its second argument; and the function's arguments. ``(None, None, [])`` when there is
+            nothing to write on this rank.
+        """
+        prepared = self._require_prepared()
+        if not prepared.files:
+            return None, None, []
+        transforms = self.transforms if self.transforms.extensions else None
+        return (
+            partial(self.write_preloaded_data_multiproc, transforms, self._outcome),
+            self.preload_tensors,
+            [self._file_rank(prepared.plan), []],
+        )
+
+    def preload_tensors(self) -> list[FileWrite]:
+        """Copy this rank's tensors to a buffer; returns when all values are there.
+
+        Returns:
+            The files to write, by names and numbers only.
+        """
+        prepared = self._require_prepared()
+        extended = bool(self.transforms.extensions)
+        buffer, regions = self._staging.take(prepared.files, prepared.others)
+        try:
+            self._staging.fill(buffer, prepared.files, regions, prepared.tensors, prepared.others)
+        except BaseException:
+            buffer.give_back()
+            raise
+        # The values are those of the call: nothing of the state is kept.
+        prepared.tensors = {}
+        return [
+            FileWrite(
+                Path(self.path) / file.name,
+                FileIdentity(file.name, self.save_id),
+                buffer,
+                region.start,
+                region.covered,
+                region.streams,
+                items=prepared.items_of(file) if extended else (),
+                sync=self.sync_files,
+            )
+            for file, region in zip(prepared.files, regions, strict=True)
+        ]
+
+    write_preloaded_data_multiproc = staticmethod(write_preloaded_data_multiproc)
+    write_preloaded_data = staticmethod(write_preloaded_data)
+
+    def retrieve_write_results(self) -> list[WriteResult]:
+        """Where each item of this rank was written.
+
+        Raises:
+            SaveFailedError: Writing failed; it says how. Or not all was written.
+        """
+        prepared = self._require_prepared()
+        if not prepared.files:
+            return []
+        told = read_outcome(self._outcome)
+        if told is None:
+            raise SaveFailedError(
+                f"nobody has said what came of writing this rank's part of {self.path}: was the "
+                f"function of get_save_function_and_args() run to its end?"
+            )
+        if isinstance(told, str):
+            raise SaveFailedError(f"this rank's part of {self.path} was not written: {told}")
+        return self.results(told)
+
+    def results(self, written: Sequence[Sequence[Stream]]) -> list[WriteResult]:
+        """Where each item was written, told from where it is in each file.
+
+        Raises:
+            SaveFailedError: Something is missing.
+        """
+        prepared = self._require_prepared()
+        found = [len(streams) for streams in written]
+        wanted = [len(file.slots) + len(file.others) for file in prepared.files]
+        if found != wanted:
+            raise SaveFailedError(
+                f"of {len(wanted)} files with {sum(wanted)} items only {len(found)} with "
+                f"{sum(found)} were written to {self.path}"
+            )
+        return [
+            WriteResult(
+                item.index,
+                stream.nbytes,
+                StorageInfo(file.name, stream.offset, stream.nbytes, stream.descriptors or None),
+            )
+            for file, streams in zip(prepared.files, written, strict=True)
+            for item, stream in zip(prepared.items_of(file), streams, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: write what makes it a checkpoint.
+
+        Args:
+            metadata: What planning made.
+            results: Of all ranks.
+
+        Raises:
+            StorageError: The file system refused.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
+        metadata.storage_meta = self.storage_meta()
+        write_durably(Path(self.path) / METADATA_NAME, pickle.dumps(metadata))
+
+    def close(self) -> None:
+        """Free the buffers and end the threads. May be called twice."""
+        self._staging.close()
+
+    @property
+    def staging(self) -> Staging:
+        """Where saves are put together."""
+        return self._staging
+
+    @property
+    def _outcome(self) -> Path:
+        prefix = self._require_prepared().plan.storage_data.prefix
+        return Path(self.path) / f".{prefix}written.{self.save_id[:8]}"
+
+    def _require_prepared(self) -> _Prepared:
+        if self._prepared is None:
+            raise CheckpointingException(
+                "nothing is prepared: call prepare_write_data() or save_state_dict_async_plan() "
+                "for each checkpoint"
+            )
+        return self._prepared
+
+    def _file_rank(self, plan: SavePlan) -> int:
+        return int(plan.storage_data.prefix.strip("_"))
+
+    def _lay_out(self, plan: SavePlan, others: frozenset[int]) -> tuple[FileLayout, ...]:
+        last = self._laid_out
+        if last is not None and last[0] is plan and last[1] == others:
+            return last[2]
+        numbers = {id(item): number for number, item in enumerate(plan.items)}
+        files = lay_out_files(
+            plan,
+            lambda item: None if numbers[id(item)] in others else self._frame(item),
+            prefix=plan.storage_data.prefix,
+            bins=self.thread_count,
+            separation_hint=self.separation_hint,
+        )
+        self._laid_out = (plan, others, files)
+        self.layouts_made += 1
+        return files
+
+    def _frame(self, item: WriteItem) -> Frame:
+        assert item.tensor_data is not None
+        key = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+        if key not in self._frames:
+            self._frames[key] = frame_of(*key)
+        return self._frames[key]
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """One save of this rank between planning and its end."""
+
+    plan: SavePlan
+    files: tuple[FileLayout, ...]
+    tensors: dict[int, torch.Tensor]
+    others: list[list[memoryview]]
+
+    def items_of(self, file: FileLayout) -> tuple[WriteItem, ...]:
+        """The items of a file in the order in which they lie there."""
+        numbers = [*(slot.number for slot in file.slots), *file.others]
+        return tuple(self.plan.items[number] for number in numbers)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, also after the power failed.
+
+    Raises:
+        StorageError: The file system refused.
+    """
+    fresh = path.with_name(f"{path.name}.tmp")
+    with storage_errors("write", path):
+        fresh.unlink(missing_ok=True)
+        try:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(fresh, path)
+            sync_folder(path.parent)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                fresh.unlink(missing_ok=True)
+            raise

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     from localckpt.errors import StorageError as StorageError
     from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
     from localckpt.errors import WorkerDiedError as WorkerDiedError
+    from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
+    from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
+    from localckpt.global_tier.reader import (
+        CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
+    )
+    from localckpt.global_tier.saver import (
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+    )
+    from localckpt.global_tier.saver import (
+        save_state_dict_async_plan as save_state_dict_async_plan,
+    )
+    from localckpt.global_tier.writer import FileSystemWriterAsync as FileSystemWriterAsync
     from localckpt.ids import CkptID as CkptID
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
     from localckpt.managers.explanation import Explanation as Explanation
@@ -55,13 +67,16 @@ _HOMES = {
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
     "BasicTensorAwareStateDict": "state_dict.basic",
+    "CachedMetadataFileSystemReader": "global_tier.reader",
     "CheckpointingException": "errors",
     "CkptID": "ids",
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
     "ExchangePlan": "replication.exchange",
     "Explanation": "managers.explanation",
+    "FileSystemWriterAsync": "global_tier.writer",
     "FormatVersionError": "errors",
+    "GlobalCheckpointManager": "global_tier.manager",
     "GroupWrapper": "replication.groups",
     "InMemoryCheckpointManager": "managers.memory",
     "LazyCliqueReplicationStrategy": "replication.strategies",
@@ -71,6 +86,7 @@ _HOMES = {
     "PeerLostError": "errors",
     "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",
+    "ReshardingLoadPlanner": "global_tier.load_planner",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
     "StorageError": "errors",
@@ -80,6 +96,8 @@ _HOMES = {
     "UnsafeGlobalError": "errors",
     "WorkerDiedError": "errors",
     "parse_group_sequence": "replication.groups",
+    "save_state_dict_async_finalize": "global_tier.saver",
+    "save_state_dict_async_plan": "global_tier.saver",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

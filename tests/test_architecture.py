@@ -34,7 +34,10 @@ _ARROWS = {
         *("errors", "ids", "coordination"),
         *("state_dict", "storage", "replication", "async_save"),
     },
-    "global_tier": {"errors", "ids", "coordination", "state_dict", "async_save", "storage.buffers"},
+    "global_tier": {
+        *("errors", "ids", "deadline", "coordination"),
+        *("state_dict", "storage", "async_save"),
+    },
     "cli": {"errors", "ids", "state_dict", "storage", "managers", "replication"},
 }
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from localckpt.global_tier.rounds import Meeting
     from localckpt.global_tier.writer import FileSystemWriterAsync
 
-__all__ = ["PlanCache", "PlannedSave", "plain_state_dict", "plan_save"]
+__all__ = ["PlanCache", "PlannedSave", "Written", "plain_state_dict", "plan_save", "require_same"]
+
+
+class Written(NamedTuple):
+    """Where one rank's items are, and the bytes of each of its files."""
+
+    results: list[WriteResult]
+    files: dict[str, int]
 
 
 class PlanCache:
@@ -44,8 +51,8 @@ class PlanCache:
         self.final: SavePlan | None = None
         self.coordinated: _Coordinated | None = None
 
-        self._said: list[WriteResult] | None = None
-        self._heard: list[list[WriteResult]] | None = None
+        self._said: Written | None = None
+        self._heard: list[Written] | None = None
 
     def clear(self) -> None:
         """Plan anew at the next save. All ranks do it after a save that failed on any."""
@@ -60,19 +67,19 @@ class PlanCache:
             self.clear()
             raise
 
-    def say_results(self, results: list[WriteResult]) -> bytes:
+    def say_written(self, written: Written) -> bytes:
         """What this rank has to send to the coordinator: nothing, if it wrote as it did before."""
-        if results == self._said:
+        if written == self._said:
             return b""
-        self._said = results
-        return pickle.dumps(results)
+        self._said = written
+        return pickle.dumps(written)
 
-    def hear_results(self, said: list[bytes]) -> tuple[list[list[WriteResult]], bool]:
-        """On the coordinator: where each rank has written, and whether it is all as before."""
+    def hear_written(self, said: list[bytes]) -> tuple[list[Written], bool]:
+        """On the coordinator: what each rank has written, and whether it is all as before."""
         self.bytes_gathered += sum(map(len, said))
-        if self._heard is None or len(self._heard) != len(said):
+        if self._heard is None:
             _require_all(said)
-            self._heard = [[] for _ in said]
+            self._heard = [Written([], {}) for _ in said]
         self._heard = [
             pickle.loads(part) if part else last
             for part, last in zip(said, self._heard, strict=True)
@@ -110,8 +117,9 @@ def plan_save(
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
     *,
-    tag: Any = None,
-    word: Any = lambda: None,
+    tag: Any,
+    word: Callable[[], Any],
+    prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
 ) -> PlannedSave:
     """Agree on who writes what; all ranks call it.
 
@@ -125,6 +133,7 @@ def plan_save(
         tag: What must be the same on all ranks, as the number of the checkpoint.
         word: Called on the coordinator when all have come; gives what is to be told to all, or
             raises what is then raised on all.
+        prepare: This rank's own preparations, with its plan.
 
     Raises:
         MismatchError: The tags differ.
@@ -142,7 +151,7 @@ def plan_save(
             storage_meta=writer.storage_meta(),
             is_coordinator=meeting.is_coordinator,
         )
-        local = writer.prepare_local_plan(planner.create_local_plan())
+        local = prepare(planner.create_local_plan())
         if not local.usable:
             raise CheckpointingException(
                 "the planner keeps plans itself: make it with enable_plan_caching=False; they are "
@@ -155,9 +164,8 @@ def plan_save(
         nonlocal pending
         cache.bytes_gathered = sum(map(len, said))
         tags, plans = zip(*(text.split(b"\n", 1) for text in said), strict=True)
-        _require_same(tags, meeting.global_ranks)
+        require_same(tags, meeting.global_ranks)
         told = word()
-        writer.begin_checkpoint()
         before = cache.coordinated
         if before is not None and not any(plans):
             pending = before
@@ -208,10 +216,11 @@ def _require_all(said: Sequence[bytes]) -> None:
         )
 
 
-def _require_same(tags: tuple[bytes, ...], ranks: list[int]) -> None:
+def require_same(tags: Sequence[bytes], ranks: Sequence[int]) -> None:
+    """Raises MismatchError if the ranks do not speak of the same checkpoint."""
     if len(set(tags)) > 1:
         at = ", ".join(f"rank {r}: {t.decode()}" for r, t in zip(ranks, tags, strict=True))
         raise MismatchError(
-            f"the ranks do not save the same checkpoint ({at}). All ranks must make the same calls "
-            f"in the same order. What was saved before stands"
+            f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
+            f"calls in the same order. What was saved before stands"
         )

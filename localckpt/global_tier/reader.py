@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -60,6 +61,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             reads it itself.
         safe_globals: Classes that the metadata may name, beyond torch's own.
         save_id: The save that all files must belong to, and be verified against.
+        metadata_digest: The hash of the metadata of that save.
         timeout_s: How long the ranks wait for the metadata, in seconds.
         _extension_registry: torch's stream transforms, as compression.
     """
@@ -73,6 +75,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         share_metadata: bool = True,
         safe_globals: Iterable[Any] = (),
         save_id: str | None = None,
+        metadata_digest: int | None = None,
         timeout_s: float = 300.0,
         _extension_registry: Any = None,
     ) -> None:
@@ -86,6 +89,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._share = share_metadata
         self._allowed = SafeGlobals((*_METADATA_CLASSES, *safe_globals))
         self._save_id = save_id
+        self._metadata_digest = metadata_digest
         self._timeout_s = timeout_s
         self._metadata: Metadata | None = None
         self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
@@ -163,7 +167,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     def _read(self) -> bytes:
         path = Path(self.path) / METADATA_NAME
         with storage_errors("read", path):
-            return path.read_bytes()
+            data = path.read_bytes()
+        if self._metadata_digest not in (None, xxhash.xxh3_64_intdigest(data)):
+            raise CorruptShardError(f"{path} is damaged, or belongs to another save")
+        return data
 
     def _shared(self) -> bytes:
         group = self._process_group

@@ -31,6 +31,7 @@ _SHORTEST_NAP_S = 0.0002
 # At 1,024 ranks the store is asked 4,096 times a second by those that wait long.
 _LONGEST_NAP_S = 0.25
 _ASKED_AGAIN = 8
+_LEAVING_S = 2.0
 # A round waits for others, then for the answer; and for the store not much longer.
 _STORE_TIMES = 3
 
@@ -111,7 +112,8 @@ class Meeting:
                 every rank, of the type that was raised there if it is one of ours.
             PeerLostError: Some rank did not come in time.
         """
-        if name is None:
+        numbered = name is None
+        if numbered:
             name = f"round {self._rounds}"
             self._rounds += 1
         if self._store is None:
@@ -119,7 +121,7 @@ class Meeting:
                 return answer([say()])[0]
             except Exception as error:
                 raise _Failure.of(error, 0, phase).error() from error
-        told, own = _Round(self, PrefixStore(name, self._store), phase), None
+        told, own = _Round(self, PrefixStore(f"{name}", self._store), phase), None
         try:
             told.post(say())
             if self.is_coordinator:
@@ -130,6 +132,8 @@ class Meeting:
             told.fail(error)
             own = error
         outcome = told.hear()
+        if self.is_coordinator and not numbered:
+            told.see_off()
         if isinstance(outcome, _Failure):
             raise outcome.error() from own
         return outcome
@@ -228,6 +232,17 @@ class _Round:
     def hear(self) -> bytes | _Failure:
         """The answer, or what ended the round."""
         return self._ask(self._hear)
+
+    def see_off(self) -> None:
+        """On the coordinator: give the others time to hear, since the store may live with it."""
+
+        def see_off() -> None:
+            naps, until = _naps(), time.monotonic() + _LEAVING_S
+            # The last to hear takes the count away with all else.
+            while self._store.check(["state"]) and time.monotonic() < until:
+                time.sleep(next(naps))
+
+        self._ask(see_off)
 
     def _hear(self) -> bytes | _Failure:
         deadline, naps, given_time = self._deadline, _naps(), False

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.planning import plain_state_dict, plan_save
+from localckpt.global_tier.planning import Written, plain_state_dict, plan_save
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.writer import FileSystemWriterAsync
 
@@ -56,6 +56,11 @@ def save_state_dict_async_plan(
             f"FileSystemWriterAsync"
         )
     planner = planner or DefaultSavePlanner()
+
+    def begin() -> str:
+        storage_writer.begin_checkpoint()
+        return storage_writer.save_id
+
     meeting = Meeting("global save", process_group, coordinator_rank, timeout_s)
     save = plan_save(
         meeting,
@@ -63,7 +68,8 @@ def save_state_dict_async_plan(
         planner,
         storage_writer,
         tag=str(storage_writer.path),
-        word=lambda: storage_writer.save_id,
+        word=begin,
+        prepare=storage_writer.prepare_local_plan,
     )
     storage_writer.save_id = save.word
     storage_writer.prepare_write_data(save.plan, planner)
@@ -87,13 +93,13 @@ def save_state_dict_async_finalize(
 
     def answer(said: list[bytes]) -> list[bytes]:
         assert global_metadata is not None, "the coordinator has planned"
-        results, _ = plans.hear_results(said)
-        storage_writer.finish(global_metadata, results)
+        written, _ = plans.hear_written(said)
+        storage_writer.finish(global_metadata, [part.results for part in written])
         return [b""]
 
     with plans.kept_if_all_is_well():
         dist_wrapper.hold(
             f"finish the checkpoint {storage_writer.path}",
-            lambda: plans.say_results(storage_writer.retrieve_write_results()),
+            lambda: plans.say_written(Written(storage_writer.retrieve_write_results(), {})),
             answer,
         )

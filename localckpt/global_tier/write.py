@@ -72,6 +72,11 @@ class FileWrite:
     items: tuple[Any, ...] = ()
     sync: bool = True
 
+    @property
+    def nbytes(self) -> int:
+        """Of the file, if no extension transforms it."""
+        return self.covered + trailer_nbytes(self.covered)
+
 
 def write_files(writes: Sequence[FileWrite], transforms: Any = None) -> list[list[Stream]]:
     """Write all files of a rank side by side, and give their buffer back.

@@ -1,0 +1,176 @@
+"""The directories of a root on shared storage: which hold checkpoints, and which are unfinished.
+
+``root/iteration_<number>.<epoch>/`` is a checkpoint if it holds its record, which is written last.
+The epoch counts the starts of the job that saved: a job that went back to iteration 90 and saved 95
+is newer than the 100 that it abandoned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from localckpt.errors import CorruptShardError
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import session_name
+
+__all__ = [
+    "RECORD_NAME",
+    "CommitRecord",
+    "Folder",
+    "Leftover",
+    "folders_in",
+    "remove",
+    "session_root",
+]
+
+RECORD_NAME = "localckpt.json"
+
+_PARTIAL = ".partial"
+_REMOVED = ".removed"
+_NAME = re.compile(r"(\.?)iteration_(\d{8,})\.(\d{4,})(?:\.(\w+)\.(partial|removed))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One checkpoint's directory, by its name; ordered from old to new by :attr:`version`."""
+
+    root: Path
+    iteration: int
+    epoch: int
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.epoch, self.iteration
+
+    @property
+    def path(self) -> Path:
+        """Where it is when it is complete."""
+        return self.root / self._name
+
+    def partial(self, save_id: str) -> Path:
+        """Where a save of it is until it is complete, if directories can be renamed."""
+        return self.root / f".{self._name}.{save_id[:8]}{_PARTIAL}"
+
+    @property
+    def removed(self) -> Path:
+        """Where it is while it is being removed."""
+        return self.root / f".{self._name}.old{_REMOVED}"
+
+    @property
+    def _name(self) -> str:
+        return f"iteration_{self.iteration:08d}.{self.epoch:04d}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """What makes a directory a checkpoint: written last, when everything else is durable.
+
+    Attributes:
+        session_id, iteration, epoch: Which checkpoint it is.
+        save_id: Stands in the trailer of each of its files.
+        world_size: How many ranks saved it.
+        files: The bytes of each data file.
+        metadata_digest: Of the metadata file.
+    """
+
+    session_id: str
+    iteration: int
+    epoch: int
+    save_id: str
+    world_size: int
+    files: Mapping[str, int]
+    metadata_digest: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON and a line with its hash, so that what was cut short is no record."""
+        text = json.dumps(asdict(self), sort_keys=True).encode()
+        return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
+
+    @classmethod
+    def read(cls, folder: Path) -> CommitRecord | None:
+        """The record of a directory; ``None`` if there is none.
+
+        Raises:
+            CorruptShardError: It is damaged, or cut short.
+            StorageError: It cannot be read.
+        """
+        path = folder / RECORD_NAME
+        with storage_errors("read", path):
+            try:
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
+        if digest != b"%016x" % xxhash.xxh3_64_intdigest(text):
+            raise CorruptShardError(f"{path} is damaged or cut short")
+        return cls(**json.loads(text))
+
+
+def session_root(root: Path, session_id: str) -> Path:
+    """Where the checkpoints of a session are."""
+    return root / session_name(session_id) if session_id else root
+
+
+class Leftover(NamedTuple):
+    """A directory that is unfinished or half removed, and the checkpoint it would be."""
+
+    path: Path
+    folder: Folder
+
+
+def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
+    """What a root holds by its names.
+
+    Returns:
+        The directories that may be checkpoints, the newest first; and those that are unfinished,
+        or were about to be removed.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    folders, leftovers = [], []
+    with storage_errors("read", root):
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+    for path in paths:
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        hidden, iteration, epoch, _, ending = match.groups()
+        folder = Folder(root, int(iteration), int(epoch))
+        if hidden and ending:
+            leftovers.append(Leftover(path, folder))
+        elif path == folder.path:
+            folders.append(folder)
+    return sorted(folders, key=lambda folder: folder.version, reverse=True), leftovers
+
+
+def remove(folder: Folder, *, by_rename: bool) -> None:
+    """Remove a checkpoint; what is half removed is never found.
+
+    Args:
+        folder: The checkpoint.
+        by_rename: Directories can be renamed at once; else its record goes first.
+
+    Raises:
+        StorageError: The file system refused.
+    """
+    with storage_errors("remove", folder.path):
+        if not by_rename:
+            (folder.path / RECORD_NAME).unlink(missing_ok=True)
+            shutil.rmtree(folder.path)
+            return
+        folder.path.rename(folder.removed)
+        shutil.rmtree(folder.removed)

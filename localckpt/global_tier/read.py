@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from localckpt.storage.open_file import OpenFile, close_read
 __all__ = ["READ_NBYTES", "FileReads", "Run"]
 
 READ_NBYTES = 4 << 20
-"""Runs of about this size are best: large for a disk, and few enough for the cache."""
+"""Runs between two multiples of it are best: whole blocks, and few enough for the cache."""
 
 # A disk is busy with 4 requests under way, and half of these threads are copying and hashing.
 _THREADS = 8
@@ -29,13 +30,12 @@ _THREADS = 8
 class Run:
     """Bytes ``[start, stop)`` of a file, and who takes them.
 
-    ``use`` is called with them, in any thread; they are gone when it returns. It may give further
-    runs of the same file, to be read after this one.
+    ``use`` is called with them, in any thread; they are gone when it returns.
     """
 
     start: int
     stop: int
-    use: Callable[[memoryview], Iterable[Run]]
+    use: Callable[[memoryview], None]
 
 
 @dataclass(slots=True)
@@ -46,15 +46,17 @@ class _Budget:
     used: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def take(self, nbytes: int) -> None:
+    @contextlib.contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
         with self.changed:
             self.changed.wait_for(lambda: not self.used or self.used + nbytes <= self.limit)
             self.used += nbytes
-
-    def give_back(self, nbytes: int) -> None:
-        with self.changed:
-            self.used -= nbytes
-            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.used -= nbytes
+                self.changed.notify_all()
 
 
 class FileReads:
@@ -72,8 +74,7 @@ class FileReads:
         self._save_id = save_id
         self._budget = _Budget(concurrent_bytes)
         self._waiting: deque[tuple[_DataFile, Run]] = deque()
-        self._changed = threading.Condition()
-        self._running = 0
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self.nbytes = 0
         """How many bytes were read."""
@@ -86,7 +87,7 @@ class FileReads:
             self._waiting.append((file, run))
 
     def carry_out(self) -> None:
-        """Read everything; the caller's thread takes part.
+        """Read all that was added since the last time; the caller's thread takes part.
 
         Raises:
             CorruptShardError: A file is damaged, or of another save.
@@ -107,68 +108,48 @@ class FileReads:
             raise self._error
 
     def _work(self) -> None:
-        scratch = PrivateBuffer(READ_NBYTES + 2 * BLOCK_NBYTES)
         try:
-            while (next_one := self._next()) is not None:
-                file, run = next_one
-                further: list[Run] = []
-                try:
-                    further = self._read(file, run, scratch.view)
-                except BaseException as error:  # noqa: BLE001 - raised by whoever waits for all
-                    self._fail(error)
-                finally:
-                    self._done(file, further)
-        finally:
-            scratch.close()
+            with contextlib.closing(PrivateBuffer(READ_NBYTES + 2 * BLOCK_NBYTES)) as scratch:
+                while (waiting := self._next()) is not None:
+                    file, run = waiting
+                    try:
+                        self._read(file, run, scratch.view)
+                    finally:
+                        self._done(file)
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for all
+            self._fail(error)
 
     def _next(self) -> tuple[_DataFile, Run] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or not self._running)
-            if not self._waiting:
-                return None
-            self._running += 1
-            return self._waiting.popleft()
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
 
-    def _done(self, file: _DataFile, further: list[Run]) -> None:
-        with self._changed:
-            if self._error is None:
-                file.pending += len(further)
-                self._waiting.extendleft((file, run) for run in reversed(further))
+    def _done(self, file: _DataFile) -> None:
+        with self._lock:
             file.pending -= 1
-            self._running -= 1
-            self._changed.notify_all()
             if not file.pending:
                 file.close()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
-            for file, _ in self._waiting:
+            while self._waiting:
+                file, _ = self._waiting.popleft()
                 file.pending -= 1
-            self._waiting.clear()
+                if not file.pending:
+                    file.close()
 
-    def _read(self, file: _DataFile, run: Run, scratch: memoryview) -> list[Run]:
+    def _read(self, file: _DataFile, run: Run, scratch: memoryview) -> None:
         file.open()
         start, stop = file.span(run)
         room = round_up(stop - start, PAGE_NBYTES)
-        self._budget.take(room)
-        try:
-            own = None
+        with self._budget.taken(room), contextlib.ExitStack() as own:
             if room > len(scratch):
                 with storage_errors("read", file.path):
-                    own = PrivateBuffer(room)
-                scratch = own.view
-            try:
-                file.read(start, stop, scratch[:room])
-                further = list(run.use(scratch[run.start - start : run.stop - start]))
-            finally:
-                if own is not None:
-                    own.close()
-        finally:
-            self._budget.give_back(room)
-        with self._changed:
+                    scratch = own.enter_context(contextlib.closing(PrivateBuffer(room))).view
+            file.read(start, stop, scratch[:room])
+            run.use(scratch[run.start - start : run.stop - start])
+        with self._lock:
             self.nbytes += stop - start
-        return further
 
 
 class _DataFile:

@@ -6,14 +6,14 @@ verified block by block as they are read; the values go from there straight into
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import os
 import pickle
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -32,15 +32,11 @@ from localckpt.errors import CheckpointingException, CorruptShardError, PeerLost
 from localckpt.global_tier.framing import Frame, frame_of
 from localckpt.global_tier.read import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo
-from localckpt.state_dict.host_memory import address_of
+from localckpt.global_tier.values import Values, copy_part
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.tensor_table import copy_values
 from localckpt.storage.failures import storage_errors
 
 __all__ = ["CachedMetadataFileSystemReader"]
-
-# Bytes between two items that are cheaper to read than to leave out.
-_GAP_NBYTES = 256 << 10
 
 _METADATA_CLASSES = (
     *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__),
@@ -128,14 +124,14 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """
         reads = FileReads(Path(self.path), self._concurrent_bytes, self._save_id)
         lock = threading.Lock()
-        by_file: dict[str, list[_Item]] = {}
-        for request in plan.items:
-            info = self.storage_data[request.storage_index]
-            item = _Item(self, planner, lock, request, info)
-            by_file.setdefault(info.relative_path, []).append(item)
-        for name, items in by_file.items():
-            items.sort(key=lambda item: item.info.offset)
-            reads.add(name, _together([run for item in items for run in item.runs()]))
+        items = [
+            _Item(self, planner, lock, request, self.storage_data[request.storage_index])
+            for request in plan.items
+        ]
+        _add(reads, [(item, run) for item in items for run in item.runs()])
+        reads.carry_out()
+        # By another release of torch, or not contiguous: torch knows what they mean.
+        _add(reads, [(item, item.whole()) for item in items if item.is_foreign])
         reads.carry_out()
         self.nbytes_read = reads.nbytes
         done: Future[None] = Future()
@@ -225,189 +221,112 @@ class _MetadataUnpickler(pickle.Unpickler):
         return self._allowed.find(module_name, global_name)
 
 
-@dataclass(frozen=True, slots=True)
 class _Item:
-    """One request of a load, and how its bytes come to their tensor."""
+    """One request of a load, and how its bytes come to their tensor.
 
-    reader: CachedMetadataFileSystemReader
-    planner: LoadPlanner
-    lock: threading.Lock
-    request: ReadItem
-    info: StorageInfo
-
-    def runs(self) -> list[Run]:
-        """What is read for it first."""
-        whole = Run(self.info.offset, self.info.offset + self.info.length, self._load)
-        if self.request.type == LoadItemType.BYTE_IO or self.info.transform_descriptors:
-            return [whole]
-        if 0 in self.request.lengths:
-            return []
-        part = self.reader.saved_part(self.request)
-        if part is None:
-            return [whole]
-        dtype, shape, frame = part
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self.info.length != len(frame.head) + nbytes + len(frame.tail):
-            return [whole]
-        with self.lock:
-            target = self.planner.resolve_tensor(self.request).detach()
-        begin = self.info.offset + len(frame.head)
-        rows = _Rows(self, dtype, shape, begin, target)
-
-        def use(data: memoryview) -> list[Run]:
-            if data[: len(frame.head)] != frame.head:
-                # By another release of torch, or not contiguous: torch knows what it means.
-                return [whole]
-            if len(data) < self.info.length:
-                return rows.runs()
-            rows.take_all(data[len(frame.head) : len(frame.head) + nbytes])
-            return []
-
-        return [
-            Run(self.info.offset, whole.stop if self.info.length <= READ_NBYTES else begin, use)
-        ]
-
-    def commit(self, target: torch.Tensor) -> None:
-        """Tell the planner that the tensor holds its values."""
-        with self.lock:
-            self.planner.commit_tensor(self.request, target)
-
-    def _load(self, data: memoryview) -> list[Run]:
-        """Have torch read the item."""
-        stream: IO[bytes] = io.BytesIO(data)
-        descriptors = self.info.transform_descriptors
-        if descriptors:
-            transformed = self.reader.transforms.transform_load_stream(
-                self.request, descriptors, stream
-            )
-            stream = io.BytesIO(transformed.read(-1))
-        if self.request.type == LoadItemType.BYTE_IO:
-            with self.lock:
-                self.planner.load_bytes(self.request, cast(io.BytesIO, stream))
-            return []
-        saved = torch.load(stream, map_location="cpu", weights_only=True)
-        for dim, (start, length) in enumerate(
-            zip(self.request.storage_offsets, self.request.lengths, strict=True)
-        ):
-            saved = saved.narrow(dim, start, length)
-        with self.lock:
-            target = self.planner.resolve_tensor(self.request).detach()
-        _copy(target, saved)
-        self.commit(target)
-        return []
-
-
-class _Rows:
-    """The rows of a saved tensor that a request wants, in pieces that can be read in any order.
-
-    Args:
-        item: The request.
-        dtype, shape: Of what was saved.
-        begin: Where its values begin in the file.
-        target: Where they go; of the shape that the request wants.
+    Attributes:
+        is_foreign: Its frame turned out not to be the one that its values were looked for in.
     """
 
     def __init__(
         self,
-        item: _Item,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        begin: int,
-        target: torch.Tensor,
+        reader: CachedMetadataFileSystemReader,
+        planner: LoadPlanner,
+        lock: threading.Lock,
+        request: ReadItem,
+        info: StorageInfo,
     ) -> None:
-        self._item = item
-        self._dtype = dtype
-        self._begin = begin
-        self._target = target
-        # Rows are those of the first dimension that has any.
-        self._dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-        self._row_shape = shape[self._dim + 1 :]
-        self._row_nbytes = math.prod(self._row_shape) * dtype.itemsize
-        request = item.request
-        self._first = request.storage_offsets[self._dim] if shape else 0
-        self._count = request.lengths[self._dim] if shape else 1
-        self._inner = list(zip(request.storage_offsets, request.lengths, strict=True))
-        self._missing = self._count
-        self._lock = threading.Lock()
-        inner_lengths = torch.Size(request.lengths[self._dim + 1 :])
-        self._flat = (
-            inner_lengths == self._row_shape
-            and target.is_cpu
-            and target.is_contiguous()
-            and target.dtype is dtype
-        )
+        self.info = info
+        self.is_foreign = False
+        self._reader = reader
+        self._planner = planner
+        # Planners are not made for several threads.
+        self._lock = lock
+        self._request = request
+
+    def whole(self) -> Run:
+        """Read all of it, and leave it to torch."""
+        return Run(self.info.offset, self.info.offset + self.info.length, self._load)
 
     def runs(self) -> list[Run]:
-        """Each piece on its own."""
-        step = max(1, READ_NBYTES // self._row_nbytes)
-        return [self._run(row, min(row + step, self._count)) for row in range(0, self._count, step)]
-
-    def take_all(self, data: memoryview) -> None:
-        """Take the rows out of all values of the saved tensor."""
-        start = self._first * self._row_nbytes
-        self._take(0, self._count, data[start : start + self._count * self._row_nbytes])
-
-    def _run(self, row: int, stop: int) -> Run:
-        def use(data: memoryview) -> list[Run]:
-            self._take(row, stop, data)
+        """What is read for it, in parts that may be read in any order."""
+        if self._request.type == LoadItemType.BYTE_IO or self.info.transform_descriptors:
+            return [self.whole()]
+        if 0 in self._request.lengths:
             return []
+        part = self._reader.saved_part(self._request)
+        if part is None:
+            return [self.whole()]
+        dtype, shape, frame = part
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self.info.length != len(frame.head) + nbytes + len(frame.tail):
+            return [self.whole()]
+        target = self._target()
+        begin = self.info.offset + len(frame.head)
 
-        begin = self._begin + self._first * self._row_nbytes
-        return Run(begin + row * self._row_nbytes, begin + stop * self._row_nbytes, use)
+        awaited = {"frame", "values"}
 
-    def _take(self, row: int, stop: int, data: memoryview) -> None:
-        if self._flat:
-            place = self._target.data_ptr() + row * self._row_nbytes
-            ctypes.memmove(place, address_of(data), len(data))
-        else:
-            flat = torch.frombuffer(data, dtype=torch.uint8).view(self._dtype)
-            rows = flat.view(*([1] * self._dim), stop - row, *self._row_shape)
-            if self._target.dim() == 0:
-                rows = rows.view(())
-            else:
-                for dim, (start, length) in enumerate(self._inner[self._dim + 1 :], self._dim + 1):
-                    rows = rows.narrow(dim, start, length)
-            place_of = self._target
-            if self._target.dim():
-                place_of = self._target.narrow(self._dim, row, stop - row)
-            _copy(place_of, rows)
+        def arrived(what: str) -> None:
+            with self._lock:
+                awaited.discard(what)
+                if not awaited and not self.is_foreign:
+                    self._planner.commit_tensor(self._request, target)
+
+        def check(head: memoryview) -> None:
+            self.is_foreign = head != frame.head
+            arrived("frame")
+
+        values = Values(dtype, shape, begin, self._request, target, partial(arrived, "values"))
+        return [Run(self.info.offset, begin, check), *values.runs()]
+
+    def _target(self) -> torch.Tensor:
         with self._lock:
-            self._missing -= stop - row
-            over = not self._missing
-        if over:
-            self._item.commit(self._target)
+            return self._planner.resolve_tensor(self._request).detach()
+
+    def _load(self, data: memoryview) -> None:
+        stream: IO[bytes] = io.BytesIO(data)
+        if self.info.transform_descriptors:
+            transformed = self._reader.transforms.transform_load_stream(
+                self._request, self.info.transform_descriptors, stream
+            )
+            stream = io.BytesIO(transformed.read(-1))
+        if self._request.type == LoadItemType.BYTE_IO:
+            with self._lock:
+                self._planner.load_bytes(self._request, cast(io.BytesIO, stream))
+            return
+        saved = torch.load(stream, map_location="cpu", weights_only=True)
+        parts = zip(self._request.storage_offsets, self._request.lengths, strict=True)
+        for dim, (start, length) in enumerate(parts):
+            saved = saved.narrow(dim, start, length)
+        target = self._target()
+        copy_part(target, saved)
+        with self._lock:
+            self._planner.commit_tensor(self._request, target)
 
 
-def _together(runs: list[Run]) -> list[Run]:
-    """Runs that are near each other in the file, as one."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        if groups:
-            first, last = groups[-1][0], groups[-1][-1]
-            if run.start - last.stop <= _GAP_NBYTES and run.stop - first.start <= READ_NBYTES:
-                groups[-1].append(run)
-                continue
-        groups.append([run])
-    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+def _add(reads: FileReads, runs: list[tuple[_Item, Run]]) -> None:
+    """Have runs read, those that lie between the same two multiples of ``READ_NBYTES`` at once."""
+    by_file: dict[str, list[Run]] = {}
+    for item, run in runs:
+        by_file.setdefault(item.info.relative_path, []).append(run)
+    for name, of_file in by_file.items():
+        of_file.sort(key=lambda run: run.start)
+        groups = groupby(of_file, lambda run: (run.start // READ_NBYTES, run.stop > _end_of(run)))
+        reads.add(name, [joined for (_, alone), group in groups for joined in _join(group, alone)])
 
 
-def _joined(group: list[Run]) -> Run:
-    start = group[0].start
-
-    def use(data: memoryview) -> list[Run]:
-        parts = ((run, data[run.start - start : run.stop - start]) for run in group)
-        return [further for run, part in parts for further in run.use(part)]
-
-    return Run(start, max(run.stop for run in group), use)
+def _end_of(run: Run) -> int:
+    return (run.start // READ_NBYTES + 1) * READ_NBYTES
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.shape != source.shape:
-        raise CorruptShardError(
-            f"a part of shape {tuple(source.shape)} was saved where one of shape "
-            f"{tuple(target.shape)} is wanted"
-        )
-    if target.dtype is source.dtype:
-        copy_values(target, source)
-    else:
-        target.copy_(source)
+def _join(group: Iterable[Run], alone: bool) -> list[Run]:
+    runs = list(group)
+    if alone or len(runs) == 1:
+        return runs
+    start = runs[0].start
+
+    def use(data: memoryview) -> None:
+        for run in runs:
+            run.use(data[run.start - start : run.stop - start])
+
+    return [Run(start, max(run.stop for run in runs), use)]

@@ -11,50 +11,38 @@ import json
 import logging
 import os
 import pickle
-import shutil
-import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
-from localckpt.global_tier.folders import (
-    RECORD_NAME,
-    CommitRecord,
-    Folder,
-    folders_in,
-    remove,
-    session_root,
-)
+from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner
 from localckpt.global_tier.planning import (
     PlanCache,
+    PlannedSave,
     Written,
     plain_state_dict,
     plan_save,
     require_same,
 )
 from localckpt.global_tier.reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.root_lock import RootLock
+from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.rounds import Meeting
-from localckpt.global_tier.torch_dcp import METADATA_NAME
-from localckpt.global_tier.write import FileWrite, write_files
-from localckpt.global_tier.writer import FileSystemWriterAsync, write_durably
-from localckpt.storage.failures import storage_errors
-from localckpt.storage.write import sync_folder
+from localckpt.global_tier.save import SaveUnderWay
+from localckpt.global_tier.write import write_files
+from localckpt.global_tier.writer import FileSystemWriterAsync
 
 __all__ = ["GlobalCheckpointManager"]
 
@@ -110,17 +98,21 @@ class GlobalCheckpointManager:
             raise CheckpointingException(
                 f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
             )
-        self.root = session_root(Path(root), session_id)
         self.session_id = session_id
         self.timeout = timeout
-        self._keep_last = keep_last
+        self._root = CheckpointRoot(
+            Path(root),
+            session_id,
+            keep_last=keep_last,
+            atomic_rename=atomic_rename,
+            timeout_s=timeout,
+        )
         self._concurrent_bytes = concurrent_bytes
         self._process_group = process_group
-        self._atomic_rename = atomic_rename
         self._safe_globals = tuple(safe_globals)
         self._meeting = Meeting("global manager", process_group, timeout_s=timeout)
         self._writer = FileSystemWriterAsync(
-            self.root,
+            self._root.path,
             thread_count=thread_count,
             separation_hint=separation_hint,
             writer="thread",
@@ -128,10 +120,9 @@ class GlobalCheckpointManager:
             timeout_s=timeout,
             safe_globals=self._safe_globals,
         )
-        self._lock = RootLock(self.root)
         self._epoch: int | None = None
         self._newest_iteration = -1
-        self._save: _Save | None = None
+        self._save: SaveUnderWay | None = None
         self._pickled: tuple[Metadata, bytes] | None = None
         self._process = os.getpid()
         self._closed = False
@@ -147,11 +138,31 @@ class GlobalCheckpointManager:
         return self._meeting.world_size
 
     @property
+    def root(self) -> Path:
+        """Where the checkpoints of this session are."""
+        return self._root.path
+
+    @property
     def plans(self) -> PlanCache:
         """What was planned before; its counters tell what saves cost."""
         return self._writer.plans
 
     # Saving.
+
+    def warm_up(self, state_dict: dict[str, Any]) -> None:
+        """Make ready for saves of such a state; all ranks call it.
+
+        Plans them, and makes the staging buffer in the background, which the first save would have
+        to wait for. The values are not looked at.
+
+        Raises:
+            CheckpointingException: The state cannot be saved; the same on every rank.
+            PeerLostError: Some rank did not come in time.
+        """
+        self._check_usable()
+        self.wait_until_finished()
+        planner, planned = self._plan(state_dict, "warm up", lambda: None)
+        self._writer.warm_up(planned.plan, planner)
 
     def save(
         self,
@@ -188,26 +199,17 @@ class GlobalCheckpointManager:
                 f"must grow. To go back, load() the checkpoint to go on from"
             )
         called = time.monotonic()
-        planner = DefaultSavePlanner()
-        with record_function("localckpt.global.plan"):
-            planned = plan_save(
-                self._meeting,
-                plain_state_dict(state_dict),
-                planner,
-                self._writer,
-                tag=[self.session_id, iteration],
-                word=lambda: self._begin(iteration),
-            )
+        planner, planned = self._plan(state_dict, iteration, lambda: self._begin(iteration))
         epoch, save_id = planned.word
+        begun = self._root.begun(iteration, epoch, save_id)
         self._epoch = epoch
-        folder = Folder(self.root, iteration, epoch)
-        path = folder.partial(save_id) if self._atomic_rename else folder.path
-        self._writer.reset(path)
-        self._writer.save_id = save_id
-        save = self._save = _Save(folder, path, save_id, planned.metadata, on_commit, called)
-        save.planned = time.monotonic()
+        save = self._save = SaveUnderWay(
+            begun, planned.metadata, on_commit, called, time.monotonic()
+        )
         try:
             with record_function("localckpt.global.stage"):
+                self._writer.reset(begun.path)
+                self._writer.save_id = save_id
                 self._writer.prepare_write_data(planned.plan, planner)
                 save.writes = self._writer.preload_tensors()
         except Exception as error:  # noqa: BLE001 - told to all ranks when they meet
@@ -222,16 +224,13 @@ class GlobalCheckpointManager:
 
         Every rank is told, though not all at the same step.
         """
-        save = self._save
-        if save is not None and save.over.is_set():
-            self._take_error(save)
+        if self._save is not None and self._save.over.is_set():
+            self._take_error()
 
     def wait_until_finished(self) -> None:
         """Return when the last save is committed on all ranks, or raise what it failed with."""
-        save = self._save
-        if save is not None:
-            self._await(save)
-            self._take_error(save)
+        self._settle()
+        self._take_error()
 
     # Loading.
 
@@ -328,117 +327,43 @@ class GlobalCheckpointManager:
             if self._save is None or self._save.over.is_set():
                 self._free()
 
-    # On the first rank.
-
-    def _begin(self, iteration: int) -> list[Any]:
-        """Make the directory of a save. All ranks are done with those before."""
-        self._lock.take(self.timeout)
-        with storage_errors("make", self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-        if self._epoch is None:
-            folders, leftovers = folders_in(self.root)
-            known = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
-            self._epoch = 1 + max(known, default=0)
-        folder, save_id = Folder(self.root, iteration, self._epoch), uuid.uuid4().hex
-        path = folder.partial(save_id) if self._atomic_rename else folder.path
-        with storage_errors("make", path):
-            path.mkdir()
-            sync_folder(self.root)
-        return [self._epoch, save_id]
-
-    def _commit(self, save: _Save, said: list[bytes]) -> list[bytes]:
-        """Make a checkpoint of what all ranks have written."""
-        written, as_before = self.plans.hear_written(said)
-        metadata = self._metadata(save, written, as_before)
-        record = CommitRecord(
-            self.session_id,
-            save.folder.iteration,
-            save.folder.epoch,
-            save.save_id,
-            self.world_size,
-            {name: nbytes for part in written for name, nbytes in part.files.items()},
-            xxhash.xxh3_64_intdigest(metadata),
-        )
-        write_durably(save.path / METADATA_NAME, metadata)
-        write_durably(save.path / RECORD_NAME, record.to_bytes())
-        if self._atomic_rename:
-            with storage_errors("commit", save.folder.path):
-                save.path.rename(save.folder.path)
-                sync_folder(self.root)
-        save.committed = True
-        logger.info("committed %s: %.3f GB of %d ranks", *save.told(record.nbytes, self.world_size))
-        if save.on_commit is not None:
-            try:
-                save.on_commit()
-            except Exception as error:
-                raise CheckpointingException(
-                    f"iteration {save.folder.iteration} is committed, but on_commit failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return [b""]
-
-    def _metadata(self, save: _Save, written: list[Written], as_before: bool) -> bytes:
-        assert save.metadata is not None, "the first rank has planned"
-        if not (as_before and self._pickled and self._pickled[0] is save.metadata):
-            save.metadata.version = CURRENT_DCP_VERSION
-            save.metadata.storage_data = {
-                result.index: result.storage_data for part in written for result in part.results
-            }
-            self._pickled = (save.metadata, pickle.dumps(save.metadata))
-        return self._pickled[1]
-
-    def _sweep(self, keep: Path) -> None:
-        """Remove what saves that were never committed have left; the root is this job's."""
-        folders, leftovers = folders_in(self.root)
-        paths = [leftover.path for leftover in leftovers]
-        if not self._atomic_rename:
-            paths += [f.path for f in folders if not (f.path / RECORD_NAME).exists()]
-        for path in paths:
-            if path != keep:
-                logger.info("removing %s, which was never committed", path)
-                _remove_tree(path)
-
-    def _retire(self) -> None:
-        """Let older checkpoints go."""
-        if self._keep_last is None:
-            return
-        folders, _ = folders_in(self.root)
-        complete = [folder for folder in folders if (folder.path / RECORD_NAME).exists()]
-        for folder in complete[self._keep_last :]:
-            try:
-                remove(folder, by_rename=self._atomic_rename)
-            except StorageError as error:
-                logger.warning("%s", error)
-
-    def _find(self, iteration: int | None, older_than: tuple[int, int] | None) -> _Found | None:
-        folders, _ = folders_in(self.root)
-        for folder in folders:
-            if iteration not in (None, folder.iteration):
-                continue
-            if older_than is not None and folder.version >= older_than:
-                continue
-            try:
-                record = CommitRecord.read(folder.path)
-            except CorruptShardError as error:
-                logger.error("%s is not counted: %s", folder.path, error)
-                continue
-            if record is not None:
-                return _Found(folder, record.save_id, record.metadata_digest)
-        return None
-
     # On every rank.
 
-    def _look(self, iteration: int | None, older_than: tuple[int, int] | None) -> _Found | None:
+    def _plan(
+        self, state_dict: dict[str, Any], what: int | str, word: Callable[[], Any]
+    ) -> tuple[SavePlanner, PlannedSave]:
+        planner = DefaultSavePlanner()
+        with record_function("localckpt.global.plan"):
+            planned = plan_save(
+                self._meeting,
+                plain_state_dict(state_dict),
+                planner,
+                self._writer,
+                tag=[self.session_id, what],
+                word=word,
+            )
+        return planner, planned
+
+    def _look(self, iteration: int | None, older_than: tuple[int, int] | None) -> Found | None:
         """The newest checkpoint, as the first rank sees it."""
 
         def answer(said: list[bytes]) -> list[bytes]:
             require_same(said, self._meeting.global_ranks)
-            return [_Found.tell(self._find(iteration, older_than))]
+            found = self._root.find(iteration, older_than)
+            if found is None:
+                return [b"null"]
+            folder = found.folder
+            told = [folder.iteration, folder.epoch, found.save_id, found.metadata_digest]
+            return [json.dumps(told).encode()]
 
         tag = json.dumps([self.session_id, iteration]).encode()
-        return _Found.hear(self.root, self._meeting.hold("find a checkpoint", lambda: tag, answer))
+        told = json.loads(self._meeting.hold("find a checkpoint", lambda: tag, answer))
+        if told is None:
+            return None
+        number, epoch, save_id, digest = told
+        return Found(Folder(self.root, number, epoch), save_id, digest)
 
-    def _load(self, found: _Found, state_dict: dict[str, Any], partial: bool) -> None:
+    def _load(self, found: Found, state_dict: dict[str, Any], partial: bool) -> None:
         began = time.monotonic()
         reader = CachedMetadataFileSystemReader(
             found.folder.path,
@@ -472,55 +397,79 @@ class GlobalCheckpointManager:
             reader.nbytes_read / 1e9 / seconds,
         )
 
-    def _write_and_commit(self, save: _Save) -> None:
+    def _begin(self, iteration: int) -> list[Any]:
+        begun = self._root.begin(iteration, self._epoch)
+        return [begun.folder.epoch, begun.save_id]
+
+    def _write_and_commit(self, save: SaveUnderWay) -> None:
         """Behind training: write, meet the others, and commit or give up together."""
-        name = f"{self.session_id}/{save.folder.iteration}/{save.save_id}"
         try:
             with self.plans.kept_if_all_is_well():
                 self._meeting.hold(
-                    f"save iteration {save.folder.iteration}",
+                    f"save iteration {save.iteration}",
                     lambda: self._write(save),
                     lambda said: self._commit(save, said),
-                    name=name,
+                    name=f"{self.session_id}/{save.iteration}/{save.begun.save_id}",
                 )
-        except CheckpointingException as error:
-            save.error = error
+        except BaseException:
             if self._meeting.is_coordinator and not save.committed:
-                _remove_tree(save.path)
-        else:
-            if self._meeting.is_coordinator:
-                self._retire()
+                self._root.give_up(save.begun)
+            raise
+        if self._meeting.is_coordinator:
+            self._root.retire()
 
-    def _write(self, save: _Save) -> bytes:
+    def _write(self, save: SaveUnderWay) -> bytes:
         if save.staging_error is not None:
             raise save.staging_error
         if self._meeting.is_coordinator:
-            self._sweep(keep=save.path)
+            self._root.sweep(save.begun)
         with record_function("localckpt.global.write"):
-            streams = write_files(save.writes)
-        save.written = time.monotonic()
+            results = self._writer.results(write_files(save.writes))
+        logger.info("wrote %s", save.tell_written())
         files = {write.path.name: write.nbytes for write in save.writes}
-        logger.info("wrote %s", save.describe(sum(files.values())))
-        return self.plans.say_written(Written(self._writer.results(streams), files))
+        return self.plans.say_written(Written(results, files))
 
-    def _await(self, save: _Save) -> None:
-        # Writing has no deadline of its own, and the round has one for each of its two waits.
-        if not save.over.wait(4 * self.timeout):
-            raise CheckpointingException(
-                f"the save of iteration {save.folder.iteration} is not over after "
-                f"{4 * self.timeout:g} s: is {self.root} stuck? Older checkpoints are as they were"
-            )
+    def _commit(self, save: SaveUnderWay, said: list[bytes]) -> list[bytes]:
+        written, as_before = self.plans.hear_written(said)
+        files = {name: nbytes for part in written for name, nbytes in part.files.items()}
+        metadata = self._pickle_metadata(save, written, as_before)
+        self._root.commit(save.begun, metadata, files, self.world_size)
+        save.committed = True
+        if save.on_commit is not None:
+            try:
+                save.on_commit()
+            except Exception as error:
+                raise CheckpointingException(
+                    f"iteration {save.iteration} is committed, but on_commit failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return [b""]
+
+    def _pickle_metadata(
+        self, save: SaveUnderWay, written: list[Written], as_before: bool
+    ) -> bytes:
+        """What the checkpoint holds, and where; made anew when anything of it has changed."""
+        assert save.metadata is not None, "the first rank has planned"
+        if not (as_before and self._pickled and self._pickled[0] is save.metadata):
+            save.metadata.version = CURRENT_DCP_VERSION
+            save.metadata.storage_data = {
+                result.index: result.storage_data for part in written for result in part.results
+            }
+            self._pickled = (save.metadata, pickle.dumps(save.metadata))
+        return self._pickled[1]
 
     def _settle(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""
         if self._save is not None:
-            self._await(self._save)
+            # Writing has no deadline of its own, and the meeting one for each of its two waits.
+            self._save.wait(4 * self.timeout)
 
-    def _take_error(self, save: _Save) -> None:
-        self._save = None
-        if save.error is not None:
-            raise save.error
-        self._newest_iteration = save.folder.iteration
+    def _take_error(self) -> None:
+        save, self._save = self._save, None
+        if save is not None:
+            if save.error is not None:
+                raise save.error
+            self._newest_iteration = save.iteration
 
     def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
         if older_than is not None:
@@ -540,88 +489,4 @@ class GlobalCheckpointManager:
 
     def _free(self) -> None:
         self._writer.close()
-        self._lock.release()
-
-
-@dataclass(slots=True)
-class _Save:
-    """One save on this rank, from its plan to its end."""
-
-    folder: Folder
-    path: Path
-    save_id: str
-    metadata: Metadata | None
-    on_commit: Callable[[], None] | None
-    called: float
-    planned: float = 0.0
-    staged: float = 0.0
-    written: float = 0.0
-    writes: list[FileWrite] = field(default_factory=list)
-    staging_error: Exception | None = None
-    committed: bool = False
-    error: CheckpointingException | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def start(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the outcome
-                failed = CheckpointingException(f"{self.folder.path} was not saved: {error!r}")
-                failed.__cause__ = error
-                self.error = failed
-            finally:
-                self.over.set()
-
-        # Not a daemon: the interpreter must not take the memory away that is being written.
-        thread = threading.Thread(target=run, name="localckpt-global", daemon=False)
-        try:
-            thread.start()
-        except RuntimeError:
-            # No thread can be had: training waits for this save.
-            run()
-
-    def describe(self, nbytes: int) -> str:
-        plan, stage = self.planned - self.called, self.staged - self.planned
-        write = self.written - self.staged
-        return (
-            f"{self.path}: {nbytes / 1e9:.3f} GB; planned in {plan:.3f} s, staged in {stage:.3f} s "
-            f"({nbytes / 1e9 / max(stage, 1e-9):.2f} GB/s), written in {write:.3f} s "
-            f"({nbytes / 1e9 / max(write, 1e-9):.2f} GB/s)"
-        )
-
-    def told(self, nbytes: int, ranks: int) -> tuple[Path, float, int]:
-        return self.folder.path, nbytes / 1e9, ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A checkpoint that can be loaded."""
-
-    folder: Folder
-    save_id: str
-    metadata_digest: int
-
-    @staticmethod
-    def tell(found: _Found | None) -> bytes:
-        if found is None:
-            return b"null"
-        folder = found.folder
-        text = [folder.iteration, folder.epoch, found.save_id, found.metadata_digest]
-        return json.dumps(text).encode()
-
-    @classmethod
-    def hear(cls, root: Path, told: bytes) -> _Found | None:
-        values = json.loads(told)
-        if values is None:
-            return None
-        iteration, epoch, save_id, digest = values
-        return cls(Folder(root, iteration, epoch), save_id, digest)
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove what is no checkpoint; what cannot go now goes at a later save."""
-    try:
-        shutil.rmtree(path)
-    except OSError as error:
-        logger.warning("%s could not be removed, and will be at a later save: %s", path, error)
+        self._root.close()

@@ -80,9 +80,15 @@ class Staging:
         """Bytes of all buffers together."""
         return self._pool.nbytes
 
-    def prepare(self, nbytes: int) -> None:
-        """Make the buffers in the background, so that the first save finds them."""
-        self._pool.prepare(_PURPOSE, nbytes)
+    def prepare(
+        self,
+        files: Sequence[FileLayout],
+        others: Sequence[Sequence[bytes | memoryview]],
+        gpu: torch.device | None,
+    ) -> None:
+        """Make a buffer for such files in the background, so that the first save finds it."""
+        _, nbytes = _regions(files, others)
+        self._pool.prepare(_PURPOSE, nbytes, gpu)
 
     def take(
         self, files: Sequence[FileLayout], others: Sequence[Sequence[bytes | memoryview]]
@@ -97,17 +103,8 @@ class Staging:
             CheckpointingException: The saves before this one were not written in time.
             StorageError: There is no memory.
         """
-        regions, start = [], 0
-        for file, more in zip(files, others, strict=True):
-            streams = [Stream(slot.offset, slot.end - slot.offset) for slot in file.slots]
-            end = file.nbytes
-            for data in more:
-                streams.append(Stream(end, len(data)))
-                end += len(data)
-            covered = covered_nbytes(end)
-            regions.append(Region(start, covered, tuple(streams)))
-            start += round_up(covered + trailer_nbytes(covered), PAGE_NBYTES)
-        return self._pool.take(_PURPOSE, start, self._timeout_s), regions
+        regions, nbytes = _regions(files, others)
+        return self._pool.take(_PURPOSE, nbytes, self._timeout_s), regions
 
     def fill(
         self,
@@ -181,3 +178,20 @@ class Staging:
 
     def _make_shared(self, nbytes: int) -> Buffer:
         return SharedBuffer(_SHARED_MEMORY / f"{self._prefix}{next(self._numbers)}", nbytes)
+
+
+def _regions(
+    files: Sequence[FileLayout], others: Sequence[Sequence[bytes | memoryview]]
+) -> tuple[list[Region], int]:
+    """Where each file is in a buffer, and the bytes of all."""
+    regions, start = [], 0
+    for file, more in zip(files, others, strict=True):
+        streams = [Stream(slot.offset, slot.end - slot.offset) for slot in file.slots]
+        end = file.nbytes
+        for data in more:
+            streams.append(Stream(end, len(data)))
+            end += len(data)
+        covered = covered_nbytes(end)
+        regions.append(Region(start, covered, tuple(streams)))
+        start += round_up(covered + trailer_nbytes(covered), PAGE_NBYTES)
+    return regions, start

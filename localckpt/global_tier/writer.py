@@ -186,6 +186,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             plan, files, tensors, [[others[number] for number in file.others] for file in files]
         )
 
+    def warm_up(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Lay out a plan, and have the memory for it made in the background."""
+        self.prepare_write_data(plan, planner)
+        prepared = self._require_prepared()
+        gpus = (tensor.device for tensor in prepared.tensors.values() if tensor.is_cuda)
+        self._staging.prepare(prepared.files, prepared.others, next(gpus, None))
+        self._prepared = None
+
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], list[FileWrite]] | None, list[Any]]:

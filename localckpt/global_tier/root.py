@@ -1,0 +1,212 @@
+"""What the first rank does in a root on shared storage: begins saves, commits them, finds them.
+
+One rank sees the root for all, so that ranks whose clients cache directories differently agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from localckpt.errors import CorruptShardError, StorageError
+from localckpt.global_tier.folders import (
+    RECORD_NAME,
+    CommitRecord,
+    Folder,
+    folders_in,
+    remove,
+    session_root,
+)
+from localckpt.global_tier.root_lock import RootLock
+from localckpt.global_tier.torch_dcp import METADATA_NAME
+from localckpt.global_tier.writer import write_durably
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.write import sync_folder
+
+__all__ = ["BegunSave", "CheckpointRoot", "Found"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSave:
+    """A save as all ranks know it.
+
+    Attributes:
+        folder: The checkpoint that it is to become.
+        path: Where it is written.
+        save_id: Tells it from all other saves.
+    """
+
+    folder: Folder
+    path: Path
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that is there, and what its files must be told by."""
+
+    folder: Folder
+    save_id: str
+    metadata_digest: int
+
+
+class CheckpointRoot:
+    """The checkpoints of one session.
+
+    Args:
+        root: Of all sessions.
+        session_id: Which one.
+        keep_last: How many checkpoints to keep; ``None`` for all.
+        atomic_rename: Whether directories are renamed at once or not at all.
+        timeout_s: The longest wait for another job to leave the root, in seconds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        session_id: str,
+        *,
+        keep_last: int | None,
+        atomic_rename: bool,
+        timeout_s: float,
+    ) -> None:
+        self.path = session_root(root, session_id)
+        self._session_id = session_id
+        self._keep_last = keep_last
+        self._atomic_rename = atomic_rename
+        self._timeout_s = timeout_s
+        self._lock = RootLock(self.path)
+
+    def begin(self, iteration: int, epoch: int | None) -> BegunSave:
+        """Make the directory of a save, when no rank is busy with one before.
+
+        Args:
+            iteration: Its number.
+            epoch: That of this attempt's saves; ``None`` for the first of them.
+
+        Raises:
+            StorageError: The root cannot be written to, or another live job saves there.
+        """
+        self._lock.take(self._timeout_s)
+        if epoch is None:
+            folders, leftovers = folders_in(self.path)
+            known = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
+            epoch = 1 + max(known, default=0)
+        begun = self.begun(iteration, epoch, uuid.uuid4().hex)
+        with storage_errors("make", begun.path):
+            begun.path.mkdir()
+            sync_folder(self.path)
+        return begun
+
+    def begun(self, iteration: int, epoch: int, save_id: str) -> BegunSave:
+        """The save that another rank has begun."""
+        folder = Folder(self.path, iteration, epoch)
+        path = folder.partial(save_id) if self._atomic_rename else folder.path
+        return BegunSave(folder, path, save_id)
+
+    def commit(
+        self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
+    ) -> None:
+        """Make a checkpoint of what all ranks have written.
+
+        Args:
+            save: As it was begun.
+            metadata: torch's, pickled.
+            files: The bytes of each data file.
+            world_size: How many ranks saved it.
+
+        Raises:
+            StorageError: The file system refused; it is no checkpoint.
+        """
+        folder = save.folder
+        record = CommitRecord(
+            *(self._session_id, folder.iteration, folder.epoch, save.save_id, world_size),
+            files=files,
+            metadata_digest=xxhash.xxh3_64_intdigest(metadata),
+        )
+        write_durably(save.path / METADATA_NAME, metadata)
+        write_durably(save.path / RECORD_NAME, record.to_bytes())
+        if self._atomic_rename:
+            with storage_errors("commit", folder.path):
+                save.path.rename(folder.path)
+                sync_folder(self.path)
+        logger.info(
+            "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
+        )
+
+    def give_up(self, save: BegunSave) -> None:
+        """Remove what there is of a save that failed."""
+        _remove_tree(save.path)
+
+    def sweep(self, save: BegunSave) -> None:
+        """Remove what other saves than this one have left that were never committed.
+
+        Nobody is writing there: the root is locked, and saves follow one another.
+        """
+        folders, leftovers = folders_in(self.path)
+        paths = [leftover.path for leftover in leftovers]
+        if not self._atomic_rename:
+            paths += [f.path for f in folders if not (f.path / RECORD_NAME).exists()]
+        for path in paths:
+            if path != save.path:
+                logger.info("removing %s, which is no checkpoint", path)
+                _remove_tree(path)
+
+    def retire(self) -> None:
+        """Let older checkpoints go."""
+        if self._keep_last is None:
+            return
+        folders, _ = folders_in(self.path)
+        complete = [folder for folder in folders if (folder.path / RECORD_NAME).exists()]
+        for folder in complete[self._keep_last :]:
+            try:
+                remove(folder, by_rename=self._atomic_rename)
+            except StorageError as error:
+                logger.warning("%s", error)
+
+    def find(
+        self, iteration: int | None = None, older_than: tuple[int, int] | None = None
+    ) -> Found | None:
+        """The newest checkpoint there is.
+
+        Args:
+            iteration: Of this number only.
+            older_than: Before this version only.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        folders, _ = folders_in(self.path)
+        for folder in folders:
+            if iteration not in (None, folder.iteration):
+                continue
+            if older_than is not None and folder.version >= older_than:
+                continue
+            try:
+                record = CommitRecord.read(folder.path)
+            except CorruptShardError as error:
+                logger.error("%s is not counted: %s", folder.path, error)
+                continue
+            if record is not None:
+                return Found(folder, record.save_id, record.metadata_digest)
+        return None
+
+    def close(self) -> None:
+        """Let other jobs save here. May be called twice."""
+        self._lock.release()
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove what is no checkpoint; what cannot go now goes at a later save."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s could not be removed, and will be at a later save: %s", path, error)

@@ -29,7 +29,10 @@ _SECTIONS = {
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",
     "poll": "benchmarks.poll",
+    "overlaps": "benchmarks.overlaps",
     "peers": "benchmarks.peers.section",
+    "global": "benchmarks.global_tier",
+    "global-planning": "benchmarks.global_planning",
     "gpu": "benchmarks.device",
 }
 _PLOT = "plot"

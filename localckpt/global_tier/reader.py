@@ -107,9 +107,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """
         if kwargs.get("rank") is not None:
             # What each rank has written for itself alone, without the others.
-            return super().read_metadata(*args, **kwargs)
+            self._metadata = self._parse(self._read(Path(self._get_metadata_path(kwargs["rank"]))))
         if self._metadata is None:
-            self._metadata = self._parse(self._shared() if self._is_shared() else self._read())
+            shared = self._is_shared()
+            self._metadata = self._parse(self._shared() if shared else self._read(self._common))
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
@@ -160,8 +161,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             return False
         return dist.get_world_size(self._process_group) > 1
 
-    def _read(self) -> bytes:
-        path = Path(self.path) / METADATA_NAME
+    @property
+    def _common(self) -> Path:
+        return Path(self.path) / METADATA_NAME
+
+    def _read(self, path: Path) -> bytes:
         with storage_errors("read", path):
             data = path.read_bytes()
         if self._metadata_digest not in (None, xxhash.xxh3_64_intdigest(data)):
@@ -173,7 +177,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         told: list[Any] = [None]
         if dist.get_rank(group) == 0:
             try:
-                told = [self._read()]
+                told = [self._read(self._common)]
             except CheckpointingException as error:
                 told = [(type(error).__name__, str(error))]
         first = 0 if group is None else dist.get_global_rank(group, 0)

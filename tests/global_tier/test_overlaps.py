@@ -124,7 +124,7 @@ def two_tilings(draw: st.DrawFn) -> tuple[Chunks, Chunks]:
 
 
 @pytest.mark.parametrize("limits", [pytest.MonkeyPatch.context, small_limits])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lists=two_lists_of_boxes())
 def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
     limits: Callable[[], Any], lists: tuple[Chunks, Chunks]
@@ -136,7 +136,7 @@ def test_pairs_of_arbitrary_boxes_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("limits", [pytest.MonkeyPatch.context, small_limits])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(lists=two_tilings())
 def test_pairs_of_tilings_are_those_of_the_definition(
     limits: Callable[[], Any], lists: tuple[Chunks, Chunks]
@@ -147,7 +147,7 @@ def test_pairs_of_tilings_are_those_of_the_definition(
     assert pairs == pairs_by_definition(*lists)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lists=st.one_of(two_lists_of_boxes(smallest=1), two_tilings()))
 def test_read_items_and_their_hints_are_those_of_torch(lists: tuple[Chunks, Chunks]) -> None:
     wanted, saved = lists

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
+    config.addinivalue_line("markers", "long: run with --faults only")
     config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
     # Python makes and removes this one by itself, so it must not be in a directory that we remove.
     multiprocessing_util.get_temp_dir()

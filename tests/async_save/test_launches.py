@@ -131,8 +131,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[Way, str], Trainer]]:
         process.communicate(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("way", [_from_file, _from_words, _from_stdin, _notebook, _torchrun])
+@pytest.mark.parametrize(
+    ("way", "end"),
+    [
+        *((way, end) for way in (_from_file, _torchrun) for end in ENDS),
+        *((way, "in flight") for way in (_from_words, _from_stdin, _notebook)),
+    ],
+)
 def test_a_trainer_calls_what_it_imports_and_what_it_defines_and_ends(
     start: Callable[[Way, str], Trainer], tmp_path: Path, way: Way, end: str
 ) -> None:

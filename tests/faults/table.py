@@ -155,10 +155,14 @@ class FaultTable:
             if unknown := names - FAULTS.keys():
                 raise pytest.UsageError(f"{item.nodeid}: no such fault: {', '.join(unknown)}")
             self._faults[item.nodeid] = frozenset(names)
-        if self._alone:
-            others = [item for item in items if not self._faults[item.nodeid]]
+        others = [item for item in items if not self._is_run(item)]
+        if others:
             config.hook.pytest_deselected(items=others)
-            items[:] = [item for item in items if self._faults[item.nodeid]]
+            items[:] = [item for item in items if self._is_run(item)]
+
+    def _is_run(self, item: pytest.Item) -> bool:
+        is_long = item.get_closest_marker("long") is not None
+        return bool(self._faults[item.nodeid]) if self._alone else not is_long
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         faults = self._faults.get(report.nodeid, frozenset())

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from tests.async_save import work
 from tests.managers.jobs import (
-    KINDS,
     cliques,
     files,
     iterations_on,
@@ -40,8 +39,13 @@ _PATIENCE_S = 40.0
 _HELD_S = 0.3
 """How long a save is held up after the interruption: a trainer that does not wait is seen to."""
 _OLDER, _NEWER = 1, 2
-_WAYS = [(kind, worker) for kind in KINDS for worker in ("thread", "process")]
+_LONG = pytest.mark.long
+_ONE_WAY = [("disk", "thread"), pytest.param("memory", "process", marks=_LONG)]
 _TWO_WAYS = [("disk", "thread"), ("memory", "process")]
+_WAYS = [
+    *_TWO_WAYS,
+    *(pytest.param(*way, marks=_LONG) for way in [("disk", "process"), ("memory", "thread")]),
+]
 
 # Two checkpoints come first and one is kept, so that the save in flight overwrites a file.
 _TRAINER = """
@@ -288,8 +292,10 @@ _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
 @pytest.mark.parametrize(
     ("kind", "worker", "doing"),
     [
-        *((kind, worker, _WAITING) for kind, worker in _TWO_WAYS),
-        *((kind, worker, _TRAINING) for kind, worker in _TWO_WAYS),
+        *((*way, _WAITING) for way in _TWO_WAYS[:1]),
+        *((*way, _TRAINING) for way in _TWO_WAYS[1:]),
+        *(pytest.param(*way, _WAITING, marks=_LONG) for way in _TWO_WAYS[1:]),
+        *(pytest.param(*way, _TRAINING, marks=_LONG) for way in _TWO_WAYS[:1]),
     ],
 )
 def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
@@ -311,7 +317,7 @@ def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
     assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
 
 
-@pytest.mark.parametrize(("kind", "worker"), _TWO_WAYS)
+@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
 def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
 ) -> None:
@@ -365,7 +371,7 @@ queue.maybe_finalize_async_calls(blocking=True)
 
 
 @pytest.mark.parametrize("script", [_IN_BLOCKS, _WITHOUT_BLOCKS], ids=["in blocks", "without"])
-@pytest.mark.parametrize(("kind", "worker"), _TWO_WAYS)
+@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
 def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, script: str
 ) -> None:
@@ -384,7 +390,7 @@ def _start_all_again(rank: int, world_size: int, kind: str, worker: str) -> int:
         return _start_again(rank, node_store(), kind, worker, replicas)
 
 
-@pytest.mark.parametrize(("kind", "worker"), _TWO_WAYS)
+@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
 @pytest.mark.parametrize("way", ["sys.exit(3)", "SIGINT", "SIGTERM"])
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, way: str

@@ -179,7 +179,7 @@ _SAVES = [
 def test_a_save_that_is_refused_any_call_keeps_what_was_there_and_the_next_one_is_good(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = dataclasses.replace(job, all_codes=long_form, step=1 if long_form else 2)
+    job = dataclasses.replace(job, all_codes=long_form, step=1 if long_form else 3)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
 
@@ -193,7 +193,7 @@ def test_a_save_that_is_refused_any_call_keeps_what_was_there_and_the_next_one_i
 def test_a_save_that_one_rank_is_refused_any_call_of_is_an_error_on_all_that_names_it(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    step = 1 if long_form else 2
+    step = 1 if long_form else 4
     job = dataclasses.replace(job, ranks=2, all_codes=long_form, step=step)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
@@ -209,7 +209,7 @@ def test_a_save_that_one_rank_is_refused_any_call_of_is_an_error_on_all_that_nam
 def test_a_store_that_breaks_at_any_point_of_a_save_is_used_again_once_it_works(
     kind: str, ranks: int, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    step = 1 if long_form else 3
+    step = 1 if long_form else 4
     job = Job(kind, ranks=ranks, lasts=True, all_codes=long_form, step=step)
 
     refused = run(job, _save_again_and_again, nodes_of(job))

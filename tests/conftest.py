@@ -27,6 +27,8 @@ _RUN = "LOCALCKPT_TEST_RUN"
 # A worker process may still be finishing the save that a killed rank had handed to it.
 _GRACE_S = float(os.environ.get("LOCALCKPT_TEST_GRACE_S", "10"))
 
+_TORCHS_OWN = "torchs-own"
+
 _our_temporary_directory = pytest.StashKey[Path]()
 _environment_before = pytest.StashKey[str | None]()
 _shared_memory_before = pytest.StashKey[set[str]]()
@@ -53,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_environment_before] = os.environ.get("TMPDIR")
     config.stash[_shared_memory_before] = _shared_memory_names()
     os.environ[_RUN] = run
+    # torch makes it for any DTensor, and leaves it.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / _TORCHS_OWN)
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
 
@@ -113,7 +117,7 @@ def _left_behind(directory: Path, shared_memory_before: set[str]) -> list[str]:
     left += [
         f"temporary file: {path}"
         for path in sorted(directory.iterdir())
-        if not path.name.startswith("pytest-of-")
+        if not path.name.startswith(("pytest-of-", _TORCHS_OWN))
     ]
     return left + [f"process: {told}" for told in _processes_of_this_run()]
 

@@ -2,10 +2,15 @@
 
 import hypothesis
 import pytest
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
+import examples.two_tiers
 import localckpt.async_save.queue
+import localckpt.global_tier.manager
 import localckpt.managers.local
 import localckpt.managers.memory
 import tests.ranks
 
-__all__ = ["hypothesis", "localckpt", "pytest", "tests"]
+__all__ = ["examples", "hypothesis", "localckpt", "pytest", "tests", "torch"]

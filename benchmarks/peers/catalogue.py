@@ -7,7 +7,7 @@ from typing import cast
 
 from benchmarks.peers.base import Peer
 
-__all__ = ["NOT_MEASURED", "OURS", "PEERS", "peer_class"]
+__all__ = ["GLOBAL_PEERS", "NOT_MEASURED", "OURS", "OURS_GLOBAL", "PEERS", "peer_class"]
 
 OURS = "localckpt, thread"
 PEERS = {
@@ -25,6 +25,14 @@ PEERS = {
     "torch_checkpointing": "torch_checkpointing:TorchCheckpointing",
     "lm-resiliency (GEMINI)": "gemini:Gemini",
 }
+OURS_GLOBAL = "localckpt, global"
+# In the format of torch.distributed.checkpoint.
+GLOBAL_PEERS = {
+    OURS_GLOBAL: "ours:OursGlobal",
+    **{name: peer for name, peer in PEERS.items() if name.startswith("DCP")},
+    "NVRx writer, process": "nvrx:NvrxWriter",
+    "NVRx writer, forks": "nvrx:NvrxForkingWriter",
+}
 NOT_MEASURED = {
     "ml-flashpoint": "not installable from a package registry alone: version 0.0.10 has no wheel, "
     "and building it clones abseil-cpp from its public repository",
@@ -33,5 +41,5 @@ NOT_MEASURED = {
 
 def peer_class(name: str) -> type[Peer]:
     """Import a peer; what it needs may not be installed."""
-    module, _, attribute = PEERS[name].partition(":")
+    module, _, attribute = (PEERS | GLOBAL_PEERS)[name].partition(":")
     return cast(type[Peer], getattr(import_module(f"benchmarks.peers.{module}"), attribute))

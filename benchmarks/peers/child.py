@@ -18,7 +18,13 @@ from pathlib import Path
 import xxhash
 
 from benchmarks.footprint import family_bytes, sampled_peak
-from benchmarks.limits import RecycledFile, drop_from_page_cache, read_direct_s, read_warm_s
+from benchmarks.limits import (
+    RecycledFile,
+    drop_from_page_cache,
+    read_direct_s,
+    read_warm_s,
+    settle,
+)
 from benchmarks.loops import LOOPS, lost_in, running
 from benchmarks.peers.base import Peer
 from benchmarks.peers.catalogue import peer_class
@@ -32,6 +38,8 @@ __all__ = ["Samples", "Task"]
 _SAVES_S = 3.0
 _LOADS_S = 1.0
 _LOOP_S = 2.5
+# Where each save has new files, and removing the old ones slows whatever is written beside it.
+_SAVES_AT_REST, _REST_S = 4, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,9 @@ class Task:
     width: int
     state: str
     with_memory: bool
+    with_loops: bool
+    at_rest: bool
+    """Whether saves wait until the disk has removed what is old."""
 
 
 @dataclass(slots=True)
@@ -84,9 +95,9 @@ def _measure(task: Task) -> Samples:
         samples.add("first stall", stall_s, copy_s)
         if task.with_memory:
             samples.extra_bytes.append(peak[0] - memory_before)
-        _measure_saves(samples, peer, setting, file)
+        _measure_saves(samples, peer, setting, file, task.at_rest)
         _measure_loads(samples, peer, setting, file.path)
-        if peer.behind:
+        if peer.behind and task.with_loops:
             _measure_loops(samples, peer)
     finally:
         peer.close()
@@ -94,8 +105,12 @@ def _measure(task: Task) -> Samples:
     return samples
 
 
-def _measure_saves(samples: Samples, peer: Peer, setting: Setting, file: RecycledFile) -> None:
-    for _ in _for_a_while(_SAVES_S):
+def _measure_saves(
+    samples: Samples, peer: Peer, setting: Setting, file: RecycledFile, at_rest: bool
+) -> None:
+    for _ in range(_SAVES_AT_REST) if at_rest else _for_a_while(_SAVES_S):
+        if at_rest:
+            settle(_REST_S)
         write_s = file.write_s()
         copy_s = setting.copy_flat_s()
         stall_s, durable_s = _saved_s(peer)

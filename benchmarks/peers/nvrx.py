@@ -1,4 +1,4 @@
-"""NVIDIA Resiliency Extension's LocalCheckpointManager, made to run without a GPU.
+"""NVIDIA Resiliency Extension, made to run without a GPU: its local manager, its writer for DCP.
 
 It calls CUDA for what it does with GPU tensors. Here those calls are replaced from outside: there
 is nothing to synchronise with, and the copy to the host is a copy into new memory.
@@ -6,17 +6,19 @@ is nothing to synchronise with, and the copy to the host is a copy into new memo
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
 
 from benchmarks.peers.base import Peer, join_group_of_one
 
-__all__ = ["NvrxLocal"]
+__all__ = ["NvrxForkingWriter", "NvrxLocal", "NvrxWriter"]
 
 _PACKAGE = "nvidia_resiliency_ext.checkpointing"
 
@@ -30,9 +32,7 @@ class NvrxLocal(Peer):
     def __init__(self, directory: Path, state: dict[str, Any]) -> None:
         super().__init__(directory, state)
         join_group_of_one(directory)
-        torch.cuda.synchronize = lambda device=None: None
-        # It asks where to put the tensors of its collectives.
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+        _replace_cuda()
         managers = import_module(f"{_PACKAGE}.local.ckpt_managers.local_manager")
         core = import_module(f"{_PACKAGE}.async_ckpt.core")
         self._manager = managers.LocalCheckpointManager(directory)
@@ -68,6 +68,82 @@ class NvrxLocal(Peer):
     def close(self) -> None:
         self._queue.close()
         dist.destroy_process_group()
+
+
+class NvrxWriter(Peer):
+    """FileSystemWriterAsync with its queue as it comes: a process that stays copies and writes."""
+
+    behind = True
+    in_place = True
+    persistent: ClassVar[bool] = True
+    note = (
+        "CUDA calls replaced from outside, staging by a copy into new memory; the tensors reach "
+        "its process in shared memory; enable_cache; fsyncs by itself"
+    )
+
+    def __init__(self, directory: Path, state: dict[str, Any]) -> None:
+        super().__init__(directory, state)
+        join_group_of_one(directory)
+        _replace_cuda()
+        self._core = import_module(f"{_PACKAGE}.async_ckpt.core")
+        self._saver = import_module(f"{_PACKAGE}.async_ckpt.state_dict_saver")
+        self._queue = self._core.AsyncCallsQueue(persistent=self.persistent)
+        self._plans = self._saver.CheckpointMetadataCache()
+
+    def start(self) -> None:
+        target = self.next_target()
+        target.mkdir()
+        writers = import_module(f"{_PACKAGE}.async_ckpt.filesystem_async")
+        writer = writers.FileSystemWriterAsync(target, thread_count=2)
+        writer.preload_tensors = _preload_by_copy
+        planned = self._saver.save_state_dict_async_plan(
+            self.state, writer, enable_cache=True, metadata_cache=self._plans
+        )
+        write, preload, arguments = writer.get_save_function_and_args()
+        finalize = partial(self._saver.save_state_dict_async_finalize, *planned)
+        self._queue.schedule_async_request(
+            self._core.AsyncRequest(write, arguments, [finalize], preload_fn=preload)
+        )
+
+    def done(self) -> bool:
+        self._queue.maybe_finalize_async_calls(blocking=False)
+        return not self._queue.get_num_unfinalized_calls()
+
+    def finish(self) -> None:
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def load(self) -> None:
+        readers = import_module(f"{_PACKAGE}.async_ckpt.cached_metadata_filesystem_reader")
+        reader = readers.CachedMetadataFileSystemReader(self.target)
+        load(self.state, storage_reader=reader, no_dist=True)
+
+    def close(self) -> None:
+        self._queue.close()
+        dist.destroy_process_group()
+
+
+class NvrxForkingWriter(NvrxWriter):
+    """The same with its other queue, which forks a process for each save."""
+
+    persistent = False
+    note = (
+        "CUDA calls replaced from outside, staging by a copy into new memory; enable_cache; "
+        "fsyncs by itself; memory that forks share counts once for each"
+    )
+
+
+def _replace_cuda() -> None:
+    torch.cuda.synchronize = lambda device=None: None
+    # It asks where to put the tensors of its collectives.
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+
+
+def _preload_by_copy(buckets: list[Any], non_blocking: bool) -> list[Any]:
+    """Its staging, which would leave tensors that are on the host where training changes them."""
+    return [
+        (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, key, (others, tensors) in buckets
+    ]
 
 
 def _without_gpu(aware: Any, map_inplace: Any) -> Any:

@@ -1,15 +1,17 @@
-"""localckpt with either worker, used as a training loop uses it."""
+"""localckpt with either worker and its global tier, used as a training loop uses them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import localckpt
 from benchmarks.peers.base import Peer
+from localckpt.global_tier.folders import folders_in, remove
 
-__all__ = ["OursProcess", "OursThread"]
+__all__ = ["OursGlobal", "OursProcess", "OursThread"]
 
 _TRAINING_S = 8.0
 
@@ -63,3 +65,39 @@ class OursProcess(OursThread):
     """Written by a worker process."""
 
     worker = "process"
+
+
+class OursGlobal(Peer):
+    """A checkpoint of torch.distributed.checkpoint's format, committed by a thread."""
+
+    behind = True
+    in_place = True
+    note = "GlobalCheckpointManager as it comes; every block verified in loads; fsyncs by itself"
+
+    def __init__(self, directory: Path, state: dict[str, Any]) -> None:
+        super().__init__(directory, state)
+        self._manager = localckpt.GlobalCheckpointManager(directory)
+        self._committed = threading.Event()
+
+    def start(self) -> None:
+        self.saves += 1
+        self._committed.clear()
+        self._manager.save(self.state, self.saves, on_commit=self._committed.set)
+
+    def done(self) -> bool:
+        self._manager.check_for_errors()
+        return self._committed.is_set()
+
+    def finish(self) -> None:
+        self._manager.wait_until_finished()
+
+    def load(self) -> None:
+        if self._manager.load(self.state) != self.saves:
+            raise RuntimeError("the newest save was not found")
+
+    def retire(self) -> None:
+        for folder in folders_in(self.directory)[0][1:]:
+            remove(folder, by_rename=True)
+
+    def close(self) -> None:
+        self._manager.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +36,7 @@ class PeersReport(Report):
 
     peers: dict[str, Samples] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    ours: ClassVar[str] = OURS
 
     def add(self, name: str, samples: Samples) -> None:
         """Put another round's samples to those of the rounds before."""
@@ -50,9 +51,9 @@ class PeersReport(Report):
 
     def judge(self) -> None:
         """Hold ours, with a thread, against the goals."""
-        if OURS not in self.peers:
+        if self.ours not in self.peers:
             return
-        ours = self.peers[OURS]
+        ours = self.peers[self.ours]
         self._against_limit("stall", "one flat memcpy", _STALL_GOAL[self.state])
         self._against_limit("durable", "memcpy + O_DIRECT write", 1.15)
         for load in ("load, cold", "load, warm"):
@@ -80,38 +81,42 @@ class PeersReport(Report):
             "missing": self.missing,
         }
 
-    def _against_limit(self, metric: str, limit: str, target: float) -> None:
-        ours = self.peers[OURS]
+    def _against_limit(self, metric: str, limit: str, target: float | None = None) -> None:
+        ours = self.peers[self.ours]
         self.fact(f"{metric}, of {limit}", _ratio(ours, metric), "", target=target)
 
-    def _against_best(self, metric: str, target: float) -> None:
+    def _against_best(self, metric: str, target: float | None = None) -> None:
         """In seconds: the limit right after a save is slowed by what that save left to do."""
-        told = {
+        told = self._medians(metric)
+        others = {name: figure for name, figure in told.items() if not name.startswith("localckpt")}
+        if others:
+            best = min(others, key=others.__getitem__)
+            figure = told[self.ours] / max(others[best], _NOISE)
+            self.fact(f"{metric}, of the best peer's", figure, "", f"best: {best}", target)
+
+    def _medians(self, metric: str) -> dict[str, float]:
+        return {
             name: _seconds(samples, metric)
             for name, samples in self.peers.items()
             if metric in samples.seconds
         }
-        others = {name: figure for name, figure in told.items() if not name.startswith("localckpt")}
-        if others:
-            best = min(others, key=others.__getitem__)
-            figure = told[OURS] / max(others[best], _NOISE)
-            self.fact(f"{metric}, of the best peer's", figure, "", f"best: {best}", target)
 
     def _peers_table(self) -> Table:
         title = f"{self.section}, {KINDS[self.state]}: ms (ratio to the limit measured before)"
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
-        for column in (*_SHOWN.values(), "extra GB"):
+        shown = {metric: title for metric, title in _SHOWN.items() if self._medians(metric)}
+        for column in (*shown.values(), "extra GB"):
             table.add_column(column, justify="right")
         table.add_column("load into")
         for name, samples in self.peers.items():
             peak = f"{max(samples.extra_bytes) / 1e9:.1f}" if samples.extra_bytes else ""
             where = "place" if samples.in_place else "new"
-            cells = (_cell(samples, metric) for metric in _SHOWN)
+            cells = (_cell(samples, metric) for metric in shown)
             table.add_row(name, *cells, peak, where)
-        if OURS in self.peers:
-            limits = self.peers[OURS].limits
-            cells = (f"{median(limits[m]) * 1e3:.0f}" if m in limits else "" for m in _SHOWN)
+        if self.ours in self.peers:
+            limits = self.peers[self.ours].limits
+            cells = (f"{median(limits[m]) * 1e3:.0f}" if m in limits else "" for m in shown)
             table.add_row("limit beside the first", *cells, "", "")
         return table
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from benchmarks.peers.report import PeersReport
 from benchmarks.report import Report
 from benchmarks.setup import Options
 
-__all__ = ["measure"]
+__all__ = ["measure", "take_turns"]
 
 # Where `make bench` puts the peers, away from the packages that everything else sees.
 _INSTALLED = Path(sys.prefix) / "peers"
-_CHILD_TIMEOUT_S = 150.0
+_CHILD_TIMEOUT_S = 240.0
 # No round is begun that would end later than this, and after it no peer.
 _BUDGET_S = 460.0
 
@@ -36,21 +37,36 @@ _BUDGET_S = 460.0
 def measure(options: Options) -> Report:
     """As many rounds as asked for and as the time allows, at least one."""
     report = PeersReport("peers", options.state, missing=dict(NOT_MEASURED))
+    take_turns(report, PEERS, options, _BUDGET_S)
+    report.judge()
+    return report
+
+
+def take_turns(
+    report: PeersReport,
+    names: Iterable[str],
+    options: Options,
+    budget_s: float,
+    *,
+    with_loops: bool = True,
+    at_rest: bool = False,
+) -> None:
+    """Put the samples of these peers into the report, or the reason why there are none."""
     began, longest_s = time.monotonic(), 0.0
     for number in range(options.rounds):
         round_began = time.monotonic()
-        if number and round_began - began + longest_s > _BUDGET_S:
+        if number and round_began - began + longest_s > budget_s:
             print(f"peers: no time for more than {number} of {options.rounds} rounds", flush=True)
             break
-        for name in PEERS:
+        for name in names:
             if name in report.missing:
                 continue
-            if time.monotonic() - began > _BUDGET_S:
+            if time.monotonic() - began > budget_s:
                 print(f"peers: no time for {name} in round {number + 1}", flush=True)
                 if not number:
                     report.missing[name] = "no time was left for it"
                 continue
-            outcome = _run(name, options, with_memory=number == 0)
+            outcome = _run(name, options, number == 0, with_loops, at_rest)
             if isinstance(outcome, str):
                 report.missing[name] = outcome
             else:
@@ -58,11 +74,11 @@ def measure(options: Options) -> Report:
         seconds = time.monotonic() - round_began
         longest_s = max(longest_s, seconds)
         print(f"peers: round {number + 1} of {options.rounds} took {seconds:.0f} s", flush=True)
-    report.judge()
-    return report
 
 
-def _run(name: str, options: Options, with_memory: bool) -> Samples | str:
+def _run(
+    name: str, options: Options, with_memory: bool, with_loops: bool, at_rest: bool
+) -> Samples | str:
     """What was measured, or why nothing was."""
     directory = options.directory / "peer"
     result = options.directory / "result.json"
@@ -74,6 +90,8 @@ def _run(name: str, options: Options, with_memory: bool) -> Samples | str:
         options.width,
         options.state,
         with_memory,
+        with_loops,
+        at_rest,
     )
     command = [sys.executable, "-m", "benchmarks.peers.child", json.dumps(asdict(task))]
     began = time.monotonic()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from localckpt.errors import CorruptShardError
+from localckpt.errors import CorruptShardError, FormatVersionError
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
 
@@ -33,6 +33,7 @@ __all__ = [
 
 RECORD_NAME = "localckpt.json"
 
+_FORMAT = 1
 _PARTIAL = ".partial"
 _REMOVED = ".removed"
 _NAME = re.compile(r"(\.?)iteration_(\d{8,})\.(\d{4,})(?:\.(\w+)\.(partial|removed))?")
@@ -96,7 +97,7 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """A line of JSON and a line with its hash, so that what was cut short is no record."""
-        text = json.dumps(asdict(self), sort_keys=True).encode()
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True).encode()
         return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
 
     @classmethod
@@ -104,7 +105,7 @@ class CommitRecord:
         """The record of a directory; ``None`` if there is none.
 
         Raises:
-            CorruptShardError: It is damaged, or cut short.
+            CorruptShardError: It is damaged, cut short, or of another version.
             StorageError: It cannot be read.
         """
         path = folder / RECORD_NAME
@@ -116,7 +117,13 @@ class CommitRecord:
         text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
         if digest != b"%016x" % xxhash.xxh3_64_intdigest(text):
             raise CorruptShardError(f"{path} is damaged or cut short")
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise FormatVersionError(
+                f"{path} is of another version of the format: load it with the version of "
+                f"localckpt that saved it, or with torch.distributed.checkpoint"
+            )
+        return cls(**fields)
 
 
 def session_root(root: Path, session_id: str) -> Path:

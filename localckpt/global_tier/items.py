@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from localckpt.errors import CheckpointingException
 from localckpt.global_tier.framing import is_plain
 from localckpt.global_tier.objects import require_safe
 
@@ -36,11 +37,17 @@ class ItemReader:
 
         Raises:
             UnsafeGlobalError: It is an object that could not be loaded again.
+            CheckpointingException: It is a tensor that could not.
         """
         if item.type == WriteItemType.BYTE_IO:
             return self._read_object(item, planner)
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor), "a planner gives tensors for items that are"
+        if tensor.layout is not torch.strided:
+            raise CheckpointingException(
+                f"{item.index.fqn} is a {tensor.layout} tensor, whose parts cannot be loaded: "
+                f"save tensor.to_dense(), or its indices and values"
+            )
         tensor = tensor.detach()
         data = item.tensor_data
         assert data is not None

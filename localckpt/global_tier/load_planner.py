@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError
@@ -17,7 +20,7 @@ from localckpt.global_tier.objects import load_object
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
 from localckpt.global_tier.torch_dcp import create_chunk_list, create_read_items, set_element
 
-__all__ = ["ReshardingLoadPlanner"]
+__all__ = ["ReshardingLoadPlanner", "load_here"]
 
 
 class ReshardingLoadPlanner(DefaultLoadPlanner):
@@ -34,6 +37,18 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._safe_globals = tuple(safe_globals)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state that is to be filled; tensors on the meta device are made."""
+        if not (dist.is_available() and dist.is_initialized()):
+            # torch makes them on the device of the default group.
+            _make_meta_tensors(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads.
@@ -90,3 +105,37 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            values[key] = torch.empty_like(value, device="cpu")
+        elif isinstance(value, dict | list):
+            _make_meta_tensors(value)
+
+
+def load_here(state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:
+    """What ``dcp.load`` does on one rank; what goes wrong is raised as it is, and asks nobody.
+
+    Args:
+        state_dict: Filled in place; ``Stateful`` values are given what was loaded.
+        reader, planner: Made for this load.
+    """
+    # In the same order on all ranks.
+    names = sorted(state_dict)
+    state = {
+        name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
+        for name in names
+    }
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    for name in names:
+        value = state_dict[name]
+        if isinstance(value, Stateful):
+            value.load_state_dict(state[name])
+        else:
+            state_dict[name] = state[name]

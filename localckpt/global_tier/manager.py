@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -23,17 +22,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner, load_here
 from localckpt.global_tier.planning import (
     PlanCache,
     PlannedSave,
     Written,
-    plain_state_dict,
     plan_save,
     require_same,
 )
@@ -160,9 +157,9 @@ class GlobalCheckpointManager:
             PeerLostError: Some rank did not come in time.
         """
         self._check_usable()
-        self.wait_until_finished()
+        self._settle()
         planner, planned = self._plan(state_dict, "warm up", lambda: None)
-        self._writer.warm_up(planned.plan, planner)
+        self._writer.warm_up(planner.finish_plan(planned.plan), planner)
 
     def save(
         self,
@@ -184,20 +181,15 @@ class GlobalCheckpointManager:
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
 
         Raises:
-            CheckpointingException: The save before failed, and nobody has asked yet; nothing was
-                begun. Or this one did: the same on every rank, older checkpoints are as they were,
-                and training may go on and save again.
+            CheckpointingException: The save before failed, and some rank has not been told yet;
+                nothing was begun. Or this one did. The same on every rank; older checkpoints are as
+                they were, and training may go on and save again.
             PeerLostError: Some rank did not come in time.
         """
         self._check_usable()
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
-        self.wait_until_finished()
-        if iteration <= self._newest_iteration:
-            raise CheckpointingException(
-                f"iteration {iteration} cannot be saved after {self._newest_iteration}: numbers "
-                f"must grow. To go back, load() the checkpoint to go on from"
-            )
+        self._settle()
         called = time.monotonic()
         planner, planned = self._plan(state_dict, iteration, lambda: self._begin(iteration))
         epoch, save_id = planned.word
@@ -210,12 +202,12 @@ class GlobalCheckpointManager:
             with record_function("localckpt.global.stage"):
                 self._writer.reset(begun.path)
                 self._writer.save_id = save_id
-                self._writer.prepare_write_data(planned.plan, planner)
+                self._writer.prepare_write_data(planner.finish_plan(planned.plan), planner)
                 save.writes = self._writer.preload_tensors()
         except Exception as error:  # noqa: BLE001 - told to all ranks when they meet
             save.staging_error = error
         save.staged = time.monotonic()
-        save.start(lambda: self._write_and_commit(save))
+        save.start(lambda: self._write_and_commit(save), self._free_if_left)
         if not is_async:
             self.wait_until_finished()
 
@@ -322,10 +314,14 @@ class GlobalCheckpointManager:
         if error is None:
             self.close()
         elif not self._closed and os.getpid() == self._process:
-            # The others may never come; a save under way goes on, and ends with the process.
+            # The others may never come: a save under way goes on, and frees everything at its end.
             self._closed = True
             if self._save is None or self._save.over.is_set():
                 self._free()
+
+    def _free_if_left(self) -> None:
+        if self._closed:
+            self._free()
 
     # On every rank.
 
@@ -333,13 +329,24 @@ class GlobalCheckpointManager:
         self, state_dict: dict[str, Any], what: int | str, word: Callable[[], Any]
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
+
+        def check() -> None:
+            # Here, where all ranks learn of it: each may have been told of the last save, or not.
+            self._take_error()
+            if isinstance(what, int) and what <= self._newest_iteration:
+                raise CheckpointingException(
+                    f"iteration {what} cannot be saved after {self._newest_iteration}: numbers "
+                    f"must grow. To go back, load() the checkpoint to go on from"
+                )
+
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._meeting,
-                plain_state_dict(state_dict),
+                state_dict,
                 planner,
                 self._writer,
                 tag=[self.session_id, what],
+                check=check,
                 word=word,
             )
         return planner, planned
@@ -375,14 +382,11 @@ class GlobalCheckpointManager:
             timeout_s=self.timeout,
         )
 
+        planner = ReshardingLoadPlanner(allow_partial_load=partial, safe_globals=self._safe_globals)
+
         def read() -> bytes:
-            planner = ReshardingLoadPlanner(
-                allow_partial_load=partial, safe_globals=self._safe_globals
-            )
-            with warnings.catch_warnings(), record_function("localckpt.global.load"):
-                # The ranks agree here, not there.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load_into(state_dict, storage_reader=reader, planner=planner, no_dist=True)
+            with record_function("localckpt.global.load"):
+                load_here(state_dict, reader, planner)
             return b""
 
         # While all are here, since they share it.
@@ -405,18 +409,21 @@ class GlobalCheckpointManager:
         """Behind training: write, meet the others, and commit or give up together."""
         try:
             with self.plans.kept_if_all_is_well():
-                self._meeting.hold(
+                told = self._meeting.hold(
                     f"save iteration {save.iteration}",
                     lambda: self._write(save),
-                    lambda said: self._commit(save, said),
+                    lambda said: [self._commit(save, said)],
                     name=f"{self.session_id}/{save.iteration}/{save.begun.save_id}",
                 )
         except BaseException:
             if self._meeting.is_coordinator and not save.committed:
                 self._root.give_up(save.begun)
             raise
+        save.committed = True
         if self._meeting.is_coordinator:
             self._root.retire()
+        if told:
+            raise CheckpointingException(told.decode())
 
     def _write(self, save: SaveUnderWay) -> bytes:
         if save.staging_error is not None:
@@ -429,21 +436,20 @@ class GlobalCheckpointManager:
         files = {write.path.name: write.nbytes for write in save.writes}
         return self.plans.say_written(Written(results, files))
 
-    def _commit(self, save: SaveUnderWay, said: list[bytes]) -> list[bytes]:
+    def _commit(self, save: SaveUnderWay, said: list[bytes]) -> bytes:
+        """On the first rank: what all are told beside that it is committed."""
         written, as_before = self.plans.hear_written(said)
         files = {name: nbytes for part in written for name, nbytes in part.files.items()}
         metadata = self._pickle_metadata(save, written, as_before)
         self._root.commit(save.begun, metadata, files, self.world_size)
         save.committed = True
-        if save.on_commit is not None:
-            try:
+        try:
+            if save.on_commit is not None:
                 save.on_commit()
-            except Exception as error:
-                raise CheckpointingException(
-                    f"iteration {save.iteration} is committed, but on_commit failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return [b""]
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            what = f"iteration {save.iteration} is committed, but on_commit failed: {error!r}"
+            return what.encode()
+        return b""
 
     def _pickle_metadata(
         self, save: SaveUnderWay, written: list[Written], as_before: bool
@@ -467,9 +473,10 @@ class GlobalCheckpointManager:
     def _take_error(self) -> None:
         save, self._save = self._save, None
         if save is not None:
+            if save.committed:
+                self._newest_iteration = save.iteration
             if save.error is not None:
                 raise save.error
-            self._newest_iteration = save.iteration
 
     def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
         if older_than is not None:

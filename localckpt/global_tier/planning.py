@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from localckpt.global_tier.rounds import Meeting
     from localckpt.global_tier.writer import FileSystemWriterAsync
 
-__all__ = ["PlanCache", "PlannedSave", "Written", "plain_state_dict", "plan_save", "require_same"]
+__all__ = ["PlanCache", "PlannedSave", "Written", "plan_save", "require_same"]
 
 
 class Written(NamedTuple):
@@ -101,7 +101,7 @@ class PlannedSave:
     """One save as all ranks have agreed on it.
 
     Attributes:
-        plan: What this rank writes.
+        plan: What this rank writes; for the planner's ``finish_plan``.
         metadata: What the checkpoint will hold; ``None`` but on the coordinator.
         word: What the coordinator has said to all ranks.
     """
@@ -118,6 +118,7 @@ def plan_save(
     writer: FileSystemWriterAsync,
     *,
     tag: Any,
+    check: Callable[[], None] = lambda: None,
     word: Callable[[], Any],
     prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
 ) -> PlannedSave:
@@ -127,10 +128,11 @@ def plan_save(
 
     Args:
         meeting: The ranks.
-        state_dict: This rank's state.
+        state_dict: This rank's state; values may be ``Stateful``.
         planner: Made for this save; torch's own, or a user's.
         writer: Keeps what was planned before, and says where this rank writes.
         tag: What must be the same on all ranks, as the number of the checkpoint.
+        check: Called first of all on this rank; what it raises is raised on all.
         word: Called on the coordinator when all have come; gives what is to be told to all, or
             raises what is then raised on all.
         prepare: This rank's own preparations, with its plan.
@@ -146,8 +148,9 @@ def plan_save(
 
     def say() -> bytes:
         nonlocal local
+        check()
         planner.set_up_planner(
-            state_dict=state_dict,
+            state_dict=_plain(state_dict),
             storage_meta=writer.storage_meta(),
             is_coordinator=meeting.is_coordinator,
         )
@@ -172,10 +175,11 @@ def plan_save(
             return [pickle.dumps((told, None))]
         pending = _coordinate(before, plans, planner, writer)
         cache.global_plans_made += 1
-        known = before.final if before is not None else [None] * len(plans)
+        # Who sent a plan may have forgotten what came of it, even if it is what it was.
+        known = [None] * len(plans) if before is None else before.final
         return [
-            pickle.dumps((told, None if final == last else final))
-            for final, last in zip(pending.final, known, strict=True)
+            pickle.dumps((told, None if final == last and not plan else final))
+            for final, last, plan in zip(pending.final, known, plans, strict=True)
         ]
 
     with cache.kept_if_all_is_well():
@@ -183,11 +187,10 @@ def plan_save(
     cache.local, cache.coordinated = local, pending
     cache.final = cache.final if final is None else final
     assert cache.final is not None, "who is told that nothing changed has a plan"
-    plan = planner.finish_plan(cache.final)
-    return PlannedSave(plan, None if pending is None else pending.metadata, told)
+    return PlannedSave(cache.final, None if pending is None else pending.metadata, told)
 
 
-def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state with each ``Stateful`` object replaced by its own state."""
     return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 

@@ -164,13 +164,13 @@ class CheckpointRoot:
         """Let older checkpoints go."""
         if self._keep_last is None:
             return
-        folders, _ = folders_in(self.path)
-        complete = [folder for folder in folders if (folder.path / RECORD_NAME).exists()]
-        for folder in complete[self._keep_last :]:
-            try:
+        try:
+            folders, _ = folders_in(self.path)
+            complete = [folder for folder in folders if (folder.path / RECORD_NAME).exists()]
+            for folder in complete[self._keep_last :]:
                 remove(folder, by_rename=self._atomic_rename)
-            except StorageError as error:
-                logger.warning("%s", error)
+        except StorageError as error:
+            logger.warning("older checkpoints than %d stay for now: %s", self._keep_last, error)
 
     def find(
         self, iteration: int | None = None, older_than: tuple[int, int] | None = None
@@ -183,6 +183,7 @@ class CheckpointRoot:
 
         Raises:
             StorageError: The root cannot be read.
+            CorruptShardError: The record of the one that is asked for is damaged.
         """
         folders, _ = folders_in(self.path)
         for folder in folders:
@@ -193,6 +194,8 @@ class CheckpointRoot:
             try:
                 record = CommitRecord.read(folder.path)
             except CorruptShardError as error:
+                if iteration is not None:
+                    raise
                 logger.error("%s is not counted: %s", folder.path, error)
                 continue
             if record is not None:

@@ -47,14 +47,13 @@ class RootLock:
             self._root.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._root / _LOCK_NAME, thread_local=False)
         try:
-            with storage_errors("lock", self._root):
-                self._acquire(lock, min(timeout_s, _PATIENCE_S))
+            self._acquire(lock, min(timeout_s, _PATIENCE_S))
         except Timeout:
             raise StorageError(
                 f"another job saves into {self._root} ({self._owner()}): give each its own root "
                 f"or session_id, or end the other. Nothing was changed"
             ) from None
-        except (NotImplementedError, StorageError) as error:
+        except (NotImplementedError, OSError) as error:
             logger.warning(
                 "%s has no locks, so nothing keeps two jobs from saving there: %s",
                 self._root,

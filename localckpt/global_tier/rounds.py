@@ -131,6 +131,9 @@ class Meeting:
         except Exception as error:  # noqa: BLE001 - raised on every rank, here by what follows
             told.fail(error)
             own = error
+        except BaseException as error:
+            told.fail(error)
+            raise
         outcome = told.hear()
         if self.is_coordinator and not numbered:
             told.see_off()
@@ -258,7 +261,9 @@ class _Round:
                     continue
             time.sleep(next(naps))
         if state >= _FAILED:
-            return self._verdict()
+            failure = self._verdict()
+            self._leave(None)
+            return failure
         outcome = json.loads(self._store.get("outcome"))
         if isinstance(outcome, list):
             answer: bytes | _Failure = _Failure(*outcome)
@@ -276,7 +281,11 @@ class _Round:
             return
         if outcome == 1:
             _forget(self._store, "answer/0")
-        for key in ("verdict", "outcome", "state", "heard"):
+        left = [f"said/{rank}" for rank in range(self._meeting.world_size)] if not outcome else []
+        for key in left:
+            if self._store.check([key]):
+                _forget(self._store, key)
+        for key in ("verdict", "outcome", "came", "state", "heard"):
             self._store.delete_key(key)
 
     def _settle(self, failure: _Failure) -> str:

@@ -49,8 +49,11 @@ class SaveUnderWay:
     def iteration(self) -> int:
         return self.begun.folder.iteration
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Have the rest of it done by a thread; what that raises is the save's error."""
+    def start(self, work: Callable[[], None], afterwards: Callable[[], None]) -> None:
+        """Have the rest of it done by a thread; what ``work`` raises is the save's error.
+
+        ``afterwards`` is called when everybody can know that it is over.
+        """
 
         def run() -> None:
             try:
@@ -64,6 +67,7 @@ class SaveUnderWay:
                 self.error.__cause__ = error
             finally:
                 self.over.set()
+                afterwards()
 
         # Not a daemon: the interpreter must not take the memory away that is being written.
         thread = threading.Thread(target=run, name="localckpt-global", daemon=False)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.planning import Written, plain_state_dict, plan_save
+from localckpt.global_tier.planning import Written, plan_save
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.writer import FileSystemWriterAsync
 
@@ -48,7 +48,8 @@ def save_state_dict_async_plan(
         on the coordinator, and the ranks.
 
     Raises:
-        CheckpointingException: It failed on some rank; the same on every rank.
+        CheckpointingException: It failed on some rank; the same on every rank. What fails after the
+            ranks have agreed is raised when the save is finalized.
     """
     if not isinstance(storage_writer, FileSystemWriterAsync):
         raise CheckpointingException(
@@ -64,7 +65,7 @@ def save_state_dict_async_plan(
     meeting = Meeting("global save", process_group, coordinator_rank, timeout_s)
     save = plan_save(
         meeting,
-        plain_state_dict(state_dict),
+        state_dict,
         planner,
         storage_writer,
         tag=str(storage_writer.path),
@@ -72,7 +73,10 @@ def save_state_dict_async_plan(
         prepare=storage_writer.prepare_local_plan,
     )
     storage_writer.save_id = save.word
-    storage_writer.prepare_write_data(save.plan, planner)
+    try:
+        storage_writer.prepare_write_data(planner.finish_plan(save.plan), planner)
+    except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+        storage_writer.give_up(error)
     return storage_writer, save.metadata, meeting
 
 
@@ -97,9 +101,13 @@ def save_state_dict_async_finalize(
         storage_writer.finish(global_metadata, [part.results for part in written])
         return [b""]
 
-    with plans.kept_if_all_is_well():
-        dist_wrapper.hold(
-            f"finish the checkpoint {storage_writer.path}",
-            lambda: plans.say_written(Written(storage_writer.retrieve_write_results(), {})),
-            answer,
-        )
+    try:
+        with plans.kept_if_all_is_well():
+            dist_wrapper.hold(
+                f"finish the checkpoint {storage_writer.path}",
+                lambda: plans.say_written(Written(storage_writer.retrieve_write_results(), {})),
+                answer,
+            )
+    except BaseException as error:
+        storage_writer.give_up(error)
+        raise

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from localckpt.async_save.request import runs_in_trainer
 from localckpt.global_tier.trailer import FileIdentity, Trailer, trailer_nbytes
 from localckpt.state_dict.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
@@ -32,6 +33,7 @@ __all__ = [
     "read_outcome",
     "write_files",
     "write_preloaded_data",
+    "write_preloaded_data_in_trainer",
     "write_preloaded_data_multiproc",
 ]
 
@@ -143,6 +145,14 @@ def write_preloaded_data_multiproc(
         with storage_errors(f"leave word of what rank {rank} has written in", outcome):
             fresh.write_text(json.dumps(said))
             os.rename(fresh, outcome)
+
+
+@runs_in_trainer
+def write_preloaded_data_in_trainer(
+    transforms: Any, outcome: Path, rank: int, writes: Sequence[FileWrite]
+) -> None:
+    """As :func:`write_preloaded_data_multiproc`, from memory that only the trainer can see."""
+    write_preloaded_data_multiproc(transforms, outcome, rank, writes)
 
 
 def read_outcome(outcome: Path) -> list[list[Stream]] | str | None:

@@ -39,8 +39,10 @@ from localckpt.global_tier.write import (
     Stream,
     read_outcome,
     write_preloaded_data,
+    write_preloaded_data_in_trainer,
     write_preloaded_data_multiproc,
 )
+from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
 
@@ -103,6 +105,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.timeout_s = timeout_s
         self.save_id = uuid.uuid4().hex
         self.plans = PlanCache()
+        self._kind = writer
         self._items = ItemReader(safe_globals)
         self._staging = Staging(writer, threads=staging_threads, timeout_s=timeout_s)
         # A writer that is made for one checkpoint only is often left, not closed.
@@ -110,6 +113,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
         self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
         self._prepared: _Prepared | None = None
+        self._failed: BaseException | None = None
         self.layouts_made = 0
         """How many layouts have been computed."""
 
@@ -119,7 +123,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Turn to the next checkpoint."""
         super().reset(checkpoint_id)
         self.save_id = uuid.uuid4().hex
-        self._prepared = None
+        self._prepared = self._failed = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, or see that no checkpoint is there.
@@ -202,14 +206,18 @@ class FileSystemWriterAsync(FileSystemWriter):
         Returns:
             The function; what stages the tensors before training goes on, and gives the function
             its second argument; and the function's arguments. ``(None, None, [])`` when there is
-            nothing to write on this rank.
+            nothing to write on this rank, or something went wrong, which finalizing raises.
         """
+        if self._failed is not None:
+            return None, None, []
         prepared = self._require_prepared()
         if not prepared.files:
             return None, None, []
         transforms = self.transforms if self.transforms.extensions else None
+        by_thread = self._kind == "thread"
+        write = write_preloaded_data_in_trainer if by_thread else write_preloaded_data_multiproc
         return (
-            partial(self.write_preloaded_data_multiproc, transforms, self._outcome),
+            partial(write, transforms, self._outcome),
             self.preload_tensors,
             [self._file_rank(prepared.plan), []],
         )
@@ -223,6 +231,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._require_prepared()
         extended = bool(self.transforms.extensions)
         buffer, regions = self._staging.take(prepared.files, prepared.others)
+        prepared.staged = (buffer, buffer.lease)
         try:
             self._staging.fill(buffer, prepared.files, regions, prepared.tensors, prepared.others)
         except BaseException:
@@ -253,6 +262,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveFailedError: Writing failed; it says how. Or not all was written.
         """
+        if self._failed is not None:
+            raise self._failed
         prepared = self._require_prepared()
         if not prepared.files:
             return []
@@ -305,6 +316,21 @@ class FileSystemWriterAsync(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         write_durably(Path(self.path) / METADATA_NAME, pickle.dumps(metadata))
 
+    def give_up(self, error: BaseException) -> None:
+        """Forget a save that failed, and take its buffer back, which nobody may use any more.
+
+        One of the ``failure_fns`` that an :class:`AsyncRequest` of ours can have: whoever was
+        writing may be dead.
+        """
+        prepared, self._prepared, self._failed = self._prepared, None, error
+        if prepared is None or prepared.staged is None:
+            return
+        buffer, lease = prepared.staged
+        if buffer.in_use and buffer.lease == lease:
+            self._staging.drop(buffer)
+        with storage_errors("clean up", Path(self.path)):
+            self._outcome_of(prepared).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""
         self._staging.close()
@@ -316,7 +342,10 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def _outcome(self) -> Path:
-        prefix = self._require_prepared().plan.storage_data.prefix
+        return self._outcome_of(self._require_prepared())
+
+    def _outcome_of(self, prepared: _Prepared) -> Path:
+        prefix = prepared.plan.storage_data.prefix
         return Path(self.path) / f".{prefix}written.{self.save_id[:8]}"
 
     def _require_prepared(self) -> _Prepared:
@@ -362,6 +391,8 @@ class _Prepared:
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     others: list[list[memoryview]]
+    staged: tuple[Buffer, int] | None = None
+    """The buffer, and how often it had been taken then."""
 
     def items_of(self, file: FileLayout) -> tuple[WriteItem, ...]:
         """The items of a file in the order in which they lie there."""

@@ -1,0 +1,174 @@
+"""What tests of checkpoints on shared storage share: states, models, and hooks on files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from localckpt.global_tier.manager import GlobalCheckpointManager
+from tests.managers.jobs import assert_same
+from tests.ranks import run_ranks
+
+__all__ = [
+    "MAX_S",
+    "Unpicklable",
+    "assert_loads",
+    "at_each_open",
+    "at_each_rename",
+    "blank",
+    "checkpoints_in",
+    "fsdp_model",
+    "gathered",
+    "leftovers_in",
+    "loaded_by",
+    "manager_on",
+    "run_sharded",
+    "state_of",
+    "states_of",
+    "step",
+]
+
+MAX_S = 20.0
+"""Timeout of managers and meetings where no timeout is to be seen."""
+
+
+def run_sharded(fn: Callable[..., Any], world_size: int, root: Path, *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, with time for what takes longer."""
+    return run_ranks(fn, world_size, root, *args, timeout_s=100.0)
+
+
+def manager_on(root: Path, session_id: str = "", **options: Any) -> GlobalCheckpointManager:
+    """A manager with a deadline."""
+    return GlobalCheckpointManager(root, session_id, **({"timeout": MAX_S} | options))
+
+
+def state_of(iteration: int, rank: int) -> dict[str, Any]:
+    """A state like no other's: some of it is the same on all ranks, some is one rank's alone."""
+    shared = torch.Generator().manual_seed(iteration)
+    own = torch.Generator().manual_seed(1000 * iteration + rank + 1)
+    return {
+        "shared": {"weight": torch.randn(37, 11, generator=shared), "note": f"saved {iteration}"},
+        f"own of {rank}": {
+            "weight": torch.randn(1000 + rank, generator=own),
+            "half": torch.randn(3, 5, generator=own).to(torch.bfloat16),
+            "step": torch.tensor(float(iteration)),
+            "empty": torch.zeros(0, 4),
+            "losses": [1.5, {"at": iteration}],
+        },
+    }
+
+
+def blank(state: Any) -> Any:
+    """The structure of a state, with none of its values."""
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+
+
+def gathered(state: Any) -> Any:
+    """A state with all values of each tensor; all ranks of the tensors' meshes call it."""
+    if isinstance(state, dict):
+        return {key: gathered(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(gathered(value) for value in state)
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def loaded_by(
+    manager: GlobalCheckpointManager, rank: int, iteration: int | None = None
+) -> tuple[int, dict[str, Any]]:
+    """What the manager loads into a blank state of the form of :func:`state_of`."""
+    state = blank(state_of(0, rank))
+    return manager.load(state, iteration), state
+
+
+def assert_loads(manager: GlobalCheckpointManager, rank: int, iteration: int) -> None:
+    """Load that iteration, which is the newest, and compare."""
+    assert manager.find_latest() == iteration
+    found, state = loaded_by(manager, rank)
+    assert found == iteration
+    assert_same(state, state_of(iteration, rank))
+
+
+class Unpicklable:
+    """What fails only when it is copied, after all ranks have planned."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this cannot be pickled")
+
+
+def fsdp_model(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of no dimension that many ranks divide, sharded by FSDP2, and its optimizer.
+
+    Some of its parameters have fewer rows than a mesh of 8 has ranks.
+    """
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3), nn.Linear(3, 13))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps, with gradients that depend on the parameters alone."""
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(10 * parameter.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a trainer saves of them."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def checkpoints_in(root: Path) -> list[str]:
+    """Names of the directories that stand where checkpoints do."""
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("iteration_"))
+
+
+def leftovers_in(root: Path) -> list[str]:
+    """Names of all that is there but checkpoints, and the two files that tell who saves."""
+    known = {*checkpoints_in(root), ".localckpt.lock", ".localckpt.owner"}
+    return sorted(path.name for path in root.iterdir() if path.name not in known)
+
+
+def at_each_open(part: str, act: Callable[[], None]) -> None:
+    """From now on do this whenever this process opens a file with ``part`` in its name."""
+    _at("open", part, act)
+
+
+def at_each_rename(part: str, act: Callable[[], None]) -> None:
+    """From now on do this whenever this process gives a file a name with ``part`` in it."""
+    _at("os.rename", part, act)
+
+
+def _at(event: str, part: str, act: Callable[[], None]) -> None:
+    # Python calls it in the thread that is about to make the call, which waits for it.
+    place = 1 if event == "os.rename" else 0
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        if name != event or isinstance(args[place], int):
+            # Files are opened by their descriptors, too.
+            return
+        if part in Path(os.fsdecode(args[place])).name:
+            act()
+
+    sys.addaudithook(hook)

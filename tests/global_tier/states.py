@@ -1,0 +1,228 @@
+"""What the tests of this room share: states of all kinds, blanks to load them into, and saving,
+loading and comparing them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
+
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.writer import FileSystemWriterAsync
+from tests.state_dict.states import assert_same
+
+__all__ = [
+    "DTYPES",
+    "Settings",
+    "Zlib",
+    "assert_same",
+    "blank",
+    "data_files",
+    "load_with_ours",
+    "load_with_torch",
+    "registry",
+    "save",
+    "state_of",
+    "tensor_of",
+]
+
+# All that torch.distributed.checkpoint can save.
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(
+        getattr(torch, name)
+        for name in ("float8_e8m0fnu", "float4_e2m1fn_x2")
+        if hasattr(torch, name)
+    ),
+]
+
+
+@dataclass
+class Settings:
+    """An object that has to be allowed."""
+
+    name: str
+    value: float
+
+
+class Zlib(StreamTransformExtension):
+    """Compresses each item; as torch's ZStandard, which needs a package."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "tests.zlib"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Zlib:
+        return Zlib()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return cast(IO[bytes], _Compressing(output))
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
+        return io.BytesIO(zlib.decompress(input.read()))
+
+
+class _Compressing(io.RawIOBase):
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self._compressor = zlib.compressobj()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._output.write(self._compressor.compress(data))
+        return len(memoryview(data).cast("B"))
+
+    def close(self) -> None:
+        if not self.closed:
+            self._output.write(self._compressor.flush())
+        super().close()
+
+
+def registry() -> ExtensionRegistry:
+    """Knows how to read what :class:`Zlib` wrote."""
+    found = ExtensionRegistry()
+    found.register(Zlib)
+    return found
+
+
+def tensor_of(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """A tensor of random bits: also NaNs of all kinds, and values that are not normal."""
+    generator = torch.Generator().manual_seed(seed)
+    top = 2 if dtype is torch.bool else 256
+    nbytes = math.prod(shape) * dtype.itemsize
+    values = torch.randint(0, top, (nbytes,), dtype=torch.uint8, generator=generator)
+    return values.view(dtype).view(tuple(shape))
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    """A nested state with everything that a checkpoint can hold, other in each value by seed."""
+    base = tensor_of(torch.float32, (6, 8), seed)
+    numbers = tensor_of(torch.complex64, (4, 3), seed)
+    parameter = torch.nn.Parameter(tensor_of(torch.float32, (5,), seed))
+    parameter.grad = torch.ones(5)
+    odd = [0x80000000, 0x7FC00000, 0x7F800001, 0xFFC12345, 0x7F800000, 1, seed]
+    return {
+        "dtypes": {
+            str(dtype).removeprefix("torch."): tensor_of(dtype, (3, 4), seed) for dtype in DTYPES
+        },
+        "views": {
+            "some rows": base[1:4, ::3],
+            "transposed": base.t(),
+            "expanded": base[0].expand(3, 8),
+            "conjugated": numbers.conj(),
+            "negated": numbers.conj().imag,
+            "channels last": tensor_of(torch.bfloat16, (2, 3, 4, 5), seed).to(
+                memory_format=torch.channels_last
+            ),
+        },
+        "shapes": {
+            "none": torch.tensor(float(seed)),
+            "one": torch.tensor([[[seed]]]),
+            "empty": torch.empty(0),
+            "empty inside": torch.empty(2, 0, 3, dtype=torch.int16),
+            "whole pages": tensor_of(torch.float64, (65536,), seed),
+            "large": tensor_of(torch.float32, (600, 2003), seed),
+        },
+        "odd": torch.tensor(odd, dtype=torch.int64).to(torch.uint32).view(torch.float32),
+        "parameter": parameter,
+        "list": [tensor_of(torch.int64, (2,), seed), {"deep": [1.5 + seed, None]}, [seed]],
+        "pair": (tensor_of(torch.int32, (3,), seed), seed),
+        "objects": {
+            "number": 10**30 + seed,
+            "minus zero": -0.0,
+            "nan": struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000ABC))[0],
+            "text": f"größer als {seed}",
+            "yes": True,
+            "nothing": None,
+            "plain pair": (seed, "text"),
+        },
+    }
+
+
+def blank(state: Any) -> Any:
+    """The same structure without any of its values."""
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(blank(value) for value in state)
+    if isinstance(state, torch.nn.Parameter):
+        return torch.nn.Parameter(torch.zeros_like(state))
+    if isinstance(state, torch.Tensor):
+        return (
+            tensor_of(torch.uint8, (state.numel() * state.itemsize,))
+            .zero_()
+            .view(state.dtype)
+            .view(state.shape)
+        )
+    return "nothing was loaded here"
+
+
+def save(
+    writer: FileSystemWriterAsync, state: dict[str, Any], planner: Any = None, **options: Any
+) -> None:
+    """Plan, stage, write and finish, here and now, as a queue would have it done."""
+    planned = save_state_dict_async_plan(state, writer, planner=planner, **options)
+    function, preload, args = writer.get_save_function_and_args()
+    if function is not None:
+        assert preload is not None
+        args[1] = preload()
+        function(*args)
+    save_state_dict_async_finalize(*planned)
+
+
+def load_with_torch(path: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Fill a blank of the state by torch itself; raises what the reader raised."""
+    found: dict[str, Any] = blank(state)
+    _load(found, FileSystemReader(path, **options), None)
+    return found
+
+
+def load_with_ours(
+    path: Path, state: dict[str, Any], *, safe_globals: Iterable[Any] = (), **options: Any
+) -> dict[str, Any]:
+    """Fill a blank of the state by our reader and planner; raises what the reader raised."""
+    found: dict[str, Any] = blank(state)
+    reader = CachedMetadataFileSystemReader(path, **options)
+    _load(found, reader, ReshardingLoadPlanner(safe_globals=safe_globals))
+    return found
+
+
+def _load(state: dict[str, Any], reader: FileSystemReader, planner: Any) -> None:
+    with warnings.catch_warnings():
+        # Without ranks torch warns that there are none.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner)
+        except CheckpointException as error:
+            # What torch's error of all ranks was made of, on the first of them.
+            raise min(error.failures.items())[1][0] from error
+
+
+def data_files(path: Path) -> list[Path]:
+    """The data files of a checkpoint."""
+    return sorted(path.glob("*.distcp"))

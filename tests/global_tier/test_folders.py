@@ -1,0 +1,200 @@
+"""Names of checkpoints on shared storage, their order, and the record that makes them ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from localckpt import CheckpointingException, CorruptShardError
+from localckpt.global_tier.folders import (
+    RECORD_NAME,
+    CommitRecord,
+    Folder,
+    folders_in,
+    remove,
+    session_root,
+)
+
+NUMBERS = st.integers(0, 10**12)
+SAVE_IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
+# Tests of names share a directory, which each example empties.
+on_disk = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50
+)
+
+RECORD = CommitRecord(
+    "my run", 7, 2, "0123456789abcdef" * 2, 4, {"__0_0.distcp": 123, "__3_1.distcp": 0}, 2**64 - 1
+)
+
+
+def empty(root: Path) -> None:
+    for path in root.iterdir():
+        path.rmdir()
+
+
+@on_disk
+@given(st.sets(st.tuples(NUMBERS, NUMBERS), max_size=20))
+@example({(99_999_999, 1), (100_000_000, 1), (5, 9_999), (5, 10_000)})
+def test_folders_are_found_by_their_names_from_new_to_old(
+    tmp_path: Path, numbers: set[tuple[int, int]]
+) -> None:
+    empty(tmp_path)
+    made = [Folder(tmp_path, iteration, epoch) for iteration, epoch in numbers]
+    for folder in made:
+        folder.path.mkdir()
+
+    found, leftovers = folders_in(tmp_path)
+
+    # A later attempt is newer, whatever its numbers.
+    assert found == sorted(made, key=lambda one: (one.epoch, one.iteration), reverse=True)
+    assert leftovers == []
+
+
+@on_disk
+@given(NUMBERS, NUMBERS, SAVE_IDS)
+def test_what_is_unfinished_is_no_checkpoint_and_tells_what_it_would_be(
+    tmp_path: Path, iteration: int, epoch: int, save_id: str
+) -> None:
+    empty(tmp_path)
+    folder = Folder(tmp_path, iteration, epoch)
+    folder.partial(save_id).mkdir()
+    folder.removed.mkdir()
+
+    found, leftovers = folders_in(tmp_path)
+
+    assert found == []
+    assert {(path, of) for path, of in leftovers} == {
+        (folder.partial(save_id), folder),
+        (folder.removed, folder),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iteration_1.0001",
+        "iteration_00000001.1",
+        "iteration_000000001.0001",
+        "iteration_00000001.00001",
+        "iteration_00000001",
+        "iteration_00000001.0001.partial",
+        "iteration_00000001.0001.01234567.partial",
+        ".iteration_00000001.0001",
+        "Iteration_00000001.0001",
+        "iteration_00000001.0001 ",
+        "iteration_0000000\u0661.0001",
+        "iteration_-0000001.0001",
+        "session-other",
+    ],
+)
+def test_no_other_name_is_taken_for_a_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+
+    assert folders_in(tmp_path) == ([], [])
+
+
+def test_a_root_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert folders_in(tmp_path / "missing") == ([], [])
+
+
+@given(st.text(max_size=30))
+@example("")
+@example("..")
+@example("a/b")
+def test_sessions_of_a_root_are_apart(session_id: str) -> None:
+    root = Path("/root")
+
+    path = session_root(root, session_id)
+
+    if session_id:
+        assert path.parent == root
+        assert path.name not in ("", ".", "..")
+        assert not path.name.startswith("iteration_")
+        assert path != session_root(root, session_id + "x")
+    else:
+        assert path == root
+
+
+@on_disk
+@given(
+    st.builds(
+        CommitRecord,
+        st.text(max_size=10),
+        NUMBERS,
+        NUMBERS,
+        SAVE_IDS,
+        st.integers(1, 10_000),
+        st.dictionaries(st.text(max_size=20), NUMBERS, max_size=5),
+        st.integers(0, 2**64 - 1),
+    )
+)
+@example(RECORD)
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, record: CommitRecord) -> None:
+    (tmp_path / RECORD_NAME).write_bytes(record.to_bytes())
+
+    found = CommitRecord.read(tmp_path)
+
+    assert found == record
+    assert record.nbytes == sum(record.files.values())
+
+
+def test_a_directory_without_a_record_has_none(tmp_path: Path) -> None:
+    assert CommitRecord.read(tmp_path) is None
+    assert CommitRecord.read(tmp_path / "missing") is None
+
+
+def _damaged(data: bytes) -> list[bytes]:
+    """Each byte changed and dropped, and each length that it can be cut to."""
+    found = []
+    for i in range(len(data)):
+        found += [data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :]]
+        found += [data[:i] + data[i + 1 :], data[:i]]
+    return found
+
+
+@pytest.mark.fault("flipped-bit", "torn-file")
+def test_damage_to_any_byte_of_a_record_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / RECORD_NAME
+    cases = _damaged(RECORD.to_bytes())
+
+    for damaged in cases:
+        path.write_bytes(damaged)
+        try:
+            found = CommitRecord.read(tmp_path)
+        except CorruptShardError:
+            continue
+        # Only the line's end may be missing.
+        assert found in (None, RECORD)
+
+    assert len(cases) == 3 * len(RECORD.to_bytes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"null", b"{}", json.dumps(asdict(RECORD) | {"unknown": 2}).encode()],
+)
+def test_a_record_of_another_make_is_an_error_of_ours(text: bytes, tmp_path: Path) -> None:
+    sealed = b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
+    (tmp_path / RECORD_NAME).write_bytes(sealed)
+
+    with pytest.raises(CheckpointingException):
+        CommitRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize("by_rename", [True, False])
+def test_a_removed_checkpoint_is_gone(by_rename: bool, tmp_path: Path) -> None:
+    gone, stays = Folder(tmp_path, 1, 1), Folder(tmp_path, 2, 1)
+    for folder in (gone, stays):
+        folder.path.mkdir()
+        (folder.path / RECORD_NAME).write_bytes(RECORD.to_bytes())
+
+    remove(gone, by_rename=by_rename)
+
+    assert folders_in(tmp_path) == ([stays], [])
+    assert list(tmp_path.iterdir()) == [stays.path]

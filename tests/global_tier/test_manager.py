@@ -1,0 +1,471 @@
+"""What each call of the manager of global checkpoints promises, among real ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    StorageError,
+    UnsafeGlobalError,
+)
+from localckpt.global_tier.manager import GlobalCheckpointManager
+from tests.global_tier.models import (
+    MAX_S,
+    Unpicklable,
+    assert_loads,
+    at_each_open,
+    blank,
+    checkpoints_in,
+    leftovers_in,
+    loaded_by,
+    manager_on,
+    state_of,
+)
+from tests.managers.jobs import assert_same, damage, error_of
+from tests.ranks import run_ranks
+
+
+def scramble(state: Any) -> None:
+    """Change all that can be changed in place."""
+    for key, value in list(state.items()):
+        if isinstance(value, dict):
+            scramble(value)
+        elif isinstance(value, torch.Tensor):
+            value.fill_(7)
+        elif isinstance(value, list):
+            value.clear()
+        else:
+            state[key] = "changed"
+
+
+# Saving behind training.
+
+
+def _train_on_while_it_is_written(rank: int, world_size: int, root: Path) -> None:
+    gate = threading.Event()
+    at_each_open(".distcp", lambda: gate.wait(MAX_S))
+    state = state_of(1, rank)
+    with manager_on(root) as manager:
+        manager.save(state, 1)
+        scramble(state)
+        manager.check_for_errors()
+        assert checkpoints_in(root) == []
+        dist.barrier()
+        gate.set()
+        manager.wait_until_finished()
+        assert checkpoints_in(root) == ["iteration_00000001.0001"]
+        assert_loads(manager, rank, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_a_save_returns_before_anything_is_written_and_keeps_the_values_of_the_call(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(_train_on_while_it_is_written, world_size, tmp_path)
+
+    assert leftovers_in(tmp_path) == []
+
+
+class Counter:
+    """A ``Stateful`` value."""
+
+    def __init__(self, number: int, told: Callable[[], None] = lambda: None) -> None:
+        self.values = torch.full((4,), float(number))
+        self.number = number
+        self._told = told
+
+    def state_dict(self) -> dict[str, Any]:
+        self._told()
+        return {"values": self.values, "number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.number = state["values"], state["number"]
+
+
+def _save_while_one_is_written(rank: int, world_size: int, root: Path) -> list[str]:
+    told: list[str] = []
+    # Who does not wait for the save before opens the gate, and is seen to be first.
+    gate = threading.Event()
+    at_each_open("__1_", lambda: gate.wait(0.3))
+
+    def planning() -> None:
+        told.append("planning 2")
+        gate.set()
+
+    with manager_on(root) as manager:
+        manager.save({"counter": Counter(1)}, 1, on_commit=lambda: told.append("committed 1"))
+        manager.save({"counter": Counter(2, planning)}, 2)
+    return told
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    told = run_ranks(_save_while_one_is_written, 2, tmp_path)
+
+    assert told == [["committed 1", "planning 2"], ["planning 2"]]
+    assert len(checkpoints_in(tmp_path)) == 2
+
+
+def test_values_of_stateful_objects_are_saved_and_loaded(tmp_path: Path) -> None:
+    counter = Counter(0)
+    with manager_on(tmp_path) as manager:
+        manager.save({"counter": Counter(3), "plain": torch.ones(2)}, 1)
+
+        manager.load({"counter": counter, "plain": torch.zeros(2)})
+
+    assert counter.number == 3
+    assert_same(counter.values, torch.full((4,), 3.0))
+
+
+def _learn_of_commits(rank: int, world_size: int, root: Path) -> list[tuple[int, list[str]]]:
+    calls: list[tuple[int, list[str]]] = []
+
+    def committed() -> None:
+        calls.append((rank, checkpoints_in(root)))
+
+    def fail() -> None:
+        raise RuntimeError("no room in the catalogue")
+
+    with manager_on(root) as manager:
+        manager.save(state_of(1, rank), 1, is_async=False, on_commit=committed)
+        assert checkpoints_in(root) == ["iteration_00000001.0001"]
+        manager.save(state_of(2, rank), 2, on_commit=fail)
+        text = error_of(manager.wait_until_finished)
+        assert "iteration 2 is committed, but on_commit failed" in text
+        assert "no room in the catalogue" in text
+        assert_loads(manager, rank, 2)
+        manager.save(state_of(3, rank), 3)
+        assert_loads(manager, rank, 3)
+    return calls
+
+
+def test_on_commit_is_called_once_on_the_first_rank_and_its_error_is_told_to_all(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(_learn_of_commits, 2, tmp_path)
+
+    assert first == [(0, ["iteration_00000001.0001"])]
+    assert second == []
+
+
+def _ask_for_errors(rank: int, world_size: int, root: Path) -> None:
+    gate = threading.Event()
+    at_each_open("__0_", lambda: gate.wait(MAX_S))
+    with manager_on(root) as manager:
+        bad = {f"bad {rank}": Unpicklable()} if rank == 1 else {}
+        for iteration, ask in enumerate(
+            [manager.wait_until_finished, lambda: manager.save(state_of(9, rank), 9)]
+        ):
+            gate.clear()
+            manager.save(state_of(iteration, rank) | bad, iteration)
+            if rank == 0:
+                # Its own part is still being written.
+                manager.check_for_errors()
+            dist.barrier()
+            gate.set()
+            assert "rank 1: RuntimeError: this cannot be pickled" in error_of(ask)
+            manager.check_for_errors()
+            manager.wait_until_finished()
+        gate.clear()
+        manager.save(state_of(3, rank) | bad, 3)
+        gate.set()
+        # Settles, and leaves the error to whoever asks.
+        assert manager.find_latest() == -1
+        assert "this cannot be pickled" in error_of(manager.check_for_errors)
+        manager.check_for_errors()
+        manager.save(state_of(4, rank), 4)
+        assert_loads(manager, rank, 4)
+
+
+def test_each_error_is_raised_once_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(_ask_for_errors, 2, tmp_path)
+
+    assert checkpoints_in(tmp_path) == ["iteration_00000004.0001"]
+    assert leftovers_in(tmp_path) == []
+
+
+def _commit_inside_of_collectives(rank: int, world_size: int, root: Path) -> int:
+    gate, committed = threading.Event(), threading.Event()
+    at_each_open("__1_", lambda: gate.wait(MAX_S))
+    with manager_on(root) as manager:
+        manager.save(state_of(1, rank), 1, on_commit=committed.set)
+        steps, after = 0, 0
+        while after < 3:
+            values = torch.tensor([rank + 1.0, float(committed.is_set())])
+            dist.all_reduce(values)
+            assert values[0] == world_size * (world_size + 1) / 2
+            steps += 1
+            if steps == 10:
+                gate.set()
+            after += int(values[1] > 0)
+        manager.wait_until_finished()
+        assert_loads(manager, rank, 1)
+    return steps
+
+
+def test_a_save_is_committed_while_training_is_inside_its_own_collectives(tmp_path: Path) -> None:
+    steps = run_ranks(_commit_inside_of_collectives, 4, tmp_path)
+
+    assert min(steps) >= 13
+
+
+# Which checkpoints there are.
+
+
+@pytest.mark.parametrize("root", ["", "not/there"])
+def test_no_checkpoint_is_found_in_an_empty_or_missing_root(root: str, tmp_path: Path) -> None:
+    with manager_on(tmp_path / root) as manager:
+        found = manager.find_latest()
+        told = error_of(lambda: manager.load({}))
+
+    assert found == -1
+    assert "there is no checkpoint under" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def _keep_the_last(rank: int, world_size: int, root: Path) -> None:
+    with manager_on(root, keep_last=2) as manager:
+        for iteration in range(1, 5):
+            manager.save(state_of(iteration, rank), iteration)
+        manager.wait_until_finished()
+        assert "there is no checkpoint of iteration 2" in error_of(
+            lambda: loaded_by(manager, rank, 2)
+        )
+        assert loaded_by(manager, rank, 3)[0] == 3
+
+
+def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
+    run_ranks(_keep_the_last, 2, tmp_path)
+
+    assert checkpoints_in(tmp_path) == [f"iteration_{i:08d}.0001" for i in (3, 4)]
+    assert leftovers_in(tmp_path) == []
+
+
+def _go_back(rank: int, world_size: int, root: Path) -> None:
+    with manager_on(root) as manager:
+        for iteration in (10, 20, 30):
+            manager.save(state_of(iteration, rank), iteration)
+        told = error_of(lambda: manager.save(state_of(30, rank), 30))
+        assert "iteration 30 cannot be saved after 30" in told
+        found, state = loaded_by(manager, rank, 10)
+        assert found == 10
+        assert_same(state, state_of(10, rank))
+        manager.save(state_of(15, rank), 15)
+        assert_loads(manager, rank, 15)
+    with manager_on(root) as manager:
+        # What was abandoned can be asked for by its number.
+        assert loaded_by(manager, rank, 30)[0] == 30
+        assert_loads(manager, rank, 15)
+        manager.save(state_of(16, rank), 16)
+        assert_loads(manager, rank, 16)
+
+
+def test_what_was_saved_after_going_back_is_newer_than_what_was_abandoned(tmp_path: Path) -> None:
+    run_ranks(_go_back, 2, tmp_path)
+
+    versions = ["10.0001", "15.0002", "16.0003", "20.0001", "30.0001"]
+    assert checkpoints_in(tmp_path) == [f"iteration_000000{version}" for version in versions]
+
+
+def _disagree(rank: int, world_size: int, root: Path) -> None:
+    with manager_on(root) as manager:
+        told = error_of(lambda: manager.save(state_of(5, rank), 5 + rank), MismatchError)
+        for one in range(world_size):
+            assert f'rank {one}: ["", {5 + one}]' in told
+        manager.save(state_of(7, rank), 7)
+        assert_loads(manager, rank, 7)
+        told = error_of(lambda: loaded_by(manager, rank, 7 - rank), MismatchError)
+        assert 'rank 1: ["", 6]' in told
+        assert_loads(manager, rank, 7)
+
+
+def test_ranks_that_speak_of_different_iterations_are_told_and_can_go_on(tmp_path: Path) -> None:
+    run_ranks(_disagree, 4, tmp_path)
+
+    assert checkpoints_in(tmp_path) == ["iteration_00000007.0001"]
+    assert leftovers_in(tmp_path) == []
+
+
+# Damage.
+
+
+def _swap_in_from_another(folder: Path, other: Path) -> None:
+    shutil.copyfile(other / "__1_0.distcp", folder / "__1_0.distcp")
+
+
+# What is done to the newest checkpoint, given the one before; and the file it is done to.
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "data": (lambda new, old: damage(new / "__1_0.distcp", 0.3), "__1_0.distcp"),
+    "trailer": (lambda new, old: damage(new / "__0_1.distcp", 1.0), "__0_1.distcp"),
+    "metadata": (lambda new, old: damage(new / ".metadata"), ".metadata"),
+    "no metadata": (lambda new, old: (new / ".metadata").unlink(), ".metadata"),
+    "record": (lambda new, old: damage(new / "localckpt.json"), "localckpt.json"),
+    "missing": (lambda new, old: (new / "__1_0.distcp").unlink(), "__1_0.distcp"),
+    "foreign": (_swap_in_from_another, "__1_0.distcp"),
+}
+
+
+def _load_what_is_damaged(rank: int, world_size: int, root: Path, name: str) -> tuple[str, str]:
+    with manager_on(root) as manager:
+        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(2, rank), 2)
+        manager.wait_until_finished()
+        if rank == 0:
+            older, newer = (root / folder for folder in checkpoints_in(root))
+            DAMAGES[name][0](newer, older)
+        dist.barrier()
+        said = _Said()
+        logging.getLogger("localckpt").addHandler(said)
+        found, state = loaded_by(manager, rank)
+        assert found == 1
+        assert_same(state, state_of(1, rank))
+        told = error_of(lambda: loaded_by(manager, rank, 2), (CorruptShardError, StorageError))
+        # A new attempt goes on from there, and is newer than what is damaged.
+        assert loaded_by(manager, rank)[0] == 1
+        manager.save(state_of(2, rank), 2)
+        assert_loads(manager, rank, 2)
+    return told, said.text()
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def text(self) -> str:
+        return "\n".join(record.getMessage() for record in self._records)
+
+
+@pytest.mark.fault("flipped-bit", "torn-file", "wrong-place")
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    told = run_ranks(_load_what_is_damaged, 2, tmp_path, name)
+
+    file = DAMAGES[name][1]
+    for text, _ in told:
+        assert file in text
+    assert any(file in logged for _, logged in told)
+
+
+# Plans.
+
+
+def _save_the_same_structure(rank: int, world_size: int, root: Path) -> None:
+    first = rank == 0
+    with manager_on(root) as manager:
+        state = {f"layer {i}": {"weight": torch.zeros(3, 4)} for i in range(50)}
+        state |= {f"own of {rank}": {"note": "", "values": torch.zeros(5)}}
+
+        def save(iteration: int) -> None:
+            for i in range(50):
+                state[f"layer {i}"]["weight"].fill_(iteration)
+            manager.save(state, iteration)
+            manager.wait_until_finished()
+            found = blank(state)
+            assert manager.load(found) == iteration
+            assert_same(found, state)
+
+        save(1)
+        assert manager.plans.global_plans_made == first
+        assert not first or manager.plans.bytes_gathered > 1024 * world_size
+
+        manager.wait_until_finished()
+        state[f"own of {rank}"]["values"].fill_(3)
+        save(2)
+        save(3)
+        assert manager.plans.global_plans_made == first
+        assert manager.plans.bytes_gathered <= 1024 * world_size
+
+        # Of another length, so that what follows in its file lies elsewhere.
+        state[f"own of {rank}"]["note"] = "x" * 1000 * rank
+        save(4)
+        assert manager.plans.global_plans_made == first
+
+        if rank == 1:
+            state["only here"] = {"more": torch.arange(7)}
+        save(5)
+        assert manager.plans.global_plans_made == 2 * first
+
+        state[f"own of {rank}"]["values"] = torch.ones(5 + rank, dtype=torch.bfloat16)
+        save(6)
+        assert manager.plans.global_plans_made == 3 * first
+
+        save(7)
+        assert manager.plans.global_plans_made == 3 * first
+        assert manager.plans.bytes_gathered <= 1024 * world_size
+
+
+def test_what_did_not_change_is_planned_once_and_what_did_is_noticed(tmp_path: Path) -> None:
+    run_ranks(_save_the_same_structure, 2, tmp_path)
+
+    assert len(checkpoints_in(tmp_path)) == 7
+
+
+# What is refused.
+
+
+class OfMine:
+    """No class that may be loaded from a file."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        manager.save({"mine": OfMine(3)}, 1)
+        told = error_of(manager.wait_until_finished, UnsafeGlobalError)
+    state: dict[str, Any] = {"mine": None}
+    with manager_on(tmp_path, safe_globals=[OfMine]) as manager:
+        manager.save({"mine": OfMine(3)}, 1)
+        manager.load(state)
+
+    assert "OfMine" in told
+    assert state["mine"].number == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"keep_last": 0}, "keep_last is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"concurrent_bytes": 0}, "concurrent_bytes is 0"),
+        ({"thread_count": 0}, "thread_count is 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        GlobalCheckpointManager(tmp_path, **options)
+
+
+def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+    manager = manager_on(tmp_path)
+    manager.save(state_of(1, 0), 1)
+    manager.close()
+    manager.close()
+
+    for call in (
+        lambda: manager.save(state_of(2, 0), 2),
+        lambda: loaded_by(manager, 0),
+        manager.find_latest,
+    ):
+        assert "is closed" in error_of(call)
+    assert checkpoints_in(tmp_path) == ["iteration_00000001.0001"]

@@ -1,0 +1,343 @@
+"""What fails, stalls or dies in a global save is told to all ranks, and costs no older save."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import CheckpointingException, PeerLostError, StorageError
+from tests.global_tier.models import (
+    Unpicklable,
+    assert_loads,
+    at_each_open,
+    at_each_rename,
+    checkpoints_in,
+    leftovers_in,
+    loaded_by,
+    manager_on,
+    state_of,
+)
+from tests.managers.jobs import error_of
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+
+# Far more than it takes to be told, far less than the timeout.
+_AT_ONCE_S, _TIMEOUT_S = 20.0, 60.0
+# What a rank that never comes is waited for, where nothing else has to be done in that time.
+_SHORT_S = 1.5
+# Where it has.
+_LONGER_S = 3.0
+
+
+def _told_at_once(call: Callable[[], Any], kind: type[Exception] = CheckpointingException) -> str:
+    began = time.monotonic()
+    told = error_of(call, kind)
+    assert time.monotonic() - began < _AT_ONCE_S
+    return told
+
+
+@contextmanager
+def _no_file_larger_than(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# One rank fails.
+
+
+def _fail_on_one(rank: int, world_size: int, root: Path) -> list[str]:
+    told = []
+    with manager_on(root, timeout=_TIMEOUT_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        manager.wait_until_finished()
+
+        large = state_of(2, rank) | {f"large {rank}": torch.ones(100_000)}
+        with _no_file_larger_than(100_000 if rank == 1 else resource.RLIM_INFINITY):
+            manager.save(large, 2)
+            told.append(_told_at_once(manager.wait_until_finished, StorageError))
+        assert_loads(manager, rank, 1)
+        manager.save(state_of(3, rank), 3)
+        assert_loads(manager, rank, 3)
+
+        bad = {"bad": Unpicklable()} if rank == 2 else {}
+        manager.save(state_of(4, rank) | bad, 4)
+        told.append(_told_at_once(manager.wait_until_finished))
+        assert_loads(manager, rank, 3)
+        manager.save(state_of(5, rank), 5)
+        assert_loads(manager, rank, 5)
+
+        manager.save(state_of(6, rank), 6)
+        manager.wait_until_finished()
+        if rank == 0:
+            # A stranger's directory stands where the next checkpoint is to be.
+            stranger = root / checkpoints_in(root)[-1].replace("6.", "7.")
+            stranger.mkdir()
+            (stranger / "file").touch()
+        manager.save(state_of(7, rank), 7)
+        told.append(_told_at_once(manager.wait_until_finished, StorageError))
+        assert_loads(manager, rank, 6)
+        manager.save(state_of(8, rank), 8)
+        assert_loads(manager, rank, 8)
+    return told
+
+
+@pytest.mark.fault("refused-io")
+def test_what_fails_on_one_rank_is_raised_on_all_at_once_and_the_next_save_works(
+    tmp_path: Path,
+) -> None:
+    told = run_ranks(_fail_on_one, 3, tmp_path)
+
+    assert told[0] == told[1] == told[2]
+    writing, staging, committing = told[0]
+    assert writing.startswith("StorageError: could not save iteration 2: rank 1: ")
+    assert "__1_" in writing
+    assert "File too large" in writing
+    assert "could not save iteration 4: rank 2: RuntimeError: this cannot be pickled" in staging
+    assert "could not save iteration 7: rank 0: could not commit" in committing
+    assert leftovers_in(tmp_path) == []
+
+
+def _fail_to_plan(rank: int, world_size: int, root: Path) -> str:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("the loader is gone")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with manager_on(root, timeout=_TIMEOUT_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        bad = {"loader": Broken()} if rank == 1 else {}
+        told = _told_at_once(lambda: manager.save(state_of(2, rank) | bad, 2))
+        assert_loads(manager, rank, 1)
+        manager.save(state_of(3, rank), 3)
+        assert_loads(manager, rank, 3)
+    return told
+
+
+def test_a_stateful_value_of_one_rank_that_raises_is_told_to_all_at_once(tmp_path: Path) -> None:
+    told = run_ranks(_fail_to_plan, 2, tmp_path)
+
+    assert told[0] == told[1]
+    assert "rank 1: OSError: the loader is gone" in told[0]
+
+
+# One rank stalls.
+
+
+def _stall_in_the_middle(rank: int, world_size: int, root: Path, sleeper: int) -> str:
+    asleep = threading.Event()
+
+    def fall_asleep() -> None:
+        if rank == sleeper and asleep.is_set():
+            asleep.clear()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    at_each_open(".distcp", fall_asleep)
+    with manager_on(root, timeout=_LONGER_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        manager.wait_until_finished()
+        asleep.set()
+        manager.save(state_of(2, rank), 2)
+        told = error_of(manager.wait_until_finished, PeerLostError)
+        announce(f"told {rank}")
+        await_announced("all are awake")
+        assert_loads(manager, rank, 1)
+        manager.save(state_of(3, rank), 3)
+        assert_loads(manager, rank, 3)
+    return told
+
+
+@pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does(
+    sleeper: int, tmp_path: Path
+) -> None:
+    with start_ranks(_stall_in_the_middle, 3, tmp_path, sleeper) as group:
+        for rank in {0, 1, 2} - {sleeper}:
+            group.await_announced(f"told {rank}")
+        group.kill(sleeper, signal.SIGCONT)
+        group.await_announced(f"told {sleeper}")
+        group.announce("all are awake")
+        told = group.join()
+
+    for text in told:
+        assert "could not save iteration 2: " in text
+        assert f"and rank {sleeper} did not come" in text
+    assert [name[:18] for name in checkpoints_in(tmp_path)] == [
+        "iteration_00000001",
+        "iteration_00000003",
+    ]
+    assert leftovers_in(tmp_path) == []
+
+
+def _come_late(rank: int, world_size: int, root: Path) -> str:
+    with manager_on(root, timeout=_LONGER_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        manager.wait_until_finished()
+        if rank == 1:
+            await_announced("told 0")
+            await_announced("told 2")
+        told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
+        announce(f"told {rank}")
+        await_announced("told 1")
+        assert_loads(manager, rank, 1)
+        manager.save(state_of(3, rank), 3)
+        assert_loads(manager, rank, 3)
+    return told
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> None:
+    told = run_ranks(_come_late, 3, tmp_path)
+
+    for text in told:
+        assert "could not plan the save: " in text
+        assert "and rank 1 did not come" in text
+    assert len(checkpoints_in(tmp_path)) == 2
+
+
+# One rank dies.
+
+
+def _die_in_the_middle(rank: int, world_size: int, root: Path, victim: int) -> str:
+    doomed = threading.Event()
+
+    def die() -> None:
+        if rank == victim and doomed.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at_each_open(".distcp", die)
+    with manager_on(root) as manager:
+        manager.save(state_of(1, rank), 1)
+    dist.barrier()
+    doomed.set()
+    manager = manager_on(root, timeout=_SHORT_S)
+    manager.save(state_of(2, rank), 2)
+    told = error_of(manager.wait_until_finished, PeerLostError)
+    manager.close()
+    return told
+
+
+def _go_on(rank: int, world_size: int, root: Path, atomic: bool, expected: int) -> None:
+    with manager_on(root, atomic_rename=atomic) as manager:
+        assert_loads(manager, rank, expected)
+        manager.save(state_of(9, rank), 9)
+        assert_loads(manager, rank, 9)
+
+
+@pytest.mark.fault("kill-save")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
+    told = run_ranks(_die_in_the_middle, 2, tmp_path, victim, expect_dead={victim})
+
+    text = told[1 - victim]
+    assert "could not save iteration 2: " in text
+    assert f"and rank {victim} did not come" in text
+
+    run_ranks(_go_on, 2, tmp_path, True, 1)
+    # Epochs count what was begun and is still there, too.
+    epoch = 3 - victim
+    assert checkpoints_in(tmp_path) == [
+        "iteration_00000001.0001",
+        f"iteration_00000009.000{epoch}",
+    ]
+    assert leftovers_in(tmp_path) == []
+
+
+# What the first rank does last in a save, where it dies, and which iteration is there then.
+_LAST_WORDS = {
+    "before the metadata": (".metadata", 1),
+    "before the record": ("localckpt.json", 1),
+    "before the directory's name": ("iteration_00000002", 1),
+    "after the commit": ("", 2),
+}
+
+
+def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, last: str) -> str:
+    doomed = threading.Event()
+
+    def die() -> None:
+        if doomed.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if last:
+        at_each_rename(last, die)
+    with manager_on(root) as manager:
+        manager.save(state_of(1, rank), 1)
+    dist.barrier()
+    doomed.set()
+    manager = manager_on(root, timeout=_SHORT_S, atomic_rename=atomic)
+    manager.save(state_of(2, rank), 2, on_commit=None if last else die)
+    told = error_of(manager.wait_until_finished, PeerLostError)
+    manager.close()
+    return told
+
+
+@pytest.mark.fault("kill-save")
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("when", _LAST_WORDS)
+def test_a_first_rank_that_dies_as_it_commits_leaves_the_old_checkpoint_or_the_new(
+    when: str, atomic: bool, tmp_path: Path
+) -> None:
+    last, found = _LAST_WORDS[when]
+    if not atomic and last.startswith("iteration_"):
+        pytest.skip("there is no such rename")
+
+    told = run_ranks(_die_at_the_commit, 2, tmp_path, atomic, last, expect_dead={0})
+
+    assert "rank 0 has not said after 1.5 s what came of it" in told[1]
+
+    run_ranks(_go_on, 2, tmp_path, atomic, found)
+    names = [f"iteration_0000000{i}.000{i}" for i in range(1, found + 1)]
+    assert checkpoints_in(tmp_path) == [*names, "iteration_00000009.0003"]
+    assert leftovers_in(tmp_path) == []
+
+
+def test_unfinished_directories_are_never_found(tmp_path: Path) -> None:
+    unfinished = (
+        ".iteration_00000002.0001.0123abcd.partial",
+        ".iteration_00000003.0001.old.removed",
+        "iteration_00000004",
+        "iteration_5.0001",
+        "iteration_00000006.0001.partial",
+        "iteration_00000007.0001",
+    )
+    with manager_on(tmp_path) as manager:
+        manager.save(state_of(1, 0), 1, is_async=False)
+        for name in unfinished:
+            shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / name)
+        (tmp_path / unfinished[-1] / "localckpt.json").unlink()
+
+        assert_loads(manager, 0, 1)
+        for iteration in range(2, 8):
+            assert "there is no checkpoint" in error_of(
+                lambda iteration=iteration: loaded_by(manager, 0, iteration)
+            )
+
+
+def test_an_error_in_the_block_is_not_replaced_by_that_of_the_save(tmp_path: Path) -> None:
+    def fail_in_the_block() -> None:
+        with manager_on(tmp_path) as manager:
+            manager.save({"bad": Unpicklable()}, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block()
+
+    assert checkpoints_in(tmp_path) == []

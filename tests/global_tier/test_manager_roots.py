@@ -1,0 +1,285 @@
+"""Who may save where: sessions and jobs that share a root, what they leave, what forks may do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from localckpt import CheckpointingException, StorageError
+from localckpt.global_tier.manager import GlobalCheckpointManager
+from tests.global_tier.models import (
+    assert_loads,
+    at_each_rename,
+    checkpoints_in,
+    leftovers_in,
+    loaded_by,
+    manager_on,
+    state_of,
+)
+from tests.managers.jobs import error_of, our_threads
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+
+
+def _tree(root: Path) -> dict[str, bytes]:
+    """All files and what is in them."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def _in_a_fork(act: Callable[[], object]) -> int:
+    """Exit status of a forked child that does it."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        act()
+        status = 0
+    except BaseException:  # noqa: BLE001 - shown with the output of the test
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+# Sessions.
+
+
+def _save_in_turn(rank: int, world_size: int, root: Path) -> None:
+    sessions = ("", "one", "a/b")
+    managers = {name: manager_on(root, name, keep_last=1) for name in sessions}
+    for iteration in (1, 2):
+        for number, manager in enumerate(managers.values()):
+            manager.save(state_of(10 * number + iteration, rank), 10 * number + iteration)
+    for number, manager in enumerate(managers.values()):
+        assert_loads(manager, rank, 10 * number + 2)
+        manager.close()
+
+
+def test_sessions_that_share_a_root_do_not_see_each_other(tmp_path: Path) -> None:
+    run_ranks(_save_in_turn, 2, tmp_path)
+
+    assert checkpoints_in(tmp_path) == ["iteration_00000002.0001"]
+    assert checkpoints_in(tmp_path / "session-one") == ["iteration_00000012.0001"]
+    assert checkpoints_in(tmp_path / "session-a%2Fb") == ["iteration_00000022.0001"]
+
+
+# Jobs.
+
+
+def _hold_the_root(rank: int, world_size: int, root: Path) -> None:
+    manager = manager_on(root)
+    manager.save(state_of(1, rank), 1)
+    manager.wait_until_finished()
+    announce(f"saved {rank}")
+    await_announced("close")
+    manager.close()
+    announce(f"closed {rank}")
+    await_announced("end")
+
+
+@pytest.mark.fault("two-jobs")
+def test_a_second_job_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    with start_ranks(_hold_the_root, 2, tmp_path) as first:
+        for rank in range(2):
+            first.await_announced(f"saved {rank}")
+        before = _tree(tmp_path)
+        second = manager_on(tmp_path, timeout=0.2)
+        assert_loads_of_two(second, 1)
+
+        told = error_of(lambda: second.save(state_of(2, 0), 2), StorageError)
+
+        assert f"-{first.pids[0]}-" in told
+        assert f"another job saves into {tmp_path}" in told
+        assert _tree(tmp_path) == before
+        first.announce("close")
+        for rank in range(2):
+            first.await_announced(f"closed {rank}")
+        second.save(state_of(2, 0), 2)
+        second.close()
+        first.announce("end")
+        first.join()
+    assert checkpoints_in(tmp_path) == ["iteration_00000001.0001", "iteration_00000002.0002"]
+
+
+def assert_loads_of_two(manager: GlobalCheckpointManager, iteration: int) -> None:
+    """One rank loads what two have saved."""
+    for rank in range(2):
+        assert_loads(manager, rank, iteration)
+
+
+@pytest.mark.fault("two-jobs", "kill-save")
+def test_a_second_job_saves_when_the_first_is_dead(tmp_path: Path) -> None:
+    with start_ranks(_hold_the_root, 1, tmp_path, init_group=False) as first:
+        first.await_announced("saved 0")
+        second = manager_on(tmp_path, timeout=0.2)
+        error_of(lambda: second.save(state_of(2, 0), 2), StorageError)
+        first.kill(0)
+        first.join(expect_dead={0})
+
+        second.save(state_of(2, 0), 2)
+
+        assert_loads(second, 0, 2)
+        second.close()
+
+
+# Roots where directories are not renamed at once.
+
+
+def _save_without_renames(rank: int, world_size: int, root: Path) -> None:
+    names: list[str] = []
+    at_each_rename("iteration_", lambda: names.append("renamed"))
+    with manager_on(root, atomic_rename=False, keep_last=2) as manager:
+        for iteration in (1, 2, 3):
+            manager.save(state_of(iteration, rank), iteration)
+        assert_loads(manager, rank, 3)
+        dist.barrier()
+        if rank == 0:
+            # As a job that died left it.
+            (root / "iteration_00000004.0001").mkdir()
+            (root / "iteration_00000004.0001" / ".metadata").touch()
+        dist.barrier()
+        assert manager.find_latest() == 3
+        told = error_of(lambda: loaded_by(manager, rank, 4))
+        assert "there is no checkpoint of iteration 4" in told
+        manager.save(state_of(5, rank), 5)
+        assert_loads(manager, rank, 5)
+    assert names == []
+
+
+def test_where_directories_are_not_renamed_the_record_alone_makes_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save_without_renames, 2, tmp_path)
+
+    assert checkpoints_in(tmp_path) == ["iteration_00000003.0001", "iteration_00000005.0002"]
+    assert leftovers_in(tmp_path) == []
+
+
+def test_checkpoints_with_and_without_renames_are_read_alike(tmp_path: Path) -> None:
+    for iteration, atomic in ((1, True), (2, False), (3, True), (4, False)):
+        with manager_on(tmp_path, atomic_rename=atomic) as manager:
+            manager.save(state_of(iteration, 0), iteration)
+    for atomic in (True, False):
+        with manager_on(tmp_path, atomic_rename=atomic) as manager:
+            for iteration in (1, 2, 3):
+                assert loaded_by(manager, 0, iteration)[0] == iteration
+
+            assert_loads(manager, 0, 4)
+
+
+# What is left.
+
+
+def _leave(rank: int, world_size: int, root: Path) -> None:
+    begun = our_threads()
+    manager = manager_on(root)
+    for iteration in (1, 2):
+        manager.save(state_of(iteration, rank), iteration)
+    assert_loads(manager, rank, 2)
+    manager.close()
+    for thread in threading.enumerate():
+        if thread.name == "localckpt-within":
+            thread.join(10.0)
+    assert our_threads() == begun
+    assert psutil.Process().children() == []
+    open_files = [file.path for file in psutil.Process().open_files()]
+    assert [path for path in open_files if path.startswith(str(root))] == []
+
+
+def test_a_closed_manager_leaves_checkpoints_and_two_dot_files(tmp_path: Path) -> None:
+    run_ranks(_leave, 2, tmp_path)
+
+    assert len(checkpoints_in(tmp_path)) == 2
+    assert leftovers_in(tmp_path) == []
+
+
+# Forks.
+
+
+def _refuse(manager: GlobalCheckpointManager) -> None:
+    """In a fork: the manager is of no use, and closing it does nothing."""
+    manager.close()
+    for call in (
+        manager.find_latest,
+        lambda: manager.save({}, 9),
+        lambda: manager.load({}),
+    ):
+        with pytest.raises(CheckpointingException, match="a fork"):
+            call()
+
+
+def _fork_and_go_on(rank: int, world_size: int, root: Path) -> None:
+    kept = [manager_on(root, staging_threads=2)]
+    kept[0].save(state_of(1, 0), 1)
+    kept[0].wait_until_finished()
+
+    def leave_the_block() -> None:
+        with kept[0]:
+            pass
+
+    def drop() -> None:
+        kept.clear()
+        gc.collect()
+
+    for act in (lambda: _refuse(kept[0]), leave_the_block, drop):
+        assert _in_a_fork(act) == 0
+    # Nobody else may save: the lock is still the parent's.
+    with manager_on(root, timeout=0.2) as other:
+        told = error_of(lambda: other.save(state_of(5, 0), 5), StorageError)
+    assert f"-{os.getpid()}-" in told
+    kept[0].save(state_of(2, 0), 2)
+    assert_loads(kept[0], 0, 2)
+    kept[0].close()
+
+
+def test_a_fork_that_closes_or_drops_the_manager_does_nothing_to_its_parents(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_fork_and_go_on, 1, tmp_path, init_group=False)
+
+    assert len(checkpoints_in(tmp_path)) == 2
+
+
+def _hold_the_root_with_a_fork(rank: int, world_size: int, root: Path) -> None:
+    manager = manager_on(root)
+    manager.save(state_of(1, rank), 1)
+    manager.wait_until_finished()
+    if not os.fork():
+        # As a worker of a data loader, which outlives its trainer by a moment.
+        announce("forked")
+        await_announced("end")
+        os._exit(0)
+    await_announced("close")
+    manager.close()
+    announce("closed")
+    await_announced("end")
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_fork_that_lives_on_does_not_keep_the_root_from_the_next_job(
+    how: str, tmp_path: Path
+) -> None:
+    with start_ranks(_hold_the_root_with_a_fork, 1, tmp_path, init_group=False) as first:
+        first.await_announced("forked")
+        if how == "closed":
+            first.announce("close")
+            first.await_announced("closed")
+        else:
+            first.kill(0)
+            psutil.wait_procs([psutil.Process(first.pids[0])], timeout=10.0)
+        try:
+            with manager_on(tmp_path, timeout=0.2) as second:
+                second.save(state_of(2, 0), 2)
+                assert_loads(second, 0, 2)
+        finally:
+            first.announce("end")
+            first.join(expect_dead={0} if how == "killed" else ())

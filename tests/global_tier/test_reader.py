@@ -1,0 +1,309 @@
+"""The reader: metadata read once for all ranks, running no code, and data within a budget."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from localckpt import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    PeerLostError,
+    UnsafeGlobalError,
+)
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.read import FileReads, Run
+from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.writer import FileSystemWriterAsync
+from tests.global_tier.states import (
+    assert_same,
+    blank,
+    data_files,
+    load_with_ours,
+    save,
+    state_of,
+    tensor_of,
+)
+from tests.ranks import announce, await_announced, run_ranks
+
+MIB = 1 << 20
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Bomb:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def checkpoint(path: Path, state: dict[str, Any]) -> FileSystemWriterAsync:
+    writer = FileSystemWriterAsync(path, writer="thread")
+    save(writer, state)
+    writer.close()
+    return writer
+
+
+def told_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _load_from_own_directory(
+    rank: int, world_size: int, root: Path, share_metadata: bool
+) -> str | None:
+    # Only the first rank's directory has metadata.
+    reader = CachedMetadataFileSystemReader(
+        root / str(rank), share_metadata=share_metadata, timeout_s=20.0
+    )
+    if not share_metadata and rank:
+        return told_by(reader.read_metadata)
+    state = blank(state_of(1))
+    dcp.load(
+        state, storage_reader=reader, planner=ReshardingLoadPlanner(), no_dist=not share_metadata
+    )
+    assert_same(state, state_of(1))
+    return None
+
+
+def test_one_rank_reads_the_metadata_for_all(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "0", state_of(1))
+    for rank in range(1, 4):
+        (tmp_path / str(rank)).mkdir()
+        for file in data_files(tmp_path / "0"):
+            os.link(file, tmp_path / str(rank) / file.name)
+
+    shared = run_ranks(_load_from_own_directory, 4, tmp_path, True)
+    alone = run_ranks(_load_from_own_directory, 2, tmp_path, False)
+
+    assert shared == [None] * 4
+    # The directories are as they must be for this to tell anything.
+    assert alone[0] is None
+    assert "StorageError" in alone[1]
+    assert str(tmp_path / "1" / ".metadata") in alone[1]
+
+
+def _read_metadata_of_each(rank: int, world_size: int, paths: list[Path]) -> list[str]:
+    told = []
+    for path in paths:
+        reader = CachedMetadataFileSystemReader(path, timeout_s=20.0)
+        told.append(told_by(reader.read_metadata))
+        reader.reset(paths[-1])
+        assert isinstance(reader.read_metadata(), Metadata)
+    return told
+
+
+def test_metadata_that_is_missing_or_damaged_is_the_same_error_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    checkpoint(tmp_path / "good", {"w": torch.ones(3)})
+    whole = (tmp_path / "good" / ".metadata").read_bytes()
+    contents = {
+        "missing": None,
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "noise": tensor_of(torch.uint8, (len(whole),), 3).numpy().tobytes(),
+        "no metadata": pickle.dumps({"w": 1}),
+        "bomb": pickle.dumps(Bomb(tmp_path / "exploded")),
+        "hidden bomb": pickle.dumps(Metadata({}, planner_data=Bomb(tmp_path / "exploded"))),
+        "good": whole,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        if content is not None:
+            (tmp_path / name / ".metadata").write_bytes(content)
+
+    first, *others = run_ranks(_read_metadata_of_each, 4, [tmp_path / name for name in contents])
+
+    by_name = dict(zip(contents, first, strict=True))
+    for other in others:
+        assert other == first
+    assert by_name["missing"].startswith(f"StorageError: rank 0: could not read {tmp_path}")
+    for name in ("empty", "cut", "noise", "no metadata"):
+        assert by_name[name].startswith("CorruptShardError"), by_name[name]
+        assert str(tmp_path / name) in by_name[name]
+    for name in ("bomb", "hidden bomb"):
+        assert by_name[name].startswith("UnsafeGlobalError")
+        assert "mkdir" in by_name[name]
+    assert not (tmp_path / "exploded").exists()
+    assert by_name["good"] == "nothing was raised"
+
+
+def test_the_bomb_of_these_tests_explodes(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
+
+    assert (tmp_path / "exploded").is_dir()
+
+
+def test_metadata_of_a_single_rank_runs_no_code_either(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "here", {"w": torch.ones(3)})
+    metadata = tmp_path / "here" / ".metadata"
+    # Where there is no metadata of all, torch asks for that of the rank.
+    metadata.rename(tmp_path / "here" / "__0.metadata")
+    assert_same(load_with_ours(tmp_path / "here", {"w": torch.ones(3)}), {"w": torch.ones(3)})
+    (tmp_path / "here" / "__0.metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+
+    with pytest.raises(UnsafeGlobalError, match="mkdir"):
+        CachedMetadataFileSystemReader(tmp_path / "here").read_metadata(rank=0)
+    with pytest.raises(Exception, match="mkdir"):
+        load_with_ours(tmp_path / "here", {"w": torch.ones(3)})
+
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_an_object_in_a_data_file_runs_no_code(tmp_path: Path) -> None:
+    bomb = Bomb(tmp_path / "exploded")
+    dcp.save({"bomb": bomb, "w": torch.ones(3)}, checkpoint_id=tmp_path / "here", no_dist=True)
+
+    with pytest.raises(UnsafeGlobalError, match=r"bomb refers to .*mkdir"):
+        load_with_ours(tmp_path / "here", {"bomb": 1, "w": torch.ones(3)})
+
+    assert not (tmp_path / "exploded").exists()
+
+
+def _wait_for_a_rank_that_does_not_come(rank: int, world_size: int, path: Path) -> str:
+    if rank == 0:
+        await_announced("given up")
+        return ""
+    reader = CachedMetadataFileSystemReader(path, timeout_s=0.3)
+    told = told_by(reader.read_metadata)
+    announce("given up")
+    return told
+
+
+def test_a_rank_that_reads_for_all_and_does_not_come_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"w": torch.ones(3)})
+
+    _, told = run_ranks(_wait_for_a_rank_that_does_not_come, 2, tmp_path)
+
+    assert told.startswith(PeerLostError.__name__)
+    assert "rank 0 has not told" in told
+
+
+class InFlight:
+    """Takes bytes of a file, and sees how many others are being taken."""
+
+    def __init__(self, together: int) -> None:
+        self._lock = threading.Lock()
+        self._meet = threading.Barrier(together)
+        self.nbytes = self.most = 0
+        self.taken: list[bytes] = []
+
+    def take(self, data: memoryview) -> None:
+        with self._lock:
+            self.nbytes += len(data)
+            self.most = max(self.most, self.nbytes)
+        # All that may be in flight together are, or this raises.
+        self._meet.wait(20.0)
+        with self._lock:
+            self.nbytes -= len(data)
+            self.taken.append(bytes(data[:1]))
+
+
+@pytest.mark.parametrize(
+    ("limit", "together"), [(8 * MIB, 8), (4 * MIB, 4), (2 * MIB, 2), (MIB, 1), (1, 1)]
+)
+def test_bytes_in_flight_are_as_many_as_allowed_and_no_more(
+    tmp_path: Path, limit: int, together: int
+) -> None:
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(b"".join(bytes([i]) * MIB for i in range(16)))
+    flight = InFlight(together)
+    reads = FileReads(tmp_path, limit, None)
+    reads.add(path.name, [Run(i * MIB, (i + 1) * MIB, flight.take) for i in range(16)])
+
+    reads.carry_out()
+
+    assert flight.most == max(limit, MIB)
+    assert sorted(flight.taken) == [bytes([i]) for i in range(16)]
+    assert reads.nbytes == 16 * MIB
+
+
+@pytest.mark.parametrize("concurrent_bytes", [1, 5 * MIB, 1 << 40])
+def test_any_budget_is_enough_for_any_state(tmp_path: Path, concurrent_bytes: int) -> None:
+    # An object, which cannot be read in pieces, is larger than two of the budgets.
+    state = {**state_of(1), "text": "x" * (6 * MIB), "large": tensor_of(torch.int8, (9 * MIB,))}
+    checkpoint(tmp_path, state)
+
+    found = load_with_ours(tmp_path, state, concurrent_bytes=concurrent_bytes)
+
+    assert_same(found, state)
+
+
+def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="concurrent_bytes"):
+        CachedMetadataFileSystemReader(tmp_path, concurrent_bytes=0)
+
+
+def test_each_byte_is_read_once_and_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
+    state = {f"w{i}": tensor_of(torch.float32, (3 * MIB // 4 + 5 * i,), i) for i in range(8)}
+    checkpoint(tmp_path, state)
+    total = sum(file.stat().st_size for file in data_files(tmp_path))
+    reader = CachedMetadataFileSystemReader(tmp_path)
+
+    dcp.load(blank(state), storage_reader=reader)
+    for_all = reader.nbytes_read
+    dcp.load(blank({"w3": state["w3"]}), storage_reader=reader)
+    for_one = reader.nbytes_read
+
+    assert 0.9 * total < for_all <= total
+    # Its own bytes, its frame, and the rest of the first block and of the last.
+    assert 3 * MIB < for_one <= 3 * MIB + 2 * MIB + 4096
+
+
+def test_a_file_of_another_writer_is_not_of_the_save_that_is_asked_for(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+
+    with pytest.raises(CorruptShardError, match="does not end as it was written"):
+        load_with_ours(tmp_path, state, save_id="0" * 32)
+
+    assert_same(load_with_ours(tmp_path, state), state)
+
+
+def test_all_that_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"a": torch.ones(3), "b": torch.ones(4), "c": 5, "d": torch.ones(2)})
+    state = {"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(1), "d": 1, "e": 2}
+    reader = CachedMetadataFileSystemReader(tmp_path)
+    planner = ReshardingLoadPlanner()
+    planner.set_up_planner(state, reader.read_metadata(), True)
+
+    with pytest.raises(MismatchError) as error:
+        planner.create_local_plan()
+
+    told = str(error.value)
+    assert "b has shape (5,), not (4,)" in told
+    assert "c is a tensor, and was saved as an object" in told
+    assert "d is an object, and was saved as a tensor" in told
+    assert "e is not in the checkpoint" in told
+    assert told.count(";") == 3
+    assert_same(state["a"], torch.zeros(3))
+
+
+def test_what_the_checkpoint_has_not_is_left_as_it_is_when_asked_to(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"a": torch.ones(3), "n": 5})
+    state = {"a": torch.zeros(3), "b": torch.full((2,), 7.0), "n": 1, "m": 3}
+
+    dcp.load(
+        state,
+        storage_reader=CachedMetadataFileSystemReader(tmp_path),
+        planner=ReshardingLoadPlanner(allow_partial_load=True),
+    )
+
+    assert_same(state, {"a": torch.ones(3), "b": torch.full((2,), 7.0), "n": 5, "m": 3})

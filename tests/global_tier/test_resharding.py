@@ -1,0 +1,319 @@
+"""What any number of ranks saved in any sharding is loaded bit for bit in any other."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from localckpt import MismatchError
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from tests.global_tier.models import (
+    MAX_S,
+    checkpoints_in,
+    fsdp_model,
+    gathered,
+    manager_on,
+    run_sharded,
+    states_of,
+    step,
+)
+from tests.managers.jobs import assert_same
+
+PLACEMENTS = (Replicate(), Shard(0), Shard(1))
+# Whole, uneven, and with fewer rows or columns than there are ranks.
+SHAPES = ((8, 4), (5, 3), (1, 6))
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Values that belong to a name, the same on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode())))
+
+
+def spread(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """A DTensor of values that all ranks have."""
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+# FSDP2 and its optimizer.
+
+
+def _save_on_each_and_load_on_each(
+    rank: int, world_size: int, root: Path, counts: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    groups = {count: dist.new_group(range(count)) for count in counts}
+    mine = [count for count in counts if rank < count]
+    meshes = {count: DeviceMesh.from_group(groups[count], "cpu") for count in mine}
+    for count in mine:
+        state = states_of(*fsdp_model(meshes[count], seed=count))
+        with manager_on(root, process_group=groups[count]) as manager:
+            manager.save(state, count)
+        full = gathered(state)
+        if rank == 0:
+            torch.save(full, root / f"saved on {count}")
+    dist.barrier()
+    done = []
+    for count in mine:
+        model, optimizer = fsdp_model(meshes[count], seed=99)
+        with manager_on(root, process_group=groups[count]) as manager:
+            for saved in counts:
+                state = states_of(model, optimizer)
+                assert manager.load(state, saved) == saved
+                set_state_dict(
+                    model,
+                    optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
+                expected = torch.load(root / f"saved on {saved}")
+                assert_same(gathered(states_of(model, optimizer)), expected)
+                done.append((saved, count))
+    return done
+
+
+def test_fsdp_models_and_optimizers_go_from_any_number_of_ranks_to_any_other(
+    tmp_path: Path,
+) -> None:
+    counts = (1, 2, 4, 8)
+
+    told = run_sharded(_save_on_each_and_load_on_each, 8, tmp_path, counts)
+
+    assert sorted(told[0]) == sorted(product(counts, counts))
+    assert len(told[7]) == len(counts)
+
+
+# Placements.
+
+
+def _all_placements() -> list[tuple[str, DeviceMesh, tuple[Placement, ...]]]:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    found: list[tuple[str, DeviceMesh, tuple[Placement, ...]]] = [
+        (f"4 {one}", line, (one,)) for one in PLACEMENTS
+    ]
+    found += [(f"2x2 {both}", square, both) for both in product(PLACEMENTS, PLACEMENTS)]
+    return found
+
+
+def _load_every_placement_into_every_other(rank: int, world_size: int, root: Path) -> int:
+    saved: dict[str, DTensor] = {}
+    wanted: dict[str, DTensor] = {}
+    kinds = _all_placements()
+    for (a, a_mesh, a_placed), (b, b_mesh, b_placed) in product(kinds, kinds):
+        for shape in SHAPES:
+            name = f"{a} -> {b}: {shape}"
+            full = values_of(name, shape)
+            saved[name] = spread(full, a_mesh, *a_placed)
+            wanted[name] = spread(torch.zeros(shape), b_mesh, *b_placed)
+    with manager_on(root) as manager:
+        manager.save(dict(saved), 1)
+        manager.load(wanted)
+    for name, tensor in wanted.items():
+        assert_same(tensor.full_tensor(), values_of(name, tuple(tensor.shape)))
+    return len(wanted)
+
+
+def test_every_placement_on_1d_and_2d_meshes_is_loaded_into_every_other(tmp_path: Path) -> None:
+    told = run_sharded(_load_every_placement_into_every_other, 4, tmp_path)
+
+    assert told == [12 * 12 * len(SHAPES)] * 4
+
+
+def _tensor_parallel(mesh: DeviceMesh, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def _go_between_ways_to_be_parallel(rank: int, world_size: int, root: Path) -> None:
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def make(kind: str, seed: int) -> dict[str, Any]:
+        if kind == "tensor":
+            model = _tensor_parallel(line, seed)
+        elif kind == "data and tensor":
+            model = _tensor_parallel(square["tensor"], seed)
+            fully_shard(model, mesh=square["data"])
+        else:
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5))
+            fully_shard(model, mesh=line)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        return states_of(model, optimizer)
+
+    kinds = ("tensor", "data and tensor", "data")
+    with manager_on(root) as manager:
+        for iteration, kind in enumerate(kinds):
+            manager.save(make(kind, seed=iteration), iteration)
+        for iteration, kind in enumerate(kinds):
+            expected = gathered(make(kind, seed=iteration))
+            for other in kinds:
+                state = make(other, seed=99)
+                manager.load(state, iteration)
+                assert_same(gathered(state), expected)
+
+
+def test_tensor_parallel_models_are_loaded_into_fsdp_and_back(tmp_path: Path) -> None:
+    run_sharded(_go_between_ways_to_be_parallel, 4, tmp_path)
+
+
+# Other kinds of tensors.
+
+
+def _sharded_tensor(full: torch.Tensor, rank: int, rows: list[int]) -> ShardedTensor:
+    """Rows dealt to the ranks; a rank with none has no shard."""
+    start = sum(rows[:rank])
+    part = full[start : start + rows[rank]].clone()
+    shards = [LocalShard.from_tensor_and_offsets(part, [start, 0], rank)] if rows[rank] else []
+    return init_from_local_shards(shards, *full.shape)
+
+
+def _go_between_kinds_of_tensors(rank: int, world_size: int, root: Path) -> None:
+    full = values_of("full", (10, 3))
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def make(kind: str, values: torch.Tensor) -> Any:
+        if kind == "plain":
+            return values.clone()
+        if kind == "dtensor":
+            return spread(values, mesh, Shard(0))
+        return _sharded_tensor(values, rank, [5, 1, 4] if kind == "sharded" else [0, 3, 7])
+
+    kinds = ("plain", "dtensor", "sharded", "sharded otherwise")
+    pairs = list(product(kinds, kinds))
+    with manager_on(root) as manager:
+        manager.save({f"{a} -> {b}": make(a, full) for a, b in pairs}, 1)
+        wanted = {f"{a} -> {b}": make(b, torch.zeros(10, 3)) for a, b in pairs}
+        manager.load(wanted)
+    for (_, kind), found in zip(pairs, wanted.values(), strict=True):
+        if isinstance(found, ShardedTensor):
+            shards = [shard.tensor for shard in found.local_shards()]
+            expected = [shard.tensor for shard in make(kind, full).local_shards()]
+            assert_same(shards, expected)
+        else:
+            assert_same(gathered(found), full)
+
+
+def test_plain_tensors_dtensors_and_sharded_tensors_are_loaded_into_each_other(
+    tmp_path: Path,
+) -> None:
+    run_sharded(_go_between_kinds_of_tensors, 3, tmp_path)
+
+
+def _load_into_meta(rank: int, world_size: int, root: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = values_of("full", (5, 3))
+    state: dict[str, Any] = {
+        "plain": full,
+        "nested": {"uneven": spread(full, mesh, Shard(0))},
+        "columns": spread(full, mesh, Shard(1)),
+    }
+    wanted: dict[str, Any] = {
+        "plain": torch.empty(5, 3, device="meta"),
+        "nested": {"uneven": spread(torch.empty(5, 3, device="meta"), mesh, Shard(1))},
+        "columns": spread(torch.empty(5, 3, device="meta"), mesh, Replicate()),
+    }
+    with manager_on(root) as manager:
+        manager.save(state, 1)
+        manager.load(wanted)
+    assert_same(wanted["plain"], full)
+    assert wanted["nested"]["uneven"].placements == (Shard(1),)
+    assert wanted["columns"].placements == (Replicate(),)
+    for tensor in (wanted["nested"]["uneven"], wanted["columns"]):
+        assert_same(tensor.full_tensor(), full)
+
+
+def test_tensors_on_the_meta_device_are_made(tmp_path: Path) -> None:
+    run_sharded(_load_into_meta, 2, tmp_path)
+
+
+def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path: Path) -> None:
+    full = values_of("full", (5, 3))
+    wanted: dict[str, Any] = {"nested": {"weight": torch.empty(5, 3, device="meta")}}
+
+    with manager_on(tmp_path) as manager:
+        manager.save({"nested": {"weight": full}}, 1)
+        manager.load(wanted)
+
+    assert_same(wanted["nested"]["weight"], full)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (5, 3, 1), ()])
+def test_another_shape_is_refused_and_nothing_is_read(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    wanted = {"a": torch.zeros(2), "weight": torch.zeros(shape)}
+    with manager_on(tmp_path) as manager:
+        manager.save({"a": torch.ones(2), "weight": torch.ones(5, 3)}, 1)
+
+        with pytest.raises(MismatchError, match="weight has shape"):
+            manager.load(wanted)
+
+    assert not wanted["a"].any()
+    assert not wanted["weight"].any()
+
+
+# With torch's own reader and writer.
+
+
+def _go_between_ours_and_torchs(rank: int, world_size: int, root: Path) -> None:
+    group = dist.new_group([0, 1])
+    line = init_device_mesh("cpu", (4,))
+    state = states_of(*fsdp_model(line, seed=1))
+    expected = gathered(state)
+    with manager_on(root) as manager:
+        manager.save(state, 1)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "torch"))
+    if rank > 1:
+        return
+
+    ours, torchs = root / checkpoints_in(root)[0], root / "torch"
+    pair = DeviceMesh.from_group(group, "cpu")
+    loaded = states_of(*fsdp_model(pair, seed=2))
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(ours), process_group=group)
+    assert_same(gathered(loaded), expected)
+
+    for share in (True, False):
+        loaded = states_of(*fsdp_model(pair, seed=2))
+        reader = CachedMetadataFileSystemReader(
+            torchs, process_group=group, share_metadata=share, timeout_s=MAX_S
+        )
+        planner = ReshardingLoadPlanner()
+        # Only with metadata that each reads itself may torch have but one rank read it.
+        dcp.load(
+            loaded,
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=share,
+        )
+        assert_same(gathered(loaded), expected)
+
+
+def test_torch_loads_what_we_saved_and_we_load_what_torch_saved(tmp_path: Path) -> None:
+    run_sharded(_go_between_ours_and_torchs, 4, tmp_path)

@@ -1,0 +1,330 @@
+"""What a file is not as it was written is found when it is read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localckpt import CheckpointingException, CorruptShardError
+from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.trailer import (
+    FOOTER_NBYTES,
+    FileIdentity,
+    Trailer,
+    covered_nbytes,
+    trailer_nbytes,
+)
+from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from tests.global_tier.states import (
+    assert_same,
+    data_files,
+    load_with_ours,
+    load_with_torch,
+    save,
+    tensor_of,
+)
+
+SAVE_ID = st.binary(min_size=16, max_size=16).map(bytes.hex)
+quickly = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+class Saved:
+    """A checkpoint of two files, each of several blocks, that a test may damage."""
+
+    def __init__(self, path: Path, seed: int = 0) -> None:
+        self.path = path
+        # Of one size in both files, so that a part of one fits into the other.
+        self.state = {
+            "a": tensor_of(torch.float32, (700_001,), seed),
+            "b": tensor_of(torch.float32, (700_001,), seed + 1),
+            "c": tensor_of(torch.int16, (5, 7), seed),
+            "step": seed,
+        }
+        writer = FileSystemWriterAsync(path, writer="thread")
+        save(writer, self.state)
+        writer.close()
+        self.save_id = writer.save_id
+        self.files = data_files(path)
+        self.contents = [file.read_bytes() for file in self.files]
+        self.covered = [
+            Trailer.position(content[-FOOTER_NBYTES:], len(content))[0]  # type: ignore[index]
+            for content in self.contents
+        ]
+
+        self._damaged: set[int] = set()
+
+    def restore(self) -> None:
+        for number in self._damaged:
+            self.files[number].unlink(missing_ok=True)
+            self.files[number].write_bytes(self.contents[number])
+        self._damaged.clear()
+
+    def damage(self, number: int) -> Path:
+        """A file that the next damage, or :meth:`restore`, puts right."""
+        self.restore()
+        self._damaged.add(number)
+        return self.files[number]
+
+    def put(self, number: int, content: bytes) -> None:
+        """Replace one file's content."""
+        self.damage(number).write_bytes(content)
+
+    def flip(self, number: int, bit: int) -> None:
+        """Flip a bit of one file."""
+        with self.damage(number).open("r+b") as file:
+            file.seek(bit // 8)
+            file.write(bytes([self.contents[number][bit // 8] ^ 1 << bit % 8]))
+
+    def require_found(self, number: int) -> None:
+        """Loading raises, and names the file."""
+        with pytest.raises(CorruptShardError) as error:
+            load_with_ours(self.path, self.state, save_id=self.save_id)
+        assert self.files[number].name in str(error.value)
+
+    def require_found_or_right(self, number: int) -> None:
+        """As :meth:`require_found`, for one who does not know which save it is."""
+        try:
+            found = load_with_ours(self.path, self.state)
+        except CorruptShardError as error:
+            named = self.files[number].name in str(error)
+        else:
+            named = True
+            assert_same(found, self.state)
+        assert named
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("checkpoint") / "here")
+
+
+@given(SAVE_ID, st.integers(0, 5 * BLOCK_NBYTES), st.data())
+def test_a_trailer_comes_back(save_id: str, content_nbytes: int, data: st.DataObject) -> None:
+    covered = covered_nbytes(content_nbytes)
+    nbytes = trailer_nbytes(covered) - FOOTER_NBYTES
+    digests = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
+    trailer = Trailer(save_id, covered, digests)
+
+    footer = trailer.seal()
+
+    assert len(footer) == FOOTER_NBYTES
+    assert 0 <= covered - content_nbytes < 8
+    file_nbytes = covered + trailer_nbytes(covered)
+    assert Trailer.position(footer, file_nbytes) == (covered, covered + nbytes)
+    assert Trailer.parse("a file", digests, footer) == trailer
+
+
+@given(SAVE_ID, st.integers(0, 9), st.data())
+def test_a_trailer_with_a_flipped_bit_is_none_or_is_refused(
+    save_id: str, blocks: int, data: st.DataObject
+) -> None:
+    covered = blocks * BLOCK_NBYTES
+    digests = data.draw(st.binary(min_size=8 * blocks, max_size=8 * blocks))
+    whole = bytearray(digests + Trailer(save_id, covered, digests).seal())
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    whole[bit // 8] ^= 1 << bit % 8
+    damaged, footer = bytes(whole[: len(digests)]), bytes(whole[len(digests) :])
+
+    if Trailer.position(footer, covered + len(whole)) is not None:
+        with pytest.raises(CorruptShardError, match="here"):
+            Trailer.parse("here", damaged, footer)
+    else:
+        assert bit // 8 >= len(digests)
+
+
+@given(st.binary(max_size=2 * FOOTER_NBYTES), st.integers(0, 1 << 20))
+def test_a_file_that_ends_in_anything_else_has_no_trailer(end: bytes, more: int) -> None:
+    assert Trailer.position(end, len(end) + more) is None
+
+
+@given(st.binary(min_size=1, max_size=100), SAVE_ID, SAVE_ID, st.integers(0, 3))
+def test_a_block_verifies_in_its_place_of_its_file_of_its_save_only(
+    block: bytes, save_id: str, other_save_id: str, index: int
+) -> None:
+    digest = BlockHasher(FileIdentity("__0_0.distcp", save_id)).digest(index, block)
+
+    elsewhere = [
+        BlockHasher(FileIdentity("__0_1.distcp", save_id)).digest(index, block),
+        BlockHasher(FileIdentity("__0_0.distcp", save_id)).digest(index + 1, block),
+    ]
+    if other_save_id != save_id:
+        elsewhere.append(
+            BlockHasher(FileIdentity("__0_0.distcp", other_save_id)).digest(index, block)
+        )
+
+    assert digest not in elsewhere
+
+
+def test_an_undamaged_checkpoint_is_loaded(saved: Saved) -> None:
+    saved.restore()
+
+    assert len(saved.files) == 2
+    assert min(saved.covered) > 2 * BLOCK_NBYTES
+    assert_same(load_with_ours(saved.path, saved.state, save_id=saved.save_id), saved.state)
+    assert_same(load_with_torch(saved.path, saved.state), saved.state)
+
+
+@quickly
+@given(st.data())
+def test_any_flipped_bit_of_a_file_is_found_by_who_knows_the_save(
+    saved: Saved, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, 1))
+    bit = data.draw(st.integers(0, 8 * len(saved.contents[number]) - 1))
+
+    saved.flip(number, bit)
+
+    saved.require_found(number)
+
+
+@quickly
+@given(st.data())
+def test_any_flipped_bit_of_what_is_covered_is_found_by_whoever_loads(
+    saved: Saved, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, 1))
+    bit = data.draw(st.integers(0, 8 * saved.covered[number] - 1))
+
+    saved.flip(number, bit)
+
+    with pytest.raises(CorruptShardError, match=saved.files[number].name):
+        load_with_ours(saved.path, saved.state)
+
+
+@quickly
+@given(st.data())
+def test_a_flipped_bit_of_a_trailer_is_found_or_harmless(saved: Saved, data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, 1))
+    size = len(saved.contents[number])
+    bit = data.draw(st.integers(8 * saved.covered[number], 8 * size - 1))
+
+    saved.flip(number, bit)
+
+    saved.require_found_or_right(number)
+
+
+@quickly
+@given(st.data())
+def test_a_file_that_is_cut_short_is_found(saved: Saved, data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, 1))
+    nbytes = data.draw(st.integers(0, len(saved.contents[number]) - 1))
+
+    saved.put(number, saved.contents[number][:nbytes])
+
+    saved.require_found(number)
+    saved.require_found_or_right(number)
+
+
+@pytest.mark.parametrize("cut", [1 << 12, 1 << 20])
+def test_a_file_whose_values_are_cut_off_is_found_by_whoever_loads(saved: Saved, cut: int) -> None:
+    saved.put(0, saved.contents[0][: saved.covered[0] - cut])
+
+    with pytest.raises(CorruptShardError, match=saved.files[0].name):
+        load_with_ours(saved.path, saved.state)
+
+
+@pytest.mark.parametrize("more", [1, 4096])
+def test_a_file_that_goes_on_after_its_end_is_found(saved: Saved, more: int) -> None:
+    saved.put(1, saved.contents[1] + bytes(more))
+
+    saved.require_found(1)
+    saved.require_found_or_right(1)
+
+
+def _block(index: int) -> slice:
+    return slice(index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
+
+
+def test_a_good_block_of_another_place_or_file_is_found(saved: Saved) -> None:
+    swapped, foreign = bytearray(saved.contents[0]), bytearray(saved.contents[0])
+    swapped[_block(0)], swapped[_block(1)] = swapped[_block(1)], swapped[_block(0)]
+    foreign[_block(1)] = saved.contents[1][_block(1)]
+
+    for content in (swapped, foreign, saved.contents[1]):
+        saved.put(0, content)
+
+        saved.require_found(0)
+        with pytest.raises(CorruptShardError, match=saved.files[0].name):
+            load_with_ours(saved.path, saved.state)
+
+
+def test_a_block_or_a_file_of_another_save_is_found(saved: Saved, tmp_path: Path) -> None:
+    other = Saved(tmp_path / "other", seed=7)
+    content = bytearray(saved.contents[0])
+    content[_block(1)] = other.contents[0][_block(1)]
+
+    saved.put(0, content)
+
+    saved.require_found(0)
+    with pytest.raises(CorruptShardError, match=saved.files[0].name):
+        load_with_ours(saved.path, saved.state)
+
+    saved.put(0, other.contents[0])
+
+    with pytest.raises(CorruptShardError, match="another save"):
+        load_with_ours(saved.path, saved.state, save_id=saved.save_id)
+
+
+@pytest.mark.parametrize("remove", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_gone_or_empty_is_found(
+    saved: Saved, remove: Callable[[Path], object]
+) -> None:
+    remove(saved.damage(1))
+
+    for save_id in (None, saved.save_id):
+        with pytest.raises(CheckpointingException, match=saved.files[1].name):
+            load_with_ours(saved.path, saved.state, save_id=save_id)
+
+
+def test_a_file_that_is_a_link_is_refused(saved: Saved, tmp_path: Path) -> None:
+    file = saved.damage(0)
+    shutil.move(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CheckpointingException, match=saved.files[0].name):
+        load_with_ours(saved.path, saved.state)
+
+
+@given(st.data())
+def test_any_flipped_bit_of_the_metadata_is_found_by_who_knows_its_digest(
+    saved: Saved, data: st.DataObject
+) -> None:
+    metadata = saved.path / ".metadata"
+    whole = metadata.read_bytes()
+    content, bit = bytearray(whole), data.draw(st.integers(0, 8 * len(whole) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    reader = CachedMetadataFileSystemReader(
+        saved.path, metadata_digest=xxhash.xxh3_64_intdigest(whole)
+    )
+
+    metadata.write_bytes(content)
+    try:
+        with pytest.raises(CorruptShardError, match=r"\.metadata is damaged"):
+            reader.read_metadata()
+    finally:
+        metadata.write_bytes(whole)
+
+
+def test_values_that_are_not_read_need_not_be_whole(saved: Saved) -> None:
+    holds_a = next(
+        i
+        for i, content in enumerate(saved.contents)
+        if saved.state["a"].numpy().tobytes() in content
+    )
+    content = bytearray(saved.contents[holds_a])
+    content[BLOCK_NBYTES] ^= 1
+    saved.put(holds_a, content)
+
+    found = load_with_ours(saved.path, {"b": saved.state["b"]}, save_id=saved.save_id)
+
+    assert_same(found["b"], saved.state["b"])

@@ -1,0 +1,169 @@
+"""The example of two tiers goes on from the newer of them, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from examples import model, two_tiers
+from localckpt.state_dict.digests import BLOCK_NBYTES
+from tests.managers.jobs import assert_same
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+
+RANKS = 2
+# The nodes save 2, 5, 8 and 11, and keep two; shared storage gets 3, 7 and 11.
+ITERATIONS, LOCAL_EVERY, SHARED_EVERY = 12, 3, 4
+KILLED_AT = 10
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a training leaves that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    _run(RANKS, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a training leaves that was killed with 8 on the nodes and 7 on shared storage."""
+    folder = tmp_path_factory.mktemp("killed")
+    with start_ranks(_train_until_killed, RANKS, folder, **_options(folder)) as group:
+        for rank in range(RANKS):
+            group.await_announced(f"rank {rank} stands still", WAIT_S)
+        _await(lambda: len(_shards(folder, 8)) == RANKS)
+        _await(lambda: (_checkpoint(folder, 7) / "localckpt.json").exists())
+        for rank in range(RANKS):
+            group.kill(rank)
+        group.join(WAIT_S, expect_dead=range(RANKS))
+    return folder
+
+
+@pytest.fixture
+def folder(killed: Path, tmp_path: Path) -> Path:
+    """A copy of what the killed training left."""
+    shutil.copytree(killed, tmp_path / "job")
+    return tmp_path / "job"
+
+
+def test_goes_on_from_the_nodes_if_theirs_is_newer(
+    folder: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _run(RANKS, folder)
+
+    assert "goes on after iteration 8, from the nodes" in capfd.readouterr().out
+    assert_same(_end_of(folder), _end_of(undisturbed))
+
+
+def test_goes_on_from_shared_storage_if_the_nodes_have_lost_their_disks(
+    folder: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "local")
+
+    _run(RANKS, folder)
+
+    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
+    assert_same(_end_of(folder), _end_of(undisturbed))
+
+
+@pytest.mark.parametrize("damaged", [(8,), (5, 8)], ids=["the newest", "all"])
+def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
+    folder: Path,
+    undisturbed: Path,
+    damaged: tuple[int, ...],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for iteration in damaged:
+        _damage(_shards(folder, iteration)[1])
+
+    _run(RANKS, folder)
+
+    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
+    assert_same(_end_of(folder), _end_of(undisturbed))
+
+
+def test_another_number_of_ranks_goes_on_from_shared_storage(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _run(RANKS + 1, folder)
+
+    assert "goes on after iteration 7, from shared storage" in capfd.readouterr().out
+    record = (_checkpoint(folder, ITERATIONS - 1, epoch=2) / "localckpt.json").read_text()
+    assert json.loads(record.splitlines()[0])["world_size"] == RANKS + 1
+    assert len(_shards(folder, ITERATIONS - 1)) == RANKS + 1
+
+
+def _run(ranks: int, folder: Path) -> None:
+    run_ranks(_train, ranks, folder, **_options(folder))
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    # Importing FSDP makes this directory.
+    return {"init_group": False, "env": {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}}
+
+
+def _train(_rank: int, _world_size: int, folder: Path) -> None:
+    model.WIDTH, model.LAYERS = 96, 2  # shards of two blocks
+    stores = ["--local-root", str(folder / "local"), "--shared-root", str(folder / "shared")]
+    often = ["--local-every", str(LOCAL_EVERY), "--shared-every", str(SHARED_EVERY)]
+    two_tiers.main([*stores, *often, "--iterations", str(ITERATIONS)])
+
+
+def _train_until_killed(rank: int, world_size: int, folder: Path) -> None:
+    class TextThatEnds(model.Text):
+        def next_batch(self) -> Any:
+            if self.position == KILLED_AT * model.CONTEXT:
+                _stand_still(rank)
+            return super().next_batch()
+
+    two_tiers.Text = TextThatEnds
+    _train(rank, world_size, folder)
+
+
+def _stand_still(rank: int) -> NoReturn:
+    announce(f"rank {rank} stands still")
+    await_announced("never", 2 * WAIT_S)
+    raise AssertionError("nobody announces it")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _shards(folder: Path, iteration: int) -> list[Path]:
+    """The shards of all ranks on the nodes, by rank."""
+    return sorted((folder / "local").glob(f"session-*/*/{iteration:012d}.*.safetensors"))
+
+
+def _checkpoint(folder: Path, iteration: int, epoch: int = 1) -> Path:
+    return folder / "shared" / "session-two-tiers" / f"iteration_{iteration:08d}.{epoch:04d}"
+
+
+def _damage(path: Path) -> None:
+    """Change a byte of a tensor, not of the first block, which is read to find the shard."""
+    with path.open("r+b") as file:
+        file.seek(BLOCK_NBYTES)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _end_of(folder: Path) -> Any:
+    """All that the newest checkpoint on shared storage holds, by torch alone."""
+    (newest,) = folder.glob(f"shared/session-*/iteration_{ITERATIONS - 1:08d}.*")
+    dcp_to_torch_save(newest, folder / "end.pt")
+    state = torch.load(folder / "end.pt", weights_only=True)
+    (folder / "end.pt").unlink()
+    return state

@@ -1,0 +1,569 @@
+"""What one rank has written is there bit for bit, for torch and for us, or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlan
+
+import localckpt.global_tier.write
+from localckpt import (
+    CheckpointingException,
+    CorruptShardError,
+    SaveFailedError,
+    StorageError,
+    UnsafeGlobalError,
+)
+from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.writer import FileSystemWriterAsync
+from tests.global_tier.states import (
+    Settings,
+    Zlib,
+    assert_same,
+    blank,
+    data_files,
+    load_with_ours,
+    load_with_torch,
+    registry,
+    save,
+    state_of,
+    tensor_of,
+)
+from tests.ranks import run_ranks
+
+MakeWriter = Callable[..., FileSystemWriterAsync]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def make_writer() -> Iterator[MakeWriter]:
+    made: list[FileSystemWriterAsync] = []
+
+    def make(path: Path, **options: Any) -> FileSystemWriterAsync:
+        made.append(FileSystemWriterAsync(path, **{"writer": "thread", **options}))
+        return made[-1]
+
+    yield make
+
+    for writer in made:
+        writer.close()
+
+
+def everything_in(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"writer": "process"},
+        {"writer": "thread"},
+        {"thread_count": 1, "sync_files": False},
+        {"thread_count": 7, "separation_hint": "dtypes"},
+        {"staging_threads": 1},
+    ],
+    ids=str,
+)
+def test_a_state_comes_back_bit_for_bit_in_torch_and_here(
+    tmp_path: Path, make_writer: MakeWriter, options: dict[str, Any]
+) -> None:
+    path, state = tmp_path / "checkpoint", state_of(3)
+
+    save(make_writer(path, **options), state)
+
+    assert_same(load_with_torch(path, state), state)
+    assert_same(load_with_ours(path, state), state)
+    names = {file.name for file in path.iterdir()}
+    assert names == {".metadata", *(file.name for file in data_files(path))}
+
+
+def test_files_are_as_many_as_asked_for_and_named_as_torch_names_them(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    state = {
+        "model": {"a": torch.ones(9), "b": torch.ones(9)},
+        "x": torch.ones(3),
+        "y": torch.ones(2),
+    }
+
+    save(make_writer(tmp_path / "plain", thread_count=2), state)
+    save(make_writer(tmp_path / "apart", thread_count=2, separation_hint="model"), state)
+
+    plain, apart = ([f.name for f in data_files(tmp_path / n)] for n in ("plain", "apart"))
+    assert plain == ["__0_0.distcp", "__0_1.distcp"]
+    assert sorted(name[:3] for name in apart) == ["__0", "__0", "mod", "mod"]
+    assert all(name.removeprefix("model").startswith("__0_") for name in apart)
+
+
+def test_what_torch_has_written_is_read_here(tmp_path: Path) -> None:
+    state = state_of(5)
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+
+    found = load_with_ours(tmp_path, state)
+
+    assert_same(found, state)
+
+
+def test_values_go_into_tensors_of_any_strides_and_another_dtype(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    values = torch.arange(24.0).view(4, 6)
+    save(make_writer(tmp_path), dict.fromkeys(("strided", "converted", "grown"), values))
+    state = {
+        "strided": torch.zeros(6, 4).t(),
+        "converted": torch.zeros(4, 6, dtype=torch.float64),
+        "grown": torch.zeros(8, 12)[::2, ::2],
+    }
+    reader = CachedMetadataFileSystemReader(tmp_path)
+
+    dcp.load(dict(state), storage_reader=reader)
+
+    assert_same(state["strided"].contiguous(), values)
+    assert_same(state["converted"], values.double())
+    assert_same(state["grown"].contiguous(), values)
+    assert reader.nbytes_read > 3 * 24 * 4
+
+
+def test_torch_converts_it_to_a_file_of_torch_save(tmp_path: Path, make_writer: MakeWriter) -> None:
+    state = state_of(2)
+    save(make_writer(tmp_path / "checkpoint"), state)
+
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "one.pt")
+
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert_same(found["dtypes"], state["dtypes"])
+    assert_same(found["objects"], state["objects"])
+    assert_same(found["shapes"], state["shapes"])
+    assert_same(found["views"], {k: v.contiguous() for k, v in state["views"].items()})
+
+
+def test_all_that_differs_from_a_checkpoint_of_torch_is_where_things_are(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    state = state_of(4)
+    save(make_writer(tmp_path / "ours"), state)
+    dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
+
+    ours, theirs = (
+        pickle.loads((tmp_path / who / ".metadata").read_bytes()) for who in ("ours", "torch")
+    )
+
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert ours.version == theirs.version
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    for index, info in ours.storage_data.items():
+        assert info.length == theirs.storage_data[index].length
+        assert info.transform_descriptors is None
+
+
+def test_a_sparse_tensor_is_refused_when_it_is_saved(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    sparse = torch.eye(3).to_sparse()
+
+    with pytest.raises(CheckpointingException, match=r"inner\.sparse is a torch.sparse_coo tensor"):
+        save(make_writer(tmp_path), {"inner": {"sparse": sparse}, "dense": torch.ones(2)})
+
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_an_object_of_an_allowed_class_comes_back(tmp_path: Path, make_writer: MakeWriter) -> None:
+    state = {"settings": Settings("adam", 0.5), "w": torch.ones(3)}
+
+    save(make_writer(tmp_path, safe_globals=[Settings]), state)
+
+    assert_same(load_with_ours(tmp_path, state, safe_globals=[Settings]), state)
+    assert_same(load_with_torch(tmp_path, state), state)
+    with pytest.raises(UnsafeGlobalError, match=r"settings refers to .*states\.Settings"):
+        load_with_ours(tmp_path, state)
+
+
+def test_an_object_of_a_class_that_is_not_allowed_is_refused_and_nothing_is_written(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path / "checkpoint")
+    state = {"w": torch.ones(3), "deep": {"settings": [Settings("adam", 0.5)]}}
+
+    with pytest.raises(UnsafeGlobalError, match=r"deep\.settings.*states\.Settings"):
+        save(writer, state)
+
+    assert everything_in(tmp_path / "checkpoint") == {}
+    del state["deep"]
+    writer.reset(tmp_path / "checkpoint")
+    save(writer, state)
+    assert_same(load_with_ours(tmp_path / "checkpoint", state), state)
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_what_is_written_are_the_values_of_the_call(
+    tmp_path: Path, make_writer: MakeWriter, where: str
+) -> None:
+    state, wanted = state_of(1), state_of(1)
+    writer = make_writer(tmp_path, writer=where)
+    planned = save_state_dict_async_plan(state, writer)
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+
+    args[1] = preload()
+    _overwrite(state)
+    function(*args)
+    save_state_dict_async_finalize(*planned)
+
+    assert_same(load_with_ours(tmp_path, wanted), wanted)
+    assert_same(load_with_torch(tmp_path, wanted), wanted)
+
+
+def _overwrite(state: Any) -> None:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            _overwrite(value)
+            if not isinstance(value, dict | list | tuple | torch.Tensor):
+                state[key] = "changed"
+    elif isinstance(state, list | tuple):
+        for value in state:
+            _overwrite(value)
+    elif isinstance(state, torch.Tensor):
+        # By its memory, for views that cannot be written to and dtypes that cannot be filled.
+        storage = state.detach().untyped_storage()
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(1)
+
+
+def test_a_writer_writes_one_checkpoint_after_the_other_from_the_same_memory(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path / "0")
+    states = [state_of(seed) for seed in range(3)]
+
+    for number, state in enumerate(states):
+        writer.reset(tmp_path / str(number))
+        save(writer, state)
+
+    for number, state in enumerate(states):
+        assert_same(load_with_ours(tmp_path / str(number), state), state)
+    assert writer.layouts_made == 1
+    assert writer.plans.global_plans_made == 1
+
+
+def test_objects_that_grow_and_shrink_push_nothing_out_of_its_place(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path / "0", thread_count=1)
+    texts = ["", "x" * 5_000_000, "y", "z" * 4097]
+
+    for number, text in enumerate(texts):
+        state = {"text": text, "w": tensor_of(torch.float32, (9000,), number), "more": number}
+        writer.reset(tmp_path / str(number))
+        save(writer, state)
+
+        assert_same(load_with_ours(tmp_path / str(number), state), state)
+        assert_same(load_with_torch(tmp_path / str(number), state), state)
+
+
+def test_minus_zero_after_zero_and_one_after_true_are_not_taken_for_the_same(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path / "0")
+
+    for number, value in enumerate([0.0, -0.0, 0, False, True, 1, 1.0, "1", None, "None"]):
+        writer.reset(tmp_path / str(number))
+        save(writer, {"value": value})
+
+        assert_same(load_with_ours(tmp_path / str(number), {"value": 0})["value"], value)
+
+
+def test_write_data_refuses_and_says_what_to_use(tmp_path: Path, make_writer: MakeWriter) -> None:
+    writer = make_writer(tmp_path)
+
+    with pytest.raises(CheckpointingException, match="get_save_function_and_args"):
+        writer.write_data(SavePlan([]), DefaultSavePlanner())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"single_file_per_rank": False}, {"thread_count": 0}, {"writer": "elsewhere"}],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointingException, match=next(iter(options))):
+        FileSystemWriterAsync(tmp_path / "checkpoint", **options)
+
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_rank_that_has_nothing_to_write_has_no_function(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path)
+
+    planned = save_state_dict_async_plan({}, writer)
+    found = writer.get_save_function_and_args()
+    save_state_dict_async_finalize(*planned)
+
+    assert found == (None, None, [])
+    assert everything_in(tmp_path).keys() == {".metadata"}
+    assert load_with_torch(tmp_path, {}) == {}
+
+
+def test_a_writer_with_nothing_prepared_says_what_to_call(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path)
+    calls = [writer.get_save_function_and_args, writer.preload_tensors]
+
+    for call in [*calls, writer.retrieve_write_results]:
+        with pytest.raises(CheckpointingException, match="prepare_write_data"):
+            call()
+
+
+def test_an_outcome_that_is_missing_is_an_error(tmp_path: Path, make_writer: MakeWriter) -> None:
+    planned = save_state_dict_async_plan({"w": torch.ones(3)}, make_writer(tmp_path))
+
+    with pytest.raises(SaveFailedError, match="nobody has said what came of writing"):
+        save_state_dict_async_finalize(*planned)
+
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_fewer_results_than_there_are_items_are_an_error(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path)
+    planned = save_state_dict_async_plan({"a": torch.ones(3), "b": torch.ones(3)}, writer)
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    staged = preload()
+
+    function(args[0], staged[:1])
+
+    with pytest.raises(SaveFailedError, match="of 2 files with 2 items only 1 with 1"):
+        save_state_dict_async_finalize(*planned)
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_what_is_a_file_where_a_directory_should_be_is_named(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    (tmp_path / "a file").write_bytes(b"")
+
+    with pytest.raises(StorageError, match=r"a file.*not a directory"):
+        save(make_writer(tmp_path / "a file" / "checkpoint"), {"w": torch.ones(3)})
+
+
+def test_the_text_of_what_writing_failed_with_is_in_the_error_of_finishing(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer = make_writer(tmp_path / "checkpoint")
+    state = {"w": torch.ones(3), "v": torch.ones(4)}
+    planned = save_state_dict_async_plan(state, writer)
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    args[1] = preload()
+    in_the_way = tmp_path / "checkpoint" / "__0_0.distcp"
+    in_the_way.mkdir()
+
+    with pytest.raises(StorageError, match="__0_0"):
+        function(*args)
+    with pytest.raises(SaveFailedError, match=r"was not written: StorageError: .*__0_0\.distcp"):
+        save_state_dict_async_finalize(*planned)
+
+    assert not (tmp_path / "checkpoint" / ".metadata").exists()
+    in_the_way.rmdir()
+    writer.reset(tmp_path / "checkpoint")
+    save(writer, state)
+    assert_same(load_with_ours(tmp_path / "checkpoint", state), state)
+
+
+def _with_small_files(rank: int, world_size: int, path: Path) -> list[str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = FileSystemWriterAsync(path, writer="thread")
+        small = {"w": torch.ones(100)}
+        for state in ({"w": torch.ones(1_000_000)}, small):
+            writer.reset(path)
+            try:
+                save(writer, state)
+            except CheckpointingException as error:
+                told.append(str(error))
+                told += sorted(file.name for file in path.iterdir())
+        writer.close()
+        assert_same(load_with_ours(path, small), small)
+    return told
+
+
+def test_a_file_that_grows_too_large_is_removed_and_a_smaller_one_is_written(
+    tmp_path: Path,
+) -> None:
+    (told,) = run_ranks(_with_small_files, 1, tmp_path / "checkpoint", init_group=False)
+
+    assert "File too large" in told[0]
+    assert "__0_0.distcp" in told[0]
+    assert not any(name.endswith((".distcp", ".metadata")) for name in told[1:])
+
+
+def test_a_directory_that_goes_away_is_named(tmp_path: Path, make_writer: MakeWriter) -> None:
+    writer = make_writer(tmp_path / "checkpoint")
+    planned = save_state_dict_async_plan({"w": torch.ones(3)}, writer)
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    args[1] = preload()
+    (tmp_path / "checkpoint").rmdir()
+
+    with pytest.raises(StorageError, match="was the directory removed"):
+        function(*args)
+    with pytest.raises(SaveFailedError, match=str(tmp_path / "checkpoint")):
+        save_state_dict_async_finalize(*planned)
+
+
+def test_a_checkpoint_is_not_replaced_unless_asked_to(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    state = state_of(1)
+    save(make_writer(tmp_path), state)
+    before = everything_in(tmp_path)
+
+    with pytest.raises(StorageError, match=r"holds a checkpoint.*overwrite=True"):
+        save(make_writer(tmp_path), state_of(2))
+
+    assert everything_in(tmp_path) == before
+    assert_same(load_with_ours(tmp_path, state), state)
+
+
+def test_a_checkpoint_that_is_being_replaced_cannot_be_loaded_until_the_new_one_is_complete(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    old, new = state_of(1), state_of(2)
+    save(make_writer(tmp_path), old)
+    writer = make_writer(tmp_path, overwrite=True)
+
+    def require_none() -> None:
+        with pytest.raises(Exception, match="metadata"):
+            load_with_torch(tmp_path, old)
+        with pytest.raises(StorageError, match="metadata"):
+            CachedMetadataFileSystemReader(tmp_path).read_metadata()
+
+    planned = save_state_dict_async_plan(new, writer)
+    require_none()
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    staged = preload()
+    require_none()
+    # One of two files is new when it is interrupted.
+    localckpt.global_tier.write.write_preloaded_data(staged[0])
+    require_none()
+    function(args[0], staged)
+    require_none()
+    save_state_dict_async_finalize(*planned)
+
+    assert_same(load_with_torch(tmp_path, new), new)
+    assert_same(load_with_ours(tmp_path, new), new)
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_extensions_transform_what_is_written_and_it_is_verified_as_well(
+    tmp_path: Path, make_writer: MakeWriter, where: str
+) -> None:
+    state = {**state_of(1), "zeros": torch.zeros(3_000_000)}
+
+    writer = make_writer(tmp_path, writer=where, _extensions=[Zlib()])
+    save(writer, state)
+
+    found = load_with_torch(tmp_path, state, _extension_registry=registry())
+    assert_same(found, state)
+    known = {"save_id": writer.save_id, "_extension_registry": registry()}
+    assert_same(load_with_ours(tmp_path, state, **known), state)
+    files = data_files(tmp_path)
+    assert sum(file.stat().st_size for file in files) < 8_000_000
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    described = {tuple(info.transform_descriptors) for info in metadata.storage_data.values()}
+    assert described == {("tests.zlib/1",)}
+    for file in files:
+        whole = file.read_bytes()
+        for place in (0, len(whole) // 3, len(whole) - 1):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            with pytest.raises(CorruptShardError, match=file.name):
+                load_with_ours(tmp_path, state, **known)
+        file.write_bytes(whole)
+
+
+def test_a_reader_that_does_not_know_an_extension_says_so(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    state = {"w": torch.ones(3)}
+    save(make_writer(tmp_path, _extensions=[Zlib()]), state)
+
+    with pytest.raises(Exception, match=r"tests\.zlib"):
+        load_with_ours(tmp_path, state)
+
+
+class _Doubling(DefaultSavePlanner):
+    """A user's planner, which changes what is saved."""
+
+    def transform_tensor(self, write_item: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - torch's name
+        return super().transform_object(write_item, object * 2)
+
+
+def test_a_planner_of_the_user_decides_what_is_saved(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer, state = make_writer(tmp_path / "0"), {"w": torch.ones(3), "n": 4}
+
+    for number in range(2):
+        writer.reset(tmp_path / str(number))
+        save(writer, {"w": torch.ones(3) + number, "n": 4 + number}, planner=_Doubling())
+
+    for number in range(2):
+        wanted = {"w": 2 * (torch.ones(3) + number), "n": 2 * (4 + number)}
+        assert_same(load_with_ours(tmp_path / str(number), state), wanted)
+
+
+def test_a_planner_that_keeps_plans_itself_is_refused_when_it_sends_none(
+    tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    writer, state = make_writer(tmp_path / "0"), {"w": torch.ones(3)}
+
+    save(writer, state, planner=DefaultSavePlanner(enable_plan_caching=True))
+    writer.reset(tmp_path / "1")
+    with pytest.raises(CheckpointingException, match="enable_plan_caching=False"):
+        save(writer, state, planner=DefaultSavePlanner(enable_plan_caching=True))
+
+    writer.reset(tmp_path / "2")
+    save(writer, state)
+    assert_same(load_with_ours(tmp_path / "2", state), state)
+
+
+def test_another_writer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="FileSystemWriterAsync"):
+        save_state_dict_async_plan({}, dcp.FileSystemWriter(tmp_path))  # type: ignore[arg-type]
+
+
+def test_blanks_of_these_tests_hold_nothing_of_the_state() -> None:
+    state = state_of(1)
+
+    with pytest.raises(AssertionError):
+        assert_same(blank(state), state)
+    for part in ("dtypes", "views", "objects"):
+        for value in state[part].values():
+            with pytest.raises(AssertionError):
+                assert_same(blank(value), value)

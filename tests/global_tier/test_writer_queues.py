@@ -1,0 +1,284 @@
+"""The writer's function behind training: in a worker without torch, in a fork, and in a thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+import torch
+
+from localckpt import AsyncCallsQueue, AsyncRequest, CheckpointingException
+from localckpt.async_save.callers import ThreadAsyncCaller
+from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.write import FileWrite, write_preloaded_data
+from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.storage.buffers import SharedBuffer
+from tests.async_save import work
+from tests.global_tier.states import Zlib, assert_same, load_with_ours, registry, tensor_of
+from tests.ranks import run_ranks
+
+PATIENCE_S = 20.0
+Where = Literal["thread", "process"]
+
+
+def state_of(rank: int, number: int) -> dict[str, Any]:
+    return {
+        f"of rank {rank}": tensor_of(torch.float32, (300_000,), 10 * number + rank),
+        f"small of rank {rank}": tensor_of(torch.bfloat16, (5, 7), 10 * number + rank),
+        "of all": tensor_of(torch.int64, (50,), number),
+        "number": number,
+    }
+
+
+def state_of_all(world_size: int, number: int) -> dict[str, Any]:
+    return {k: v for rank in range(world_size) for k, v in state_of(rank, number).items()}
+
+
+def request_of(
+    writer: FileSystemWriterAsync,
+    state: dict[str, Any],
+    wrap: Callable[..., Callable[..., None]] = lambda function: function,
+    staged: list[list[FileWrite]] | None = None,
+) -> AsyncRequest:
+    """What a training loop hands to its queue."""
+    planned = save_state_dict_async_plan(state, writer, timeout_s=PATIENCE_S)
+    function, preload, args = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+
+    def stage() -> list[FileWrite]:
+        writes = preload()
+        if staged is not None:
+            staged.append(writes)
+        return writes
+
+    return AsyncRequest(
+        wrap(function),
+        tuple(args),
+        [partial(save_state_dict_async_finalize, *planned)],
+        preload_fn=stage,
+        failure_fns=[writer.give_up],
+    )
+
+
+def carry_out(queue: AsyncCallsQueue, request: AsyncRequest) -> None:
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+def shared_file(writes: list[FileWrite]) -> Path:
+    (buffer,) = {write.buffer for write in writes}
+    assert isinstance(buffer, SharedBuffer)
+    return buffer.path
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def _three_saves(
+    rank: int, world_size: int, root: Path, persistent: bool
+) -> tuple[int, int, set[Path], list[bool]]:
+    writer = FileSystemWriterAsync(root / "0", writer="process", timeout_s=PATIENCE_S)
+    staged: list[list[FileWrite]] = []
+    workers: list[bool] = []
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
+        for number in range(3):
+            writer.reset(root / str(number))
+            state = state_of(rank, number)
+            request = request_of(writer, state, staged=staged)
+            queue.schedule_async_request(request)
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            queue.maybe_finalize_async_calls(blocking=True)
+            workers += [has_torch(child.pid) for child in psutil.Process().children()]
+    files = {shared_file(writes) for writes in staged}
+    assert all(file.exists() for file in files)
+    writer.close()
+    assert not any(file.exists() for file in files)
+    return writer.layouts_made, writer.plans.global_plans_made, files, workers
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["worker", "forks"])
+def test_three_saves_in_a_row_use_one_layout_one_plan_and_one_buffer(
+    tmp_path: Path, persistent: bool
+) -> None:
+    told = run_ranks(_three_saves, 2, tmp_path, persistent)
+
+    assert [layouts for layouts, _, _, _ in told] == [1, 1]
+    assert [plans for _, plans, _, _ in told] == [1, 0]
+    buffers = [files for _, _, files, _ in told]
+    assert [len(files) for files in buffers] == [1, 1]
+    assert not buffers[0] & buffers[1]
+    # A worker process has never loaded torch; a fork of the trainer is gone when it is done.
+    assert [workers for _, _, _, workers in told] == [[False] * 3 if persistent else []] * 2
+    for number in range(3):
+        wanted = state_of_all(2, number)
+        assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
+
+
+def _save_in(writer: FileSystemWriterAsync, root: Path, call: Callable[..., None]) -> None:
+    for number in range(3):
+        writer.reset(root / str(number))
+        state = state_of(0, number)
+        call(request_of(writer, state))
+        assert_same(load_with_ours(root / str(number), state), state)
+
+
+def test_three_saves_run_in_a_thread_that_shares_the_memory(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "0", writer="thread", timeout_s=PATIENCE_S)
+    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
+
+    def call(request: AsyncRequest) -> None:
+        assert caller.schedule_async_call(request).wait(PATIENCE_S)
+        for finalize in request.finalize_fns:
+            finalize()
+
+    _save_in(writer, tmp_path, call)
+
+    assert writer.layouts_made == 1
+    caller.close()
+    writer.close()
+
+
+def test_the_queue_runs_what_is_staged_for_a_thread_in_a_thread(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "0", writer="thread", timeout_s=2.0)
+
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        _save_in(writer, tmp_path, partial(carry_out, queue))
+
+    writer.close()
+
+
+def test_extensions_run_in_the_worker(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path, writer="process", _extensions=[Zlib()])
+    state = state_of(0, 1)
+
+    with AsyncCallsQueue(timeout_s=60.0) as queue:
+        carry_out(queue, request_of(writer, state))
+
+    writer.close()
+    assert_same(load_with_ours(tmp_path, state, _extension_registry=registry()), state)
+
+
+def _in_a_thread(request: AsyncRequest) -> None:
+    assert request.async_fn is not None
+    thread = threading.Thread(target=request.async_fn, args=request.async_fn_args)
+    thread.start()
+    thread.join()
+
+
+def _in_a_forked_process(request: AsyncRequest) -> None:
+    assert request.async_fn is not None
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            request.async_fn(*request.async_fn_args)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def _with_a_foreign_queue(
+    rank: int, world_size: int, root: Path, where: Where, run: Callable[[AsyncRequest], None]
+) -> None:
+    writer = FileSystemWriterAsync(root / "0", writer=where, timeout_s=PATIENCE_S)
+    for number in range(3):
+        writer.reset(root / str(number))
+        request = request_of(writer, state_of(rank, number))
+        # As Megatron-Core's queue and NVRx's: staged in the trainer, run elsewhere, finalized.
+        assert request.preload_fn is not None
+        args = list(request.async_fn_args)
+        args[1] = request.preload_fn()
+        run(request._replace(async_fn_args=tuple(args)))
+        for finalize in request.finalize_fns:
+            finalize()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "run"),
+    [("thread", _in_a_thread), ("process", _in_a_thread), ("process", _in_a_forked_process)],
+)
+def test_requests_work_in_a_queue_that_is_not_ours(
+    tmp_path: Path, where: Where, run: Callable[[AsyncRequest], None]
+) -> None:
+    run_ranks(_with_a_foreign_queue, 2, tmp_path, where, run)
+
+    for number in range(3):
+        wanted = state_of_all(2, number)
+        assert_same(load_with_ours(tmp_path / str(number), wanted), wanted)
+
+
+def write_or_hang(
+    hanging: Path | None, function: Callable[..., None], rank: int, writes: list[FileWrite]
+) -> None:
+    """May stop in the middle of a save, and live until it is killed."""
+    if hanging is None:
+        function(rank, writes)
+        return
+    write_preloaded_data(writes[0])
+    work.write(hanging, str(os.getpid()))
+    work.await_file(hanging.with_suffix(".never"))
+
+
+def _worker_is_killed(
+    rank: int, world_size: int, root: Path, persistent: bool
+) -> tuple[str, str, list[str]]:
+    writer = FileSystemWriterAsync(root / "0", writer="process", timeout_s=3.0)
+    staged: list[list[FileWrite]] = []
+    with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
+        hanging = root / "hanging" if rank == 1 else None
+        queue.schedule_async_request(
+            request_of(
+                writer,
+                state_of(rank, 0),
+                lambda function: partial(write_or_hang, hanging, function),
+                staged,
+            )
+        )
+        if hanging is not None:
+            os.kill(int(work.await_file(hanging)), signal.SIGKILL)
+        told = _error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        there = sorted(file.name for file in (root / "0").iterdir())
+        writer.reset(root / "1")
+        told_next = _error_of(
+            lambda: carry_out(queue, request_of(writer, state_of(rank, 1), staged=staged))
+        )
+    writer.close()
+    assert not any(shared_file(writes).exists() for writes in staged)
+    return told, told_next, there
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.fault("worker-dies")
+@pytest.mark.parametrize("persistent", [True, False], ids=["worker", "fork"])
+def test_a_worker_that_is_killed_fails_its_save_on_every_rank_and_the_next_one_works(
+    tmp_path: Path, persistent: bool
+) -> None:
+    (told, next_one, there), *others = run_ranks(_worker_is_killed, 2, tmp_path, persistent)
+
+    assert "rank 1" in told
+    assert "SIGKILL" in told
+    assert [other for other, _, _ in others] == [told]
+    assert ".metadata" not in there
+    assert [next_one, *(other for _, other, _ in others)] == ["", ""]
+    wanted = state_of_all(2, 1)
+    assert_same(load_with_ours(tmp_path / "1", wanted), wanted)

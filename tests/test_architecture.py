@@ -38,7 +38,9 @@ _ARROWS = {
         *("errors", "ids", "deadline", "coordination"),
         *("state_dict", "storage", "async_save"),
     },
-    "cli": {"errors", "ids", "state_dict", "storage", "managers", "replication"},
+    "cli": {
+        *("errors", "ids", "state_dict", "storage", "managers", "replication", "global_tier"),
+    },
 }
 
 

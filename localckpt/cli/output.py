@@ -12,7 +12,9 @@ import typer
 from rich.filesize import decimal
 
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.global_tier.folders import RECORD_NAME
 from localckpt.storage.memory import default_root
+from localckpt.storage.names import SESSION_PREFIX
 
 __all__ = [
     "BAD",
@@ -104,14 +106,25 @@ def store_or_default(given: Path | None) -> Path:
     """The store that a command is about.
 
     Raises:
-        StorageError: None was given, and there is no usual one.
+        StorageError: None was given, and there is no usual one; or it is no node's store.
     """
     if given is not None:
+        _require_no_global_tier(given)
         return given
     usual = default_root()
     if not usual.is_dir():
         raise StorageError(f"give a directory: this user has no store in memory ({usual})")
     return usual
+
+
+def _require_no_global_tier(root: Path) -> None:
+    """Looking for shards there, nothing bad would be found, however bad it were."""
+    for folder in [root, *root.glob(f"{SESSION_PREFIX}*")]:
+        if (folder / RECORD_NAME).exists() or any(folder.glob(f"iteration_*/{RECORD_NAME}")):
+            raise StorageError(
+                f"{folder} holds checkpoints of the global tier, and this command is for the "
+                f"stores of nodes. Loading such a checkpoint verifies it"
+            )
 
 
 @contextmanager

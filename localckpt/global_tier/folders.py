@@ -66,6 +66,12 @@ class Folder:
         return self.root / f".{self._name}.old{_REMOVED}"
 
     @property
+    def has_record(self) -> bool:
+        """Whether it was committed; raises StorageError if that cannot be seen."""
+        with storage_errors("look at", self.path):
+            return (self.path / RECORD_NAME).exists()
+
+    @property
     def _name(self) -> str:
         return f"iteration_{self.iteration:08d}.{self.epoch:04d}"
 

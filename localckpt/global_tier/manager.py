@@ -116,6 +116,7 @@ class GlobalCheckpointManager:
             staging_threads=staging_threads,
             timeout_s=timeout,
             safe_globals=self._safe_globals,
+            _own_folders=True,
         )
         self._epoch: int | None = None
         self._newest_iteration = -1

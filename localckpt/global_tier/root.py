@@ -102,8 +102,15 @@ class CheckpointRoot:
             epoch = 1 + max(known, default=0)
         begun = self.begun(iteration, epoch, uuid.uuid4().hex)
         with storage_errors("make", begun.path):
+            if begun.path == begun.folder.path and not begun.folder.has_record:
+                # What a save of this number has left that failed.
+                shutil.rmtree(begun.path, ignore_errors=True)
             begun.path.mkdir()
-            sync_folder(self.path)
+            try:
+                sync_folder(self.path)
+            except BaseException:
+                begun.path.rmdir()
+                raise
         return begun
 
     def begun(self, iteration: int, epoch: int, save_id: str) -> BegunSave:
@@ -137,28 +144,37 @@ class CheckpointRoot:
         if self._atomic_rename:
             with storage_errors("commit", folder.path):
                 save.path.rename(folder.path)
-                sync_folder(self.path)
+                try:
+                    sync_folder(self.path)
+                except BaseException:
+                    # It may be gone after a power cut, so it is none.
+                    folder.path.rename(save.path)
+                    raise
         logger.info(
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
 
     def give_up(self, save: BegunSave) -> None:
         """Remove what there is of a save that failed."""
-        _remove_tree(save.path)
+        _remove(save.path)
 
     def sweep(self, save: BegunSave) -> None:
         """Remove what other saves than this one have left that were never committed.
 
         Nobody is writing there: the root is locked, and saves follow one another.
         """
-        folders, leftovers = folders_in(self.path)
-        paths = [leftover.path for leftover in leftovers]
-        if not self._atomic_rename:
-            paths += [f.path for f in folders if not (f.path / RECORD_NAME).exists()]
+        try:
+            folders, leftovers = folders_in(self.path)
+            paths = [leftover.path for leftover in leftovers]
+            if not self._atomic_rename:
+                paths += [folder.path for folder in folders if not folder.has_record]
+        except StorageError as error:
+            logger.warning("what was never committed stays for now: %s", error)
+            return
         for path in paths:
             if path != save.path:
                 logger.info("removing %s, which is no checkpoint", path)
-                _remove_tree(path)
+                _remove(path)
 
     def retire(self) -> None:
         """Let older checkpoints go."""
@@ -166,7 +182,7 @@ class CheckpointRoot:
             return
         try:
             folders, _ = folders_in(self.path)
-            complete = [folder for folder in folders if (folder.path / RECORD_NAME).exists()]
+            complete = [folder for folder in folders if folder.has_record]
             for folder in complete[self._keep_last :]:
                 remove(folder, by_rename=self._atomic_rename)
         except StorageError as error:
@@ -207,9 +223,11 @@ class CheckpointRoot:
         self._lock.release()
 
 
-def _remove_tree(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Remove what is no checkpoint; what cannot go now goes at a later save."""
     try:
+        # First of all, so that what is half removed is not found.
+        (path / RECORD_NAME).unlink(missing_ok=True)
         shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s could not be removed, and will be at a later save: %s", path, error)

@@ -60,9 +60,14 @@ class RootLock:
                 error,
             )
         else:
-            with storage_errors("write to", self._root):
-                text = f"process {Owner.me()} on {socket.gethostname()}"
-                (self._root / _OWNER_NAME).write_text(text)
+            try:
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    (self._root / _OWNER_NAME).write_text(text)
+            except BaseException:
+                # Else it lives as long as the error does.
+                lock.release()
+                raise
         self._lock = lock
 
     def release(self) -> None:

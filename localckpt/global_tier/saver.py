@@ -57,11 +57,6 @@ def save_state_dict_async_plan(
             f"FileSystemWriterAsync"
         )
     planner = planner or DefaultSavePlanner()
-
-    def begin() -> str:
-        storage_writer.begin_checkpoint()
-        return storage_writer.save_id
-
     meeting = Meeting("global save", process_group, coordinator_rank, timeout_s)
     save = plan_save(
         meeting,
@@ -69,7 +64,7 @@ def save_state_dict_async_plan(
         planner,
         storage_writer,
         tag=str(storage_writer.path),
-        word=begin,
+        word=lambda: storage_writer.save_id,
         prepare=storage_writer.prepare_local_plan,
     )
     storage_writer.save_id = save.word
@@ -98,14 +93,15 @@ def save_state_dict_async_finalize(
     def answer(said: list[bytes]) -> list[bytes]:
         assert global_metadata is not None, "the coordinator has planned"
         written, _ = plans.hear_written(said)
-        storage_writer.finish(global_metadata, [part.results for part in written])
+        results = [storage_writer.named(part.results) for part in written]
+        storage_writer.finish(global_metadata, results)
         return [b""]
 
     try:
         with plans.kept_if_all_is_well():
             dist_wrapper.hold(
                 f"finish the checkpoint {storage_writer.path}",
-                lambda: plans.say_written(Written(storage_writer.retrieve_write_results(), {})),
+                lambda: plans.say_written(Written(storage_writer.retrieve_unnamed_results(), {})),
                 answer,
             )
     except BaseException as error:

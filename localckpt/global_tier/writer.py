@@ -32,7 +32,12 @@ from localckpt.global_tier.items import ItemReader
 from localckpt.global_tier.layout import FileLayout, lay_out_files
 from localckpt.global_tier.planning import PlanCache
 from localckpt.global_tier.staging import Staging
-from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo, StoragePrefix
+from localckpt.global_tier.torch_dcp import (
+    DATA_SUFFIX,
+    METADATA_NAME,
+    StorageInfo,
+    StoragePrefix,
+)
 from localckpt.global_tier.trailer import FileIdentity
 from localckpt.global_tier.write import (
     FileWrite,
@@ -56,8 +61,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         path: The checkpoint's directory, the same for all ranks.
         thread_count: Into how many files, written side by side, this rank's items are divided.
         separation_hint: Items whose names begin with it go to files of their own.
-        overwrite: Replace a checkpoint that is there. Nothing can be loaded from the directory
-            until the new one is complete.
+        overwrite: Replace a checkpoint that is there; it can be loaded until the new one is
+            complete. Names of files hold the save's ID, so nothing that is written late, or again,
+            gets into another save.
         sync_files: Return from writing when the files are durable.
         single_file_per_rank: ``True``: a file for each item is not offered.
         writer: Where the save function runs: in another ``"process"``, or in a ``"thread"`` of this
@@ -66,6 +72,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         timeout_s: The longest that a save waits for the one before to be written, in seconds.
         safe_globals: Classes and functions that objects in the state may name, beyond torch's own.
         _extensions: torch's stream transforms, as compression.
+        _own_folders: Each save has a directory that no other has, so files need no ID.
 
     Attributes:
         plans: What was planned before, so that it need not be planned again.
@@ -85,6 +92,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         _extensions: Sequence[Any] | None = None,
+        _own_folders: bool = False,
     ) -> None:
         if not single_file_per_rank:
             raise CheckpointingException(
@@ -106,6 +114,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.save_id = uuid.uuid4().hex
         self.plans = PlanCache()
         self._kind = writer
+        self._own_folders = _own_folders
         self._items = ItemReader(safe_globals)
         self._staging = Staging(writer, threads=staging_threads, timeout_s=timeout_s)
         # A writer that is made for one checkpoint only is often left, not closed.
@@ -140,13 +149,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                     f"with overwrite=True. Nothing was changed"
                 )
         return plan
-
-    def begin_checkpoint(self) -> None:
-        """On the coordinator, before anything is written: from here on nothing old is loaded."""
-        folder = Path(self.path)
-        with storage_errors("replace the checkpoint in", folder):
-            (folder / METADATA_NAME).unlink(missing_ok=True)
-            sync_folder(folder)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """What :meth:`prepare_global_plan` would make of this rank's plan, asking nobody."""
@@ -241,8 +243,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared.tensors = {}
         return [
             FileWrite(
-                Path(self.path) / file.name,
-                FileIdentity(file.name, self.save_id),
+                Path(self.path) / self._name(file.name),
+                FileIdentity(self._name(file.name), self.save_id),
                 buffer,
                 region.start,
                 region.covered,
@@ -262,6 +264,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveFailedError: Writing failed; it says how. Or not all was written.
         """
+        return self.named(self.retrieve_unnamed_results())
+
+    def retrieve_unnamed_results(self) -> list[WriteResult]:
+        """The same without the save's ID in the names, which would make each save's differ."""
         if self._failed is not None:
             raise self._failed
         prepared = self._require_prepared()
@@ -277,8 +283,21 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise SaveFailedError(f"this rank's part of {self.path} was not written: {told}")
         return self.results(told)
 
+    def named(self, results: Iterable[WriteResult]) -> list[WriteResult]:
+        """The results of any rank with the names that the files of this save have."""
+        return [
+            dataclasses.replace(
+                result,
+                storage_data=dataclasses.replace(
+                    result.storage_data,
+                    relative_path=self._name(result.storage_data.relative_path),
+                ),
+            )
+            for result in results
+        ]
+
     def results(self, written: Sequence[Sequence[Stream]]) -> list[WriteResult]:
-        """Where each item was written, told from where it is in each file.
+        """Where each item was written, told from where it is in each file; without the save's ID.
 
         Raises:
             SaveFailedError: Something is missing.
@@ -304,6 +323,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: write what makes it a checkpoint.
 
+        Data files that are not part of it, of saves before or of some that failed, are removed.
+
         Args:
             metadata: What planning made.
             results: Of all ranks.
@@ -314,7 +335,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
         metadata.storage_meta = self.storage_meta()
-        write_durably(Path(self.path) / METADATA_NAME, pickle.dumps(metadata))
+        folder = Path(self.path)
+        write_durably(folder / METADATA_NAME, pickle.dumps(metadata))
+        mine = {info.relative_path for info in metadata.storage_data.values()}
+        with storage_errors("remove files of other saves in", folder):
+            for path in (*folder.glob(f"*{DATA_SUFFIX}"), *folder.glob(".__*_written.*")):
+                if path.name not in mine:
+                    path.unlink(missing_ok=True)
 
     def give_up(self, error: BaseException) -> None:
         """Forget a save that failed, and take its buffer back, which nobody may use any more.
@@ -347,6 +374,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _outcome_of(self, prepared: _Prepared) -> Path:
         prefix = prepared.plan.storage_data.prefix
         return Path(self.path) / f".{prefix}written.{self.save_id[:8]}"
+
+    def _name(self, name: str) -> str:
+        if self._own_folders:
+            return name
+        return f"{name.removesuffix(DATA_SUFFIX)}.{self.save_id[:8]}{DATA_SUFFIX}"
 
     def _require_prepared(self) -> _Prepared:
         if self._prepared is None:

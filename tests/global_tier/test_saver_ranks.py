@@ -280,7 +280,7 @@ def _fail_on(
         elif what == "unsafe":
             state["settings"] = [Settings("adam", 1.0)]
         elif what == "write":
-            (path / f"__{rank}_0.distcp").mkdir(parents=True)
+            (path / f"__{rank}_0.00000000.distcp").mkdir(parents=True)
         elif what == "exists":
             path = root / "0"
         elif what == "finish":
@@ -292,6 +292,7 @@ def _fail_on(
     # The save fails wherever the others are; they have not begun before what is wrong is there.
     dist.barrier()
     writer.reset(path)
+    writer.save_id = "0" * 32
 
     told = error_of(
         lambda: _save_as_a_queue_that_knows_no_errors(writer, state, coordinator, planner)
@@ -320,8 +321,8 @@ def _fail_on(
         ("unsafe", 0, 0, "settings refers to"),
         ("stateful", 1, 0, "this state is not to be had"),
         ("exists", 1, 0, "do not speak of the same checkpoint|holds a checkpoint"),
-        ("write", 1, 0, "__1_0.distcp"),
-        ("write", 0, 1, "__0_0.distcp"),
+        ("write", 1, 0, "__1_0.00000000.distcp"),
+        ("write", 0, 1, "__0_0.00000000.distcp"),
         ("finish", 0, 0, "nothing is finished today"),
         ("finish", 1, 1, "nothing is finished today"),
     ],
@@ -431,5 +432,5 @@ def test_some_of_the_ranks_can_save_together(tmp_path: Path) -> None:
     run_ranks(_save_in_a_group, 4, tmp_path / "checkpoint")
 
     require_saved(tmp_path / "checkpoint", model_of(1, 0) | model_of(3, 0))
-    names = {file.name for file in (tmp_path / "checkpoint").glob("*.distcp")}
-    assert names == {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp"}
+    names = {file.name.split(".")[0] for file in (tmp_path / "checkpoint").glob("*.distcp")}
+    assert names == {"__0_0", "__0_1", "__1_0", "__1_1"}

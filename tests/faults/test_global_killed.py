@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import localckpt
 from localckpt import AsyncRequest, FileSystemWriterAsync, GlobalCheckpointManager, WorkerDiedError
@@ -334,8 +333,15 @@ _STOPPED_AFTER = {
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", ["when asked", "at once"])
-@pytest.mark.parametrize("atomic_rename", [True, False])
+@pytest.mark.parametrize(
+    ("names", "atomic_rename"),
+    [
+        ("when asked", True),
+        ("at once", False),
+        pytest.param("at once", True, marks=pytest.mark.long),
+        pytest.param("when asked", False, marks=pytest.mark.long),
+    ],
+)
 def test_what_was_saved_to_shared_storage_when_the_power_went_is_there_and_else_the_one_before(
     names: str,
     atomic_rename: bool,
@@ -344,8 +350,6 @@ def test_what_was_saved_to_shared_storage_when_the_power_went_is_there_and_else_
     long_form: bool,
     record_property: Record,
 ) -> None:
-    if not long_form and (names == "at once") is atomic_rename:
-        pytest.skip("in the long form only")
     job = _Job(atomic_rename=atomic_rename, numel=2000, thread_count=1)
     told = tmp_path / "told"
     told.mkdir()

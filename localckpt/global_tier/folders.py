@@ -52,6 +52,11 @@ class Folder:
         return self.epoch, self.iteration
 
     @property
+    def name_parts(self) -> tuple[int, int]:
+        """The iteration and the epoch."""
+        return self.iteration, self.epoch
+
+    @property
     def path(self) -> Path:
         """Where it is when it is complete."""
         return self.root / self._name
@@ -130,6 +135,28 @@ class CommitRecord:
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
             )
         return cls(**fields)
+
+    def check(self, folder: Folder, session_id: str) -> None:
+        """See that it speaks of this directory, and that all files are there.
+
+        Raises:
+            CorruptShardError: It does not, or one is not.
+            StorageError: They cannot be looked at.
+        """
+        if (self.session_id, self.iteration, self.epoch) != (session_id, *folder.name_parts):
+            raise CorruptShardError(
+                f"{folder.path} was saved as iteration {self.iteration}, epoch {self.epoch} of "
+                f"session {self.session_id!r}: give it its name again"
+            )
+        for name, nbytes in self.files.items():
+            path = folder.path / name
+            with storage_errors("look at", path):
+                try:
+                    found = path.stat().st_size
+                except FileNotFoundError:
+                    raise CorruptShardError(f"{path} is gone") from None
+            if found != nbytes:
+                raise CorruptShardError(f"{path} has {found} bytes, and was saved with {nbytes}")
 
 
 def session_root(root: Path, session_id: str) -> Path:

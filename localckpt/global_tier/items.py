@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
@@ -30,7 +31,7 @@ class ItemReader:
     def __init__(self, safe_globals: Iterable[Any] = ()) -> None:
         self._safe_globals = tuple(safe_globals)
         self._simple: dict[str, tuple[str, memoryview]] = {}
-        self._checked: set[tuple[str, type]] = set()
+        self._checked: set[int] = set()
 
     def read(self, item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
         """An item's values: a plain tensor of the item's dtype and shape, or a run of bytes.
@@ -71,10 +72,12 @@ class ItemReader:
                 self._simple[name] = (text, data)
             return data
         stream = _made(item, planner)
-        if (name, type(value)) not in self._checked:
+        data = stream.getbuffer()
+        digest = xxhash.xxh3_64_intdigest(data)
+        if digest not in self._checked:
             require_safe(name, stream, self._safe_globals)
-            self._checked.add((name, type(value)))
-        return stream.getbuffer()
+            self._checked.add(digest)
+        return data
 
 
 def _made(item: WriteItem, planner: SavePlanner) -> io.BytesIO:

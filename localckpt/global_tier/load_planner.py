@@ -20,7 +20,7 @@ from localckpt.global_tier.objects import load_object
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
 from localckpt.global_tier.torch_dcp import create_chunk_list, create_read_items, set_element
 
-__all__ = ["ReshardingLoadPlanner", "load_here"]
+__all__ = ["ReshardingLoadPlanner", "give", "read_here"]
 
 
 class ReshardingLoadPlanner(DefaultLoadPlanner):
@@ -115,27 +115,35 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
             _make_meta_tensors(value)
 
 
-def load_here(state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:
-    """What ``dcp.load`` does on one rank; what goes wrong is raised as it is, and asks nobody.
+def read_here(
+    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner
+) -> dict[str, Any]:
+    """What ``dcp.load`` reads on one rank; what goes wrong is raised as it is, and asks nobody.
 
     Args:
-        state_dict: Filled in place; ``Stateful`` values are given what was loaded.
+        state_dict: Its tensors are filled in place.
         reader, planner: Made for this load.
+
+    Returns:
+        The state that was loaded, for :func:`give`.
     """
     # In the same order on all ranks.
-    names = sorted(state_dict)
     state = {
         name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
-        for name in names
+        for name in sorted(state_dict)
     }
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()
-    for name in names:
-        value = state_dict[name]
-        if isinstance(value, Stateful):
-            value.load_state_dict(state[name])
+    return state
+
+
+def give(state_dict: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Put what was loaded into the state. ``Stateful`` values take it, maybe by collectives."""
+    for name, value in loaded.items():
+        if isinstance(owner := state_dict[name], Stateful):
+            owner.load_state_dict(value)
         else:
-            state_dict[name] = state[name]
+            state_dict[name] = value

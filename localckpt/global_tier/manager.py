@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner, load_here
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner, give, read_here
 from localckpt.global_tier.planning import (
     PlanCache,
     PlannedSave,
@@ -151,16 +151,19 @@ class GlobalCheckpointManager:
         """Make ready for saves of such a state; all ranks call it.
 
         Plans them, and makes the staging buffer in the background, which the first save would have
-        to wait for. The values are not looked at.
+        to wait for. Tensors are not looked at.
 
         Raises:
-            CheckpointingException: The state cannot be saved; the same on every rank.
+            CheckpointingException: The ranks cannot agree on a plan; the same on every rank.
             PeerLostError: Some rank did not come in time.
         """
         self._check_usable()
         self._settle()
         planner, planned = self._plan(state_dict, "warm up", lambda: None)
-        self._writer.warm_up(planner.finish_plan(planned.plan), planner)
+        try:
+            self._writer.warm_up(planner.finish_plan(planned.plan), planner)
+        except Exception as error:  # noqa: BLE001 - on this rank alone; the save itself tells all
+            logger.warning("such a state cannot be saved: %s", error)
 
     def save(
         self,
@@ -205,10 +208,12 @@ class GlobalCheckpointManager:
                 self._writer.save_id = save_id
                 self._writer.prepare_write_data(planner.finish_plan(planned.plan), planner)
                 save.writes = self._writer.preload_tensors()
-        except Exception as error:  # noqa: BLE001 - told to all ranks when they meet
+        except BaseException as error:  # noqa: BLE001 - told to all ranks when they meet
             save.staging_error = error
         save.staged = time.monotonic()
         save.start(lambda: self._write_and_commit(save), self._free_if_left)
+        if not isinstance(save.staging_error, Exception | None):
+            raise save.staging_error
         if not is_async:
             self.wait_until_finished()
 
@@ -249,7 +254,7 @@ class GlobalCheckpointManager:
         """Fill a state in place, with whatever sharding it has; all ranks call it.
 
         Every block is verified as it is read. If the newest checkpoint turns out damaged, all ranks
-        take the one before.
+        take the one before; not with ``allow_partial_load``, where values of both would be left.
 
         Args:
             state_dict: The state to fill. Tensors on the meta device are made; objects are
@@ -268,6 +273,10 @@ class GlobalCheckpointManager:
         """
         self._check_usable()
         self._settle()
+        try:
+            self._take_error()
+        except CheckpointingException as error:
+            logger.error("the last save had failed: %s", error)
         older_than: tuple[int, int] | None = None
         while True:
             found = self._look(iteration, older_than)
@@ -277,7 +286,7 @@ class GlobalCheckpointManager:
             try:
                 self._load(found, state_dict, allow_partial_load)
             except (CorruptShardError, StorageError) as error:
-                if iteration is not None:
+                if iteration is not None or allow_partial_load:
                     raise
                 logger.error(
                     "iteration %d cannot be loaded, trying an older one: %s",
@@ -287,6 +296,7 @@ class GlobalCheckpointManager:
                 continue
             # What is saved from here on is a new attempt, and newer than all there is.
             self._epoch, self._newest_iteration = None, found.folder.iteration
+            self._root.went_on_from(found)
             return found.folder.iteration
 
     def close(self) -> None:
@@ -302,6 +312,7 @@ class GlobalCheckpointManager:
         finally:
             self._closed = True
             self._free()
+            self._meeting.leave()
 
     def __enter__(self) -> GlobalCheckpointManager:
         return self
@@ -385,14 +396,17 @@ class GlobalCheckpointManager:
 
         planner = ReshardingLoadPlanner(allow_partial_load=partial, safe_globals=self._safe_globals)
 
+        loaded: dict[str, Any] = {}
+
         def read() -> bytes:
             with record_function("localckpt.global.load"):
-                load_here(state_dict, reader, planner)
+                loaded.update(read_here(state_dict, reader, planner))
             return b""
 
         # While all are here, since they share it.
         reader.read_metadata()
         self._meeting.hold(f"load iteration {found.folder.iteration}", read, lambda _: [b""])
+        give(state_dict, loaded)
         seconds = time.monotonic() - began
         logger.info(
             "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
@@ -422,13 +436,15 @@ class GlobalCheckpointManager:
             raise
         save.committed = True
         if self._meeting.is_coordinator:
-            self._root.retire()
+            self._root.retire(save.begun)
         if told:
             raise CheckpointingException(told.decode())
 
     def _write(self, save: SaveUnderWay) -> bytes:
-        if save.staging_error is not None:
+        if isinstance(save.staging_error, Exception):
             raise save.staging_error
+        if save.staging_error is not None:
+            raise CheckpointingException("it was interrupted") from save.staging_error
         if self._meeting.is_coordinator:
             self._root.sweep(save.begun)
         with record_function("localckpt.global.write"):
@@ -467,6 +483,7 @@ class GlobalCheckpointManager:
 
     def _settle(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""
+        self._check_fork()
         if self._save is not None:
             # Writing has no deadline of its own, and the meeting one for each of its two waits.
             self._save.wait(4 * self.timeout)
@@ -486,12 +503,15 @@ class GlobalCheckpointManager:
             return f"there is no checkpoint of iteration {iteration} under {self.root}"
         return f"there is no checkpoint under {self.root}: load() only if find_latest() is not -1"
 
-    def _check_usable(self) -> None:
+    def _check_fork(self) -> None:
         if os.getpid() != self._process:
             raise CheckpointingException(
                 f"this manager belongs to process {self._process}, of which this one is a fork; "
                 f"make one here"
             )
+
+    def _check_usable(self) -> None:
+        self._check_fork()
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
 

@@ -132,7 +132,7 @@ def plan_save(
         planner: Made for this save; torch's own, or a user's.
         writer: Keeps what was planned before, and says where this rank writes.
         tag: What must be the same on all ranks, as the number of the checkpoint.
-        check: Called first of all on this rank; what it raises is raised on all.
+        check: Called on each rank before anything is planned; what it raises is raised on all.
         word: Called on the coordinator when all have come; gives what is to be told to all, or
             raises what is then raised on all.
         prepare: This rank's own preparations, with its plan.
@@ -148,9 +148,11 @@ def plan_save(
 
     def say() -> bytes:
         nonlocal local
+        # First of all, since a state may be made by all ranks together.
+        state = _plain(state_dict)
         check()
         planner.set_up_planner(
-            state_dict=_plain(state_dict),
+            state_dict=state,
             storage_meta=writer.storage_meta(),
             is_coordinator=meeting.is_coordinator,
         )
@@ -168,13 +170,13 @@ def plan_save(
         cache.bytes_gathered = sum(map(len, said))
         tags, plans = zip(*(text.split(b"\n", 1) for text in said), strict=True)
         require_same(tags, meeting.global_ranks)
-        told = word()
         before = cache.coordinated
         if before is not None and not any(plans):
             pending = before
-            return [pickle.dumps((told, None))]
+            return [pickle.dumps((word(), None))]
         pending = _coordinate(before, plans, planner, writer)
         cache.global_plans_made += 1
+        told = word()
         # Who sent a plan may have forgotten what came of it, even if it is what it was.
         known = [None] * len(plans) if before is None else before.final
         return [

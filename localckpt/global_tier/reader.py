@@ -31,16 +31,17 @@ from localckpt.deadline import within
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.framing import Frame, frame_of
 from localckpt.global_tier.read import READ_NBYTES, FileReads, Run
-from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo
+from localckpt.global_tier.torch_dcp import METADATA_NAME, MemoryFormat, StorageInfo
 from localckpt.global_tier.values import Values, copy_part
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import await_training
 from localckpt.storage.failures import storage_errors
 
 __all__ = ["CachedMetadataFileSystemReader"]
 
 _METADATA_CLASSES = (
     *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__),
-    dcp_metadata._MEM_FORMAT_ENCODING,
+    MemoryFormat,
     StorageInfo,
 )
 
@@ -129,7 +130,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             _Item(self, planner, lock, request, self.storage_data[request.storage_index])
             for request in plan.items
         ]
-        _add(reads, [(item, run) for item in items for run in item.runs()])
+        runs = [(item, run) for item in items for run in item.runs()]
+        # What training has queued on them must not come after what is loaded.
+        await_training({item.device for item in items}, self._timeout_s)
+        _add(reads, runs)
         reads.carry_out()
         # By another release of torch, or not contiguous: torch knows what they mean.
         _add(reads, [(item, item.whole()) for item in items if item.is_foreign])
@@ -230,6 +234,7 @@ class _Item:
 
     Attributes:
         is_foreign: Its frame turned out not to be the one that its values were looked for in.
+        device: Where its values go.
     """
 
     def __init__(
@@ -242,6 +247,7 @@ class _Item:
     ) -> None:
         self.info = info
         self.is_foreign = False
+        self.device = torch.device("cpu")
         self._reader = reader
         self._planner = planner
         # Planners are not made for several threads.
@@ -285,7 +291,9 @@ class _Item:
 
     def _target(self) -> torch.Tensor:
         with self._lock:
-            return self._planner.resolve_tensor(self._request).detach()
+            target = self._planner.resolve_tensor(self._request).detach()
+        self.device = target.device
+        return target
 
     def _load(self, data: memoryview) -> None:
         stream: IO[bytes] = io.BytesIO(data)

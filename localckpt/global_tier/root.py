@@ -25,7 +25,7 @@ from localckpt.global_tier.folders import (
 )
 from localckpt.global_tier.root_lock import RootLock
 from localckpt.global_tier.torch_dcp import METADATA_NAME
-from localckpt.global_tier.writer import write_durably
+from localckpt.global_tier.write import write_durably
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
 
@@ -84,6 +84,7 @@ class CheckpointRoot:
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         self._lock = RootLock(self.path)
+        self._loaded: tuple[int, int] | None = None
 
     def begin(self, iteration: int, epoch: int | None) -> BegunSave:
         """Make the directory of a save, when no rank is busy with one before.
@@ -158,7 +159,7 @@ class CheckpointRoot:
         """Remove what there is of a save that failed."""
         _remove(save.path)
 
-    def sweep(self, save: BegunSave) -> None:
+    def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves than this one have left that were never committed.
 
         Nobody is writing there: the root is locked, and saves follow one another.
@@ -172,18 +173,22 @@ class CheckpointRoot:
             logger.warning("what was never committed stays for now: %s", error)
             return
         for path in paths:
-            if path != save.path:
+            if save is None or path != save.path:
                 logger.info("removing %s, which is no checkpoint", path)
                 _remove(path)
 
-    def retire(self) -> None:
-        """Let older checkpoints go."""
+    def went_on_from(self, loaded: Found) -> None:
+        """What is newer, until the next save, was left behind."""
+        self._loaded = loaded.folder.version
+
+    def retire(self, save: BegunSave) -> None:
+        """Let older checkpoints go, now that this one is there."""
         if self._keep_last is None:
             return
         try:
             folders, _ = folders_in(self.path)
-            complete = [folder for folder in folders if folder.has_record]
-            for folder in complete[self._keep_last :]:
+            complete = [folder for folder in folders if self._record_of(folder) is not None]
+            for folder in self._let_go(complete, save.folder.epoch, self._keep_last):
                 remove(folder, by_rename=self._atomic_rename)
         except StorageError as error:
             logger.warning("older checkpoints than %d stay for now: %s", self._keep_last, error)
@@ -207,20 +212,39 @@ class CheckpointRoot:
                 continue
             if older_than is not None and folder.version >= older_than:
                 continue
-            try:
-                record = CommitRecord.read(folder.path)
-            except CorruptShardError as error:
-                if iteration is not None:
-                    raise
-                logger.error("%s is not counted: %s", folder.path, error)
-                continue
+            record = self._record_of(folder, asked_for=iteration is not None)
             if record is not None:
                 return Found(folder, record.save_id, record.metadata_digest)
         return None
 
     def close(self) -> None:
-        """Let other jobs save here. May be called twice."""
+        """Remove what was never committed, and let other jobs save here. May be called twice."""
+        if self._lock.is_held:
+            self.sweep(None)
         self._lock.release()
+
+    def _let_go(self, complete: list[Folder], epoch: int, keep_last: int) -> list[Folder]:
+        """Which checkpoints go, of all that there are, the newest first."""
+        loaded = self._loaded
+        left_behind = [
+            f for f in complete if loaded is not None and f.epoch < epoch and f.version > loaded
+        ]
+        counted = [folder for folder in complete if folder not in left_behind]
+        # As long as few others are there, they may be wanted.
+        return counted[keep_last:] + (left_behind if len(counted) >= keep_last else [])
+
+    def _record_of(self, folder: Folder, *, asked_for: bool = False) -> CommitRecord | None:
+        """The record of a checkpoint whose files are all there, or ``None``."""
+        try:
+            record = CommitRecord.read(folder.path)
+            if record is not None:
+                record.check(folder, self._session_id)
+            return record
+        except CorruptShardError as error:
+            if asked_for:
+                raise
+            logger.error("%s is not counted: %s", folder.path, error)
+            return None
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
+from localckpt.global_tier.write import make_folder
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
 
@@ -43,8 +44,7 @@ class RootLock:
         """
         if self._lock is not None:
             return
-        with storage_errors("make", self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
+        make_folder(self._root)
         lock = FileLock(self._root / _LOCK_NAME, thread_local=False)
         try:
             self._acquire(lock, min(timeout_s, _PATIENCE_S))
@@ -69,6 +69,11 @@ class RootLock:
                 lock.release()
                 raise
         self._lock = lock
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process may write to the root."""
+        return self._lock is not None
 
     def release(self) -> None:
         """Give it back."""

@@ -32,6 +32,7 @@ _SHORTEST_NAP_S = 0.0002
 _LONGEST_NAP_S = 0.25
 _ASKED_AGAIN = 8
 _LEAVING_S = 2.0
+_NAMED = 16
 # A round waits for others, then for the answer; and for the store not much longer.
 _STORE_TIMES = 3
 
@@ -63,6 +64,7 @@ class Meeting:
         self.timeout_s = timeout_s
         self.coordinator = coordinator
         self._rounds = 0
+        self._last: _Round | None = None
         self._store: Store | None = None
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.world_size, self.global_ranks = 0, 1, [0]
@@ -120,9 +122,12 @@ class Meeting:
             try:
                 return answer([say()])[0]
             except Exception as error:
-                raise _Failure.of(error, 0, phase).error() from error
+                raise _Failure.of(error, self.global_ranks[0], phase).error() from error
         told, own = _Round(self, PrefixStore(f"{name}", self._store), phase), None
+        if numbered:
+            self._last = told
         try:
+            told.begin(self._store)
             told.post(say())
             if self.is_coordinator:
                 told.answer(answer(told.collect()))
@@ -140,6 +145,11 @@ class Meeting:
         if isinstance(outcome, _Failure):
             raise outcome.error() from own
         return outcome
+
+    def leave(self) -> None:
+        """Before this process ends: let the others hear the last answer, if it is told here."""
+        if self._last is not None and self.is_coordinator:
+            self._last.see_off()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,12 @@ class _Round:
         self._store = store
         self._phase = phase
         self._deadline = time.monotonic() + meeting.timeout_s
+        self._seen = store
+
+    def begin(self, meeting: Store) -> None:
+        """Say which round this rank has come to, for those that may wait for it in vain."""
+        self._seen = meeting
+        self._ask(lambda: meeting.set(f"last/{self._meeting.rank}", self._phase))
 
     def post(self, said: bytes) -> None:
         rank = self._meeting.rank
@@ -225,8 +241,8 @@ class _Round:
         failure = _Failure.of(error, self._my_name(), self._phase)
 
         def tell() -> None:
-            if self._settle(failure) == _COMPLETE:
-                # All have come, so this is the coordinator, whose word they wait for.
+            if self._settle(failure) == _COMPLETE and self._meeting.is_coordinator:
+                # All have come, and wait for its word.
                 self._store.set("outcome", json.dumps([failure.kind, failure.text]))
                 self._store.add("state", _ANSWERED)
 
@@ -260,7 +276,8 @@ class _Round:
                     deadline, given_time = time.monotonic() + self._meeting.timeout_s, True
                     continue
             time.sleep(next(naps))
-        if state >= _FAILED:
+        # A word that was said twice counts once.
+        if state >= _FAILED and self._store.get("verdict").decode() != _COMPLETE:
             failure = self._verdict()
             self._leave(None)
             return failure
@@ -312,13 +329,18 @@ class _Round:
 
     def _lost(self) -> PeerLostError:
         ranks = self._meeting.global_ranks
-        late = [r for i, r in enumerate(ranks) if not self._store.check([f"said/{i}"])]
-        named = ", ".join(f"rank {rank}" for rank in late[:16]) + " and more" * (len(late) > 16)
+        late = [i for i in range(len(ranks)) if not self._store.check([f"said/{i}"])]
+        told = [f"rank {ranks[i]} (last seen: {self._last_seen(i)})" for i in late[:_NAMED]]
+        named = ", ".join(told) + f" and {len(late) - _NAMED} more" * (len(late) > _NAMED)
         return PeerLostError(
             f"waited {self._meeting.timeout_s:g} s, and {named} did not come. What was saved "
             f"before stands. If the ranks are alive but slow, give a longer timeout; else "
             f"restart the job"
         )
+
+    def _last_seen(self, rank: int) -> str:
+        key = f"last/{rank}"
+        return self._seen.get(key).decode() if self._seen.check([key]) else "not seen yet"
 
     def _my_name(self) -> int:
         return self._meeting.global_ranks[self._meeting.rank]

@@ -30,6 +30,7 @@ class SaveUnderWay:
         committed: The checkpoint is there, as far as the first rank knows.
         error: What it failed with.
         over: Set when it is, well or badly.
+        thread: What does the rest of it.
     """
 
     begun: BegunSave
@@ -40,10 +41,11 @@ class SaveUnderWay:
     staged: float = 0.0
     written: float = 0.0
     writes: list[FileWrite] = field(default_factory=list)
-    staging_error: Exception | None = None
+    staging_error: BaseException | None = None
     committed: bool = False
     error: CheckpointingException | None = None
     over: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
 
     @property
     def iteration(self) -> int:
@@ -70,9 +72,9 @@ class SaveUnderWay:
                 afterwards()
 
         # Not a daemon: the interpreter must not take the memory away that is being written.
-        thread = threading.Thread(target=run, name="localckpt-global", daemon=False)
+        self.thread = threading.Thread(target=run, name="localckpt-global", daemon=False)
         try:
-            thread.start()
+            self.thread.start()
         except RuntimeError:
             # No thread can be had: training waits for this save.
             run()
@@ -83,6 +85,10 @@ class SaveUnderWay:
         Raises:
             CheckpointingException: It is not in time.
         """
+        if threading.current_thread() is self.thread:
+            raise CheckpointingException(
+                "on_commit called the manager that waits for it: leave word for the training loop"
+            )
         if not self.over.wait(timeout_s):
             raise CheckpointingException(
                 f"the save of iteration {self.iteration} is not over after {timeout_s:g} s: is "

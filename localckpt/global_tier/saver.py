@@ -103,6 +103,7 @@ def save_state_dict_async_finalize(
                 f"finish the checkpoint {storage_writer.path}",
                 lambda: plans.say_written(Written(storage_writer.retrieve_unnamed_results(), {})),
                 answer,
+                name=f"finish {storage_writer.save_id}",
             )
     except BaseException as error:
         storage_writer.give_up(error)

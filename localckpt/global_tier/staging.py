@@ -18,7 +18,7 @@ from localckpt.global_tier.write import Stream
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.host_memory import address_of
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
-from localckpt.state_dict.side_streams import SideStreams, copy_to_host
+from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.state_dict.tensor_table import is_flat
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.pool import BufferPool
@@ -72,13 +72,9 @@ class Staging:
         self._pool = BufferPool(
             PrivateBuffer if writer == "thread" else self._make_shared, num_buffers
         )
+        self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
         # Frames are in the buffer from the save before, as long as nothing moves.
         self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers together."""
-        return self._pool.nbytes
 
     def prepare(
         self,
@@ -162,8 +158,13 @@ class Staging:
         try:
             self._copier.copy(jobs)
         finally:
-            # The memory may be given up now, and nothing may still be written to it.
-            under_way.wait()
+            try:
+                under_way.wait()
+            except BaseException:
+                # A GPU may still write to it, whenever that may be: nobody else gets this memory.
+                self._pool.forget(buffer)
+                self._stuck.append((buffer, under_way))
+                raise
         self._framed = (buffer, files, starts)
 
     def drop(self, buffer: Buffer) -> None:

@@ -10,16 +10,16 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
 
 __all__ = [
     "DATA_SUFFIX",
     "METADATA_NAME",
+    "MemoryFormat",
     "StorageInfo",
     "StoragePrefix",
-    "WriterTransforms",
     "create_chunk_list",
     "create_read_items",
     "set_element",

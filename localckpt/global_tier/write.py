@@ -30,7 +30,9 @@ from localckpt.storage.write import sync_folder, write_range
 __all__ = [
     "FileWrite",
     "Stream",
+    "make_folder",
     "read_outcome",
+    "write_durably",
     "write_files",
     "write_preloaded_data",
     "write_preloaded_data_in_trainer",
@@ -303,3 +305,38 @@ def _side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     for thread in threads:
         thread.join()
     return [outcome.result() for outcome in outcomes]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, also after the power failed.
+
+    Raises:
+        StorageError: The file system refused.
+    """
+    fresh = path.with_name(f"{path.name}.tmp")
+    with storage_errors("write", path):
+        fresh.unlink(missing_ok=True)
+        try:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(fresh, path)
+            sync_folder(path.parent)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                fresh.unlink(missing_ok=True)
+            raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory and those above it, to stay there after the power failed.
+
+    Raises:
+        StorageError: The file system refused.
+    """
+    with storage_errors("make", path):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)

@@ -9,7 +9,7 @@ its buffers and what it has planned.
 from __future__ import annotations
 
 import dataclasses
-import errno
+import logging
 import os
 import pickle
 import uuid
@@ -42,16 +42,19 @@ from localckpt.global_tier.trailer import FileIdentity
 from localckpt.global_tier.write import (
     FileWrite,
     Stream,
+    make_folder,
     read_outcome,
+    write_durably,
     write_preloaded_data,
     write_preloaded_data_in_trainer,
     write_preloaded_data_multiproc,
 )
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.write import sync_folder
 
 __all__ = ["FileSystemWriterAsync"]
+
+logger = logging.getLogger(__name__)
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -118,7 +121,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._items = ItemReader(safe_globals)
         self._staging = Staging(writer, threads=staging_threads, timeout_s=timeout_s)
         # A writer that is made for one checkpoint only is often left, not closed.
-        weakref.finalize(self, self._staging.close)
+        weakref.finalize(self, _close, self._staging, os.getpid())
+        self._process = os.getpid()
         self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
         self._laid_out: tuple[SavePlan, frozenset[int], tuple[FileLayout, ...]] | None = None
         self._prepared: _Prepared | None = None
@@ -141,8 +145,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             StorageError: One is there, and is not to be overwritten; or the directory cannot be.
         """
         folder = Path(self.path)
-        with storage_errors("make", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        with storage_errors("look at", folder):
             if not self.overwrite and (folder / METADATA_NAME).exists():
                 raise StorageError(
                     f"{folder} holds a checkpoint: choose another directory, or make the writer "
@@ -151,7 +155,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """What :meth:`prepare_global_plan` would make of this rank's plan, asking nobody."""
+        """What :meth:`prepare_global_plan` would make of the plan of this rank of the job."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{rank}_"))
 
@@ -231,6 +235,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             The files to write, by names and numbers only.
         """
         prepared = self._require_prepared()
+        if not prepared.files:
+            return []
         extended = bool(self.transforms.extensions)
         buffer, regions = self._staging.take(prepared.files, prepared.others)
         prepared.staged = (buffer, buffer.lease)
@@ -338,10 +344,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         folder = Path(self.path)
         write_durably(folder / METADATA_NAME, pickle.dumps(metadata))
         mine = {info.relative_path for info in metadata.storage_data.values()}
-        with storage_errors("remove files of other saves in", folder):
+        try:
             for path in (*folder.glob(f"*{DATA_SUFFIX}"), *folder.glob(".__*_written.*")):
                 if path.name not in mine:
                     path.unlink(missing_ok=True)
+        except OSError as error:
+            # The checkpoint is complete.
+            logger.warning("files of other saves stay in %s: %s", folder, error)
 
     def give_up(self, error: BaseException) -> None:
         """Forget a save that failed, and take its buffer back, which nobody may use any more.
@@ -360,12 +369,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""
-        self._staging.close()
-
-    @property
-    def staging(self) -> Staging:
-        """Where saves are put together."""
-        return self._staging
+        _close(self._staging, self._process)
 
     @property
     def _outcome(self) -> Path:
@@ -415,6 +419,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         return self._frames[key]
 
 
+def _close(staging: Staging, process: int) -> None:
+    # A fork of the trainer must not take the memory away from it.
+    if os.getpid() == process:
+        staging.close()
+
+
 @dataclasses.dataclass
 class _Prepared:
     """One save of this rank between planning and its end."""
@@ -430,25 +440,3 @@ class _Prepared:
         """The items of a file in the order in which they lie there."""
         numbers = [*(slot.number for slot in file.slots), *file.others]
         return tuple(self.plan.items[number] for number in numbers)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, also after the power failed.
-
-    Raises:
-        StorageError: The file system refused.
-    """
-    fresh = path.with_name(f"{path.name}.tmp")
-    with storage_errors("write", path):
-        fresh.unlink(missing_ok=True)
-        try:
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(fresh, path)
-            sync_folder(path.parent)
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                fresh.unlink(missing_ok=True)
-            raise

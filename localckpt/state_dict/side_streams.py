@@ -18,7 +18,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.state_dict.host_memory import memory_at
 from localckpt.state_dict.tensor_table import copy_values
 
-__all__ = ["CopiesUnderWay", "Landing", "SideStreams", "copy_to_host"]
+__all__ = ["CopiesUnderWay", "Landing", "SideStreams", "await_training", "copy_to_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,20 @@ class Landing:
             stream.wait_event(self._begun[device])
             self._mine.streams[device] = stream
         return self._mine.streams[device]
+
+
+def await_training(devices: Iterable[torch.device], timeout_s: float) -> None:
+    """Return when what training has queued on these devices by now is over.
+
+    Raises:
+        CheckpointingException: It is not in time.
+    """
+    streams = [
+        torch.get_device_module(device).current_stream(device)
+        for device in devices
+        if device.type != "cpu"
+    ]
+    _await(streams, timeout_s)
 
 
 def _await(queues: Iterable[Any], timeout_s: float) -> None:

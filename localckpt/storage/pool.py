@@ -100,11 +100,17 @@ class BufferPool:
 
     def drop(self, buffer: Buffer) -> None:
         """Take out a buffer that somebody may still be using; a later save gets another one."""
+        if self.forget(buffer):
+            buffer.close()
+
+    def forget(self, buffer: Buffer) -> bool:
+        """Take out a buffer and leave it as it is; whether it was there."""
         with self._lock:
             for buffers in self._buffers.values():
                 if buffer in buffers:
                     buffers.remove(buffer)
-                    buffer.close()
+                    return True
+        return False
 
     def close(self) -> None:
         """Free all buffers."""

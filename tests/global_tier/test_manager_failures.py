@@ -178,7 +178,7 @@ def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does
 
     for text in told:
         assert "could not save iteration 2: " in text
-        assert f"and rank {sleeper} did not come" in text
+        assert f"and rank {sleeper} (last seen: save iteration 2) did not come" in text
     assert [name[:18] for name in checkpoints_in(tmp_path)] == [
         "iteration_00000001",
         "iteration_00000003",
@@ -208,7 +208,7 @@ def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> Non
 
     for text in told:
         assert "could not plan the save: " in text
-        assert "and rank 1 did not come" in text
+        assert "and rank 1 (last seen: " in text
     assert len(checkpoints_in(tmp_path)) == 2
 
 
@@ -248,7 +248,7 @@ def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path
 
     text = told[1 - victim]
     assert "could not save iteration 2: " in text
-    assert f"and rank {victim} did not come" in text
+    assert f"and rank {victim} (last seen: save iteration 2) did not come" in text
 
     run_ranks(_go_on, 2, tmp_path, True, 1)
     # Epochs count what was begun and is still there, too.

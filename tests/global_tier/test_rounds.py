@@ -211,7 +211,7 @@ def test_a_rank_that_is_too_late_is_named_on_all_and_the_next_round_works() -> N
 
     assert told[0] == told[1] == told[2]
     for late, text in enumerate(told[0]):
-        assert f"waited 1 s, and rank {late} did not come" in text
+        assert f"waited 1 s, and rank {late} (last seen: " in text
 
 
 # Several at once.

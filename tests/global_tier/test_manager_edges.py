@@ -1,0 +1,232 @@
+"""What is easily got wrong: small states, partial loads, retention after going back, interrupts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import CheckpointingException, CorruptShardError, UnsafeGlobalError
+from tests.global_tier.models import checkpoints_in, manager_on
+from tests.ranks import run_ranks
+
+
+def _saves_one_tensor_between_two(rank: int, world_size: int, root: Path) -> list[int]:
+    state = {"x": torch.full((4,), float(rank))}
+    with manager_on(root) as manager:
+        for iteration in range(3):
+            manager.save(state, iteration, is_async=False)
+        manager.save({}, 3, is_async=False)
+        manager.save({}, 4, is_async=False)
+        return [manager.find_latest(), manager.load({})]
+
+
+def test_ranks_that_have_nothing_to_write_save_again_and_again(tmp_path: Path) -> None:
+    assert run_ranks(_saves_one_tensor_between_two, 2, tmp_path) == [[4, 4]] * 2
+
+
+def _flip_in(folder: Path, position: int) -> None:
+    """Damage a byte of the folder's first data file; negative positions count from its end."""
+    path = min(folder.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
+    with manager_on(tmp_path, thread_count=1) as manager:
+        manager.save({"b": torch.ones(9)}, 1, is_async=False)
+        manager.save({"a": torch.ones(1 << 20), "b": torch.ones(9)}, 2, is_async=False)
+        # In the tail of "b", which comes last.
+        _flip_in(tmp_path / "iteration_00000002.0001", -600)
+
+        with pytest.raises(CorruptShardError):
+            manager.load({"b": torch.zeros(9)}, allow_partial_load=True)
+
+        assert manager.load({"b": torch.zeros(9)}) == 1
+
+
+def _save(manager: Any, *iterations: int) -> None:
+    for iteration in iterations:
+        manager.save({"w": torch.full((9,), float(iteration))}, iteration, is_async=False)
+
+
+def test_what_the_job_went_on_from_outlives_what_it_left_behind(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, 100, 200)
+    _flip_in(tmp_path / "iteration_00000200.0001", 720)
+
+    with manager_on(tmp_path, keep_last=2) as manager:
+        assert manager.load({"w": torch.zeros(9)}) == 100
+        _save(manager, 150)
+        assert {n.split(".")[0] for n in checkpoints_in(tmp_path)} >= {
+            "iteration_00000100",
+            "iteration_00000150",
+        }
+        _save(manager, 160)
+
+    assert checkpoints_in(tmp_path) == ["iteration_00000150.0002", "iteration_00000160.0002"]
+
+
+class _Forbidden:
+    pass
+
+
+def test_an_object_that_could_not_be_loaded_is_refused_whatever_was_there_before(
+    tmp_path: Path,
+) -> None:
+    with manager_on(tmp_path) as manager:
+        manager.save({"o": [1, 2]}, 1, is_async=False)
+
+        with pytest.raises(UnsafeGlobalError, match="_Forbidden"):
+            manager.save({"o": [_Forbidden()]}, 2, is_async=False)
+
+        assert manager.find_latest() == 1
+
+
+def test_a_copy_under_another_name_and_one_that_lacks_a_file_are_not_found(
+    tmp_path: Path,
+) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, 1, 2)
+        shutil.copytree(tmp_path / "iteration_00000001.0001", tmp_path / "iteration_00000900.0001")
+        min((tmp_path / "iteration_00000002.0001").glob("*.distcp")).unlink()
+
+        assert manager.find_latest() == 1
+        with pytest.raises(CorruptShardError, match="give it its name again"):
+            manager.load({"w": torch.zeros(9)}, 900)
+        with pytest.raises(CorruptShardError, match="is gone"):
+            manager.load({"w": torch.zeros(9)}, 2)
+
+
+def test_after_going_back_smaller_numbers_are_saved_though_the_last_save_was_not_asked_for(
+    tmp_path: Path,
+) -> None:
+    with manager_on(tmp_path) as manager:
+        _save(manager, 50)
+        manager.save({"w": torch.full((9,), 100.0)}, 100)
+        manager.load({"w": torch.zeros(9)}, 50)
+
+        _save(manager, 60)
+
+        assert manager.find_latest() == 60
+
+
+class _Collective:
+    """A state that all ranks make, and take, together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self._sum()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sum()
+
+    @staticmethod
+    def _sum() -> torch.Tensor:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one
+
+
+def _load_what_one_rank_cannot_read(rank: int, world_size: int, root: Path) -> int:
+    def state(value: float) -> dict[str, Any]:
+        return {f"w{rank}": torch.full((1 << 18,), value), "all": _Collective()}
+
+    with manager_on(root, thread_count=1) as manager:
+        for iteration in (1, 2):
+            manager.save(state(float(iteration)), iteration, is_async=False)
+        if rank == 1:
+            path = root / "iteration_00000002.0001" / "__1_0.distcp"
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+        loaded = manager.load(target := state(0.0))
+        assert bool((target[f"w{rank}"] == loaded).all())
+        return loaded
+
+
+def test_states_that_are_taken_together_are_taken_when_all_ranks_have_read(tmp_path: Path) -> None:
+    assert run_ranks(_load_what_one_rank_cannot_read, 2, tmp_path) == [1, 1]
+
+
+class _Interrupting:
+    """Ctrl-C comes while it is copied."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_not_the_manager(
+    tmp_path: Path,
+) -> None:
+    with manager_on(tmp_path) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save({"w": torch.ones(3), "o": [_Interrupting()]}, 1)
+        with pytest.raises(CheckpointingException, match="it was interrupted"):
+            manager.wait_until_finished()
+
+        _save(manager, 2)
+
+        assert manager.find_latest() == 2
+
+
+def _warm_up_with_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:
+    state: dict[str, Any] = {f"w{rank}": torch.ones(3)}
+    if rank == 1:
+        state["o1"] = [_Forbidden()]
+    with manager_on(root) as manager:
+        manager.warm_up(state)
+        state.pop("o1", None)
+        manager.save(state, 1, is_async=False)
+        return manager.find_latest()
+
+
+def test_a_state_that_cannot_be_saved_keeps_no_rank_in_warm_up(tmp_path: Path) -> None:
+    assert run_ranks(_warm_up_with_what_cannot_be_saved, 2, tmp_path) == [1, 1]
+
+
+def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> list[str]:
+    with manager_on(root) as manager:
+        with pytest.raises(CheckpointingException):
+            manager.save({"x": torch.ones(3) if rank else 5}, 1)
+        dist.barrier()
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".localckpt"))
+
+
+def test_a_plan_that_fails_leaves_no_directory(tmp_path: Path) -> None:
+    assert run_ranks(_plan_what_does_not_go_together, 2, tmp_path) == [[], []]
+
+
+def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with manager_on(tmp_path) as manager:
+        manager.save({"w": torch.ones(3)}, 1, on_commit=lambda: print(manager.find_latest()))
+
+        with pytest.raises(CheckpointingException, match="on_commit called the manager"):
+            manager.wait_until_finished()
+
+        assert manager.find_latest() == 1
+
+
+def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    with manager_on(tmp_path) as manager:
+        manager.save({"w": torch.ones(3)}, 1)
+        if (child := os.fork()) == 0:
+            try:
+                manager.wait_until_finished()
+            except CheckpointingException:
+                os._exit(7)
+            os._exit(0)
+
+        _, status = os.waitpid(child, 0)
+
+        assert os.waitstatus_to_exitcode(status) == 7

@@ -120,7 +120,12 @@ def store_or_default(given: Path | None) -> Path:
 def _require_no_global_tier(root: Path) -> None:
     """Looking for shards there, nothing bad would be found, however bad it were."""
     for folder in [root, *root.glob(f"{SESSION_PREFIX}*")]:
-        if (folder / RECORD_NAME).exists() or any(folder.glob(f"iteration_*/{RECORD_NAME}")):
+        try:
+            here = (folder / RECORD_NAME).exists()
+        except OSError:
+            # The command itself says what keeps it from looking.
+            return
+        if here or any(folder.glob(f"iteration_*/{RECORD_NAME}")):
             raise StorageError(
                 f"{folder} holds checkpoints of the global tier, and this command is for the "
                 f"stores of nodes. Loading such a checkpoint verifies it"

@@ -293,7 +293,11 @@ def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, las
 @pytest.mark.parametrize(
     ("when", "atomic"),
     [
-        *((when, True) for when in _LAST_WORDS),
+        *((when, True) for when in ("before the metadata", "after the commit")),
+        *(
+            pytest.param(when, True, marks=pytest.mark.long)
+            for when in ("before the record", "before the directory's name")
+        ),
         *(
             pytest.param(when, False, marks=pytest.mark.long)
             for when, (last, _) in _LAST_WORDS.items()

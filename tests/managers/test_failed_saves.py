@@ -379,12 +379,13 @@ def _resume_after_a_death(rank: int, world_size: int, kind: str, latest: list[in
 @pytest.mark.parametrize(
     ("kind", "point", "victim"),
     [
-        ("disk", "finalize", 2),
         ("disk", "finalize", 0),
-        ("memory", "finalize", 1),
         ("disk", "save", 1),
         ("memory", "find_latest", 2),
-        ("disk", "load", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("disk", "finalize", 2), ("memory", "finalize", 1), ("disk", "load", 1)]
+        ),
     ],
 )
 def test_a_rank_that_dies_is_named_by_the_others_in_time_and_the_next_start_is_good(

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
 
-__all__ = ["Coordinator", "ask_store", "default_store"]
+__all__ = ["Coordinator", "ask_store", "default_store", "join_store"]
 
 T = TypeVar("T")
 
@@ -54,20 +54,10 @@ class Coordinator:
         self.set_timeout(timeout_s)
         self._in_a_hurry = False
         self._gathers = 0
-        self._store: Store | None = None
-        if not (dist.is_available() and dist.is_initialized()):
-            self.rank, self.world_size, self.global_ranks = 0, 1, [0]
-            return
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        if self.world_size == 1:
-            return
-        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
-        prefix = f"localckpt/{members}/{name}"
-        self._store = PrefixStore(prefix, default_store())
-        instance = self._add(f"open the coordinator {name!r}", f"instances/{self.rank}", 1)
-        self._store = PrefixStore(f"{prefix}/{instance}", default_store())
+        self.rank, self.global_ranks, self._store = join_store(
+            name, process_group, _STORE_TIMES * timeout_s
+        )
+        self.world_size = len(self.global_ranks)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for good; ``timeout_s`` may be set for a single call."""
@@ -256,6 +246,36 @@ class Coordinator:
             f"{', '.join(seen)} did not come. What was saved before stands. If the ranks are alive "
             f"but slow, give the manager a longer timeout; else restart the job."
         )
+
+
+def join_store(
+    name: str, process_group: dist.ProcessGroup | None, limit_s: float
+) -> tuple[int, list[int], Store | None]:
+    """A part of the job's store for some ranks; all make theirs with a name in the same order.
+
+    Args:
+        name: Keeps it apart from others.
+        process_group: The ranks; ``None`` for all.
+        limit_s: The longest wait for the store, in seconds.
+
+    Returns:
+        This process's rank in the group, the ranks of the group in the job, and the store; ``None``
+        for a world of one, which has nobody to talk to.
+
+    Raises:
+        PeerLostError: The store cannot be reached.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, [0], None
+    rank = dist.get_rank(process_group)
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    if len(ranks) == 1:
+        return rank, ranks, None
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    prefix = f"localckpt/{members}/{name}"
+    store = PrefixStore(prefix, default_store())
+    instance = ask_store(f"open {name!r}", limit_s, lambda: int(store.add(f"instances/{rank}", 1)))
+    return rank, ranks, PrefixStore(f"{prefix}/{instance}", default_store())
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:

@@ -52,11 +52,6 @@ class Folder:
         return self.epoch, self.iteration
 
     @property
-    def name_parts(self) -> tuple[int, int]:
-        """The iteration and the epoch."""
-        return self.iteration, self.epoch
-
-    @property
     def path(self) -> Path:
         """Where it is when it is complete."""
         return self.root / self._name
@@ -143,7 +138,11 @@ class CommitRecord:
             CorruptShardError: It does not, or one is not.
             StorageError: They cannot be looked at.
         """
-        if (self.session_id, self.iteration, self.epoch) != (session_id, *folder.name_parts):
+        if (self.session_id, self.iteration, self.epoch) != (
+            session_id,
+            folder.iteration,
+            folder.epoch,
+        ):
             raise CorruptShardError(
                 f"{folder.path} was saved as iteration {self.iteration}, epoch {self.epoch} of "
                 f"session {self.session_id!r}: give it its name again"

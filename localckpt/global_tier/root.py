@@ -103,9 +103,9 @@ class CheckpointRoot:
             epoch = 1 + max(known, default=0)
         begun = self.begun(iteration, epoch, uuid.uuid4().hex)
         with storage_errors("make", begun.path):
-            if begun.path == begun.folder.path and not begun.folder.has_record:
+            if begun.path.exists() and not begun.folder.has_record:
                 # What a save of this number has left that failed.
-                shutil.rmtree(begun.path, ignore_errors=True)
+                _remove(begun.path)
             begun.path.mkdir()
             try:
                 sync_folder(self.path)

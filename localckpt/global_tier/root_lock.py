@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from pathlib import Path
@@ -17,6 +18,8 @@ __all__ = ["RootLock"]
 
 logger = logging.getLogger(__name__)
 
+# What file systems answer that cannot lock files; anything else is an error.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _LOCK_NAME = ".localckpt.lock"
 _OWNER_NAME = ".localckpt.owner"
 # Storage may take that long to see that the node of the job before is gone.
@@ -54,6 +57,9 @@ class RootLock:
                 f"or session_id, or end the other. Nothing was changed"
             ) from None
         except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                with storage_errors("lock", self._root):
+                    raise
             logger.warning(
                 "%s has no locks, so nothing keeps two jobs from saving there: %s",
                 self._root,

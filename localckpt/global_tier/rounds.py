@@ -6,7 +6,6 @@ in the middle of its own. What goes wrong on one rank is known to all at once, n
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt import errors
-from localckpt.coordination import ask_store, default_store
+from localckpt.coordination import ask_store, join_store
 from localckpt.errors import CheckpointingException, PeerLostError
 
 __all__ = ["Meeting"]
@@ -65,24 +64,10 @@ class Meeting:
         self.coordinator = coordinator
         self._rounds = 0
         self._last: _Round | None = None
-        self._store: Store | None = None
-        if not (dist.is_available() and dist.is_initialized()):
-            self.rank, self.world_size, self.global_ranks = 0, 1, [0]
-            return
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self.global_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        if self.world_size == 1:
-            return
-        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
-        prefix = f"localckpt/{members}/{name}"
-        store = PrefixStore(prefix, default_store())
-        instance = ask_store(
-            f"open the meeting {name!r}",
-            _STORE_TIMES * timeout_s,
-            lambda: int(store.add(f"instances/{self.rank}", 1)),
+        self.rank, self.global_ranks, self._store = join_store(
+            name, process_group, _STORE_TIMES * timeout_s
         )
-        self._store = PrefixStore(f"{prefix}/{instance}", default_store())
+        self.world_size = len(self.global_ranks)
 
     @property
     def is_coordinator(self) -> bool:

@@ -52,7 +52,6 @@ class Staging:
             ``"process"``, from shared memory.
         threads: How many copy; ``None`` for this rank's share of the cores, at most 4.
         timeout_s: The longest that a save waits for the one before to be written, in seconds.
-        num_buffers: How many saves can be under way.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Staging:
         *,
         threads: int | None = None,
         timeout_s: float = 300.0,
-        num_buffers: int = 1,
     ) -> None:
         self._timeout_s = timeout_s
         self._copier = Copier(threads)
@@ -69,9 +67,9 @@ class Staging:
         self._prefix, self._numbers = new_prefix(), itertools.count()
         if writer == "process":
             remove_orphans(_SHARED_MEMORY)
-        self._pool = BufferPool(
-            PrivateBuffer if writer == "thread" else self._make_shared, num_buffers
-        )
+        # One at a time: saves to shared storage are far between.
+        make = PrivateBuffer if writer == "thread" else self._make_shared
+        self._pool = BufferPool(make, depth=1)
         self._stuck: list[tuple[Buffer, CopiesUnderWay]] = []
         # Frames are in the buffer from the save before, as long as nothing moves.
         self._framed: tuple[Buffer, tuple[FileLayout, ...], list[int]] | None = None

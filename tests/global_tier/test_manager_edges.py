@@ -230,3 +230,17 @@ def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
 
         assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_a_lock_that_cannot_be_taken_is_an_error_and_nothing_is_saved_without_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".localckpt.lock").mkdir()
+
+    with (
+        manager_on(tmp_path) as manager,
+        pytest.raises(CheckpointingException, match="could not lock"),
+    ):
+        _save(manager, 1)
+
+    assert checkpoints_in(tmp_path) == []

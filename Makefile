@@ -22,7 +22,10 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP) test-tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# Tests wait more than they work. One file is run by one worker, which makes what its tests share.
+SIDE_BY_SIDE = --numprocesses 2 --dist loadfile
 
 faults: $(STAMP) test-tools
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN))

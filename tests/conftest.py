@@ -16,11 +16,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
 from tests.faults.table import FaultTable
+
+T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _RUN = "LOCALCKPT_TEST_RUN"
@@ -32,6 +35,7 @@ _TORCHS_OWN = "torchs-own"
 _our_temporary_directory = pytest.StashKey[Path]()
 _environment_before = pytest.StashKey[str | None]()
 _shared_memory_before = pytest.StashKey[set[str]]()
+_left = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
     # Python makes and removes this one by itself, so it must not be in a directory that we remove.
     multiprocessing_util.get_temp_dir()
+    if not _leads(config):
+        return
     run = uuid.uuid4().hex[:12]
     directory = Path(tempfile.mkdtemp(prefix=f"localckpt-tests-{run}-"))
     config.stash[_our_temporary_directory] = directory
@@ -61,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if not _leads(config):
+        return
     tempfile.tempdir = None
     before = config.stash[_environment_before]
     if before is None:
@@ -71,17 +79,35 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fails the run, after its last test, when the tests left something."""
+def children_are_reaped() -> Iterator[None]:
+    """Fails the run, after its last test, when the process of the tests has zombies."""
     yield
 
-    directory = pytestconfig.stash[_our_temporary_directory]
-    before = pytestconfig.stash[_shared_memory_before]
-    deadline = time.monotonic() + _GRACE_S
-    while left := _left_behind(directory, before):
-        if time.monotonic() > deadline:
-            pytest.fail("the tests left behind:\n" + "\n".join(left), pytrace=False)
-        time.sleep(0.1)
+    zombies = _until_empty(lambda: [c for c in psutil.Process().children() if _is_zombie(c)])
+    if zombies:
+        pytest.fail("not reaped: " + ", ".join(f"{child.pid}" for child in zombies), pytrace=False)
+
+
+# Whoever ends the workers does so before.
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run when its tests left something."""
+    config = session.config
+    if not _leads(config):
+        return
+    directory, before = config.stash[_our_temporary_directory], config.stash[_shared_memory_before]
+    config.stash[_left] = _until_empty(lambda: _left_behind(directory, before))
+    if config.stash[_left]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if left := config.stash.get(_left, []):
+        terminalreporter.section("the tests left behind", red=True)
+        for told in left:
+            terminalreporter.write_line(told)
 
 
 @pytest.fixture
@@ -144,8 +170,18 @@ def _processes_of_this_run() -> list[str]:
                 told.append(f"{process.pid} ({process.status()}) {command[:200]}")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    zombies = [child for child in psutil.Process().children() if _is_zombie(child)]
-    return told + [f"{child.pid} (not reaped)" for child in zombies]
+    return told
+
+
+def _leads(config: pytest.Config) -> bool:
+    return not hasattr(config, "workerinput")
+
+
+def _until_empty(left: Callable[[], list[T]]) -> list[T]:
+    deadline = time.monotonic() + _GRACE_S
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def _is_zombie(process: psutil.Process) -> bool:

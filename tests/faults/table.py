@@ -129,6 +129,8 @@ FAULTS = {
 }
 """Each fault by a short name: what it is, and what must happen."""
 
+_FAULTS_MADE = "faults"
+
 
 class FaultTable:
     """A pytest plugin that counts the cases which made each fault.
@@ -142,7 +144,6 @@ class FaultTable:
 
     def __init__(self, alone: bool) -> None:
         self._alone = alone
-        self._faults: dict[str, frozenset[str]] = {}
         self._passed: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
@@ -154,7 +155,8 @@ class FaultTable:
             names = {name for mark in item.iter_markers("fault") for name in mark.args}
             if unknown := names - FAULTS.keys():
                 raise pytest.UsageError(f"{item.nodeid}: no such fault: {', '.join(unknown)}")
-            self._faults[item.nodeid] = frozenset(names)
+            # With the reports of a test, they reach the process that counts.
+            item.user_properties.append((_FAULTS_MADE, sorted(names)))
         others = [item for item in items if not self._is_run(item)]
         if others:
             config.hook.pytest_deselected(items=others)
@@ -162,12 +164,12 @@ class FaultTable:
 
     def _is_run(self, item: pytest.Item) -> bool:
         is_long = item.get_closest_marker("long") is not None
-        return bool(self._faults[item.nodeid]) if self._alone else not is_long
+        return bool(dict(item.user_properties)[_FAULTS_MADE]) if self._alone else not is_long
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        faults = self._faults.get(report.nodeid, frozenset())
+        properties = dict(report.user_properties)
+        faults = properties.get(_FAULTS_MADE, [])
         if report.when == "call" and report.passed:
-            properties = dict(report.user_properties)
             self._count(self._passed, faults, int(str(properties.get("cases", 1))))
         elif report.failed:
             self._count(self._failed, faults)

@@ -46,16 +46,22 @@ class Coordinator:
         name: Keeps this coordinator's messages apart from those of others.
         process_group: The ranks that take part; ``None`` for all.
         timeout_s: Deadline of each call, in seconds.
+        ranks: Those that take part, where they have no process group.
     """
 
     def __init__(
-        self, name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 300.0
+        self,
+        name: str,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+        *,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.set_timeout(timeout_s)
         self._in_a_hurry = False
         self._gathers = 0
         self.rank, self.global_ranks, self._store = join_store(
-            name, process_group, _STORE_TIMES * timeout_s
+            name, process_group, _STORE_TIMES * timeout_s, ranks
         )
         self.world_size = len(self.global_ranks)
 
@@ -249,7 +255,10 @@ class Coordinator:
 
 
 def join_store(
-    name: str, process_group: dist.ProcessGroup | None, limit_s: float
+    name: str,
+    process_group: dist.ProcessGroup | None,
+    limit_s: float,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[int, list[int], Store | None]:
     """A part of the job's store for some ranks; all make theirs with a name in the same order.
 
@@ -257,6 +266,7 @@ def join_store(
         name: Keeps it apart from others.
         process_group: The ranks; ``None`` for all.
         limit_s: The longest wait for the store, in seconds.
+        ranks: The ranks, where they have no process group.
 
     Returns:
         This process's rank in the group, the ranks of the group in the job, and the store; ``None``
@@ -264,11 +274,17 @@ def join_store(
 
     Raises:
         PeerLostError: The store cannot be reached.
+        MismatchError: This process is not among the ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0, [0], None
-    rank = dist.get_rank(process_group)
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    ranks = list(ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        raise MismatchError(
+            f"rank {dist.get_rank()} is not among the ranks {ranks} that are to work together: "
+            f"make it on those alone"
+        )
+    rank = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return rank, ranks, None
     members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]

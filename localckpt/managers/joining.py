@@ -52,7 +52,7 @@ def join(
     records = [JoinRecord(*fields) for fields in gathered]
     judge_join(records)
     domains = [record.failure_domain for record in records]
-    strategy.check_failure_domains(domains)
+    strategy.take_domains(domains)
     epoch = 1 + max(record.newest_epoch for record in records)
     # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
     # nodes keep a shard could share its number with the next, which does not see those nodes; and

@@ -37,7 +37,7 @@ def missing_copies(
     domains: Sequence[str],
     cliques: Sequence[Sequence[int]],
 ) -> dict[int, list[int]]:
-    """Who is to get which shard, so that each is again on as many nodes as its clique has members.
+    """Who is to get which shard, so that each is again on as many nodes as its clique has.
 
     Args:
         checkpoint: What was loaded.
@@ -58,8 +58,9 @@ def missing_copies(
             have = held_in.get(owner, set())
             # The owner first: its own node is where the next restart looks first.
             members = [owner, *(rank for rank in clique if rank != owner)]
-            lacking = [rank for rank in members if domains[rank] not in have]
-            if wanted := lacking[: max(0, len(clique) - len(have))]:
+            one_a_domain = {domains[rank]: rank for rank in reversed(members)}
+            lacking = [r for r in members if r in one_a_domain.values() and domains[r] not in have]
+            if wanted := lacking[: max(0, len(one_a_domain) - len(have))]:
                 missing[owner] = wanted
     return missing
 

@@ -91,14 +91,15 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def check_failure_domains(self, domains: Sequence[str]) -> None:
-        """Refuse to keep replicas where they are lost with the original; collective.
+    def take_domains(self, domains: Sequence[str]) -> None:
+        """Learn what is lost together, before anything is replicated; all ranks call it together.
 
         Args:
             domains: For each rank of the job, the token of its store.
 
         Raises:
-            SameMachineReplicationException: Some would be.
+            SameMachineReplicationException: Replicas would be lost with the original.
+            MismatchError: The ranks do not fit together.
         """
 
     @abstractmethod

@@ -44,7 +44,7 @@ class GroupWrapper:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
-        """The wrapped group; ``None`` in a world of one without torch.distributed."""
+        """The wrapped group; ``None`` for ranks that have none."""
         self.ranks: list[int] = [0]
         """The members' ranks in the job, in the order of their ranks in the group."""
         self.my_global_rank = 0
@@ -70,6 +70,18 @@ class GroupWrapper:
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
         """``group`` itself if it is wrapped already."""
         return group if isinstance(group, GroupWrapper) else cls(group)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[int]) -> GroupWrapper:
+        """Ranks that need no process group, since they have connections of their own.
+
+        Args:
+            ranks: Ranks of the job, this one among them.
+        """
+        group = cls()
+        group.group, group.ranks = None, list(ranks)
+        group.supported_devices = frozenset({"cpu"})
+        return group
 
     @classmethod
     def from_list_of_groups(

@@ -27,6 +27,7 @@ from localckpt.replication.groups import (
     default_replication_jump,
     parse_group_sequence,
 )
+from localckpt.replication.placement import keepers_in, place_cliques
 from localckpt.replication.retrieval import as_asked, new_name
 from localckpt.replication.transport import HostTransport, Transport, choose_transport
 from localckpt.state_dict.source import ShardSource
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 
 class NoReplication(ReplicationStrategy):
@@ -55,7 +58,7 @@ class NoReplication(ReplicationStrategy):
     ) -> list[CkptID]:
         return []
 
-    def check_failure_domains(self, domains: Sequence[str]) -> None:
+    def take_domains(self, domains: Sequence[str]) -> None:
         return
 
     def cliques(self) -> list[list[int]]:
@@ -72,36 +75,50 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     groups alone, and is made anew at the next save.
 
     Args:
-        local_group: This rank's clique. Its members must be on different nodes.
+        local_group: This rank's clique, if the job forms its own. Its members must be on different
+            nodes. With ``None`` all ranks form cliques together, of ranks in different failure
+            domains, when their managers meet; see :func:`place_cliques`.
         target_device: Where the tensors of state dicts that others sent are put.
         timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
             the manager that uses the strategy.
-        process_group: The ranks of the job; ``None`` for all.
+        process_group: The ranks of the job; ``None`` for all. Only with a ``local_group``.
+        replication_jump: Distance between members of a clique, instead of failure domains.
+        replication_factor: Copies of each shard, the owner's included.
+        failure_domain: What this rank's node is lost with, such as its rack or switch; no two
+            members of a clique are to share it. All ranks give one, or none does. By default what
+            the variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
     """
 
     def __init__(
         self,
-        local_group: GroupWrapper | dist.ProcessGroup,
+        local_group: GroupWrapper | dist.ProcessGroup | None = None,
         target_device: str = "cpu",
         *,
         timeout_s: float | None = None,
         process_group: dist.ProcessGroup | None = None,
+        replication_jump: int | None = None,
+        replication_factor: int = 2,
+        failure_domain: str | None = None,
     ) -> None:
         super().__init__(timeout_s, process_group, target_device=target_device)
-        self.local_group = GroupWrapper.wrap(local_group)
-        if self.local_group.world_size == 1:
-            raise CheckpointingException(
-                f"the clique of rank {self.local_group.my_global_rank} has no other member, so its "
-                f"shard would have no replica; pass repl_strategy=None to save without replication"
-            )
-        self._cliques: list[list[int]] | None = None
+        self._jump = replication_jump
+        self._factor = replication_factor
+        self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
+        self._outer: list[str] | None = None
+        self._agreed = False
+        self._group: GroupWrapper | None = None
         self._made_group = False
-        self._coordinator = Coordinator("clique", self.local_group.group, self.timeout_s)
+        self._is_placed = False
+        self._clique: Coordinator | None = None
+        self._cliques: list[list[int]] | None = None
+        self._keepers: dict[int, list[int]] = {}
         self._host: HostTransport | None = None
         self._host_name = ""
         self._device: Transport | None = None
         self._device_limit_s = math.inf
         self._process = os.getpid()
+        if local_group is not None:
+            self._use_group(GroupWrapper.wrap(local_group))
 
     @classmethod
     def from_replication_params(
@@ -113,16 +130,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         failure_domain: str | None = None,
         target_device: str = "cpu",
     ) -> CliqueReplicationStrategy:
-        """Cut the job into cliques; all ranks call it together, with the same numbers.
+        """Agree on how the job is cut into cliques; all ranks call it together.
 
         Args:
-            replication_jump: Distance between members of a clique; by default the number of ranks
-                on this node, so that they are on different nodes.
-            replication_factor: Copies of each shard, the owner's included.
-            timeout_s: As for the class.
-            failure_domain: What this rank's store is lost with; if given, cliques that hold two
-                members of one domain are refused now, else when a manager is made.
-            target_device: Where the tensors of state dicts that others sent are put.
+            replication_jump: Distance between members of a clique, for cliques by rank numbers.
+                With ``None`` they are formed from failure domains when a manager is made.
+            replication_factor, timeout_s, failure_domain, target_device: As for the class.
 
         Raises:
             MismatchError: The job has too few ranks, or ranks give different numbers.
@@ -133,26 +146,27 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 "replication needs torch.distributed: call init_process_group() first, or use "
                 "LazyCliqueReplicationStrategy, which is built at its first use"
             )
-        jump = default_replication_jump() if replication_jump is None else replication_jump
-        said = f"replication_jump={jump!r}, replication_factor={replication_factor!r}"
-        limit_s = 300.0 if timeout_s is None else timeout_s
-        told = Coordinator("cliques", None, limit_s).all_gather(
-            "agree on cliques", [said, failure_domain]
+        strategy = cls(
+            target_device=target_device,
+            timeout_s=timeout_s,
+            replication_jump=replication_jump,
+            replication_factor=replication_factor,
+            failure_domain=failure_domain,
         )
-        _require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
-        cliques = parse_group_sequence(jump, replication_factor, len(told))
-        domains = [domain for _, domain in told]
-        if any(domain is not None for domain in domains):
-            check_failure_domains(cliques, [str(domain) for domain in domains])
-        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
-        group = GroupWrapper.from_list_of_groups(
-            cliques, timeout_s=2 * limit_s + 60, backend=_clique_backend(GroupWrapper().backend)
-        )
-        strategy = cls(group, target_device, timeout_s=timeout_s)
-        strategy._cliques = cliques
-        strategy._made_group = True
-        strategy._device_limit_s = limit_s
+        strategy._agree_on_parameters()
+        if replication_jump is not None:
+            strategy._form_by_numbers(replication_jump)
         return strategy
+
+    @property
+    def local_group(self) -> GroupWrapper:
+        """This rank's clique; formed by the number of ranks on a node if no manager was made."""
+        if self._group is None:
+            self._agree_on_parameters()
+            jump = default_replication_jump() if self._jump is None else self._jump
+            self._form_by_numbers(jump)
+            assert self._group is not None
+        return self._group
 
     def replicate_image(
         self,
@@ -167,54 +181,73 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             error = "it was given neither an image nor an error"
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
+        group, clique = self.local_group, self._clique
+        assert clique is not None
         mine = _Announcement(
-            rank=self.local_group.my_global_rank,
+            rank=group.my_global_rank,
             id_=CkptID(*ckpt_id),
             nbytes=source.nbytes if source is not None and error is None else 0,
             error=error,
-            over_device=tensors_on_gpu and self.local_group.supports("cuda"),
+            over_device=tensors_on_gpu and group.supports("cuda"),
             connection=self._host_name if self._host and not self._host.broken else "",
             offer=new_name(),
         )
         what = f"iteration {ckpt_id.iteration}"
-        told = self._coordinator.all_gather(f"announce {what} for replication", asdict(mine))
+        told = clique.all_gather(f"announce {what} for replication", asdict(mine))
         announced = [_Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
         _require_agreement(announced)
 
-        place, count = self._coordinator.rank, len(announced)
-        senders = [announced[(place - turn) % count] for turn in range(1, count)]
-        receivers = [announced[(place + turn) % count].rank for turn in range(1, count)]
+        rounds = self._rounds(announced)
+        senders = [sender for _, sender in rounds if sender is not None]
         with Attempt() as accepting:
             views = [
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
-        agree(self._coordinator, f"make room for replicas of {what}", accepting)
+        agree(clique, f"make room for replicas of {what}", accepting)
 
         started = time.monotonic()
         over_device = all(peer.over_device for peer in announced)
         with Attempt() as exchanging:
             assert source is not None
-            sends = [(rank, source) for rank in receivers]
-            receives = [(peer.rank, view) for peer, view in zip(senders, views, strict=True)]
-            self._exchange(announced, sends, receives, over_device)
+            arrivals = iter(views)
+            moves = [
+                (
+                    [(receiver, source)] if receiver is not None else [],
+                    [(sender.rank, next(arrivals))] if sender is not None else [],
+                )
+                for receiver, sender in rounds
+            ]
+            self._exchange(announced, moves, over_device)
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
-        agree(self._coordinator, f"replicate {what}", exchanging, grace_s=grace_s)
+        agree(clique, f"replicate {what}", exchanging, grace_s=grace_s)
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
-            what, mine.nbytes, count - 1, took_s,
+            what, mine.nbytes, len(announced) - 1, took_s,
         )  # fmt: skip
         return [peer.id_ for peer in senders]
 
-    def check_failure_domains(self, domains: Sequence[str]) -> None:
+    def take_domains(self, domains: Sequence[str]) -> None:
+        if self._group is None and self._jump is None:
+            self._agree_on_parameters()
+            self._form(place_cliques(domains, self._factor, self._outer))
+            self._is_placed = True
         cliques = self.cliques()
         if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
             raise MismatchError(
                 f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
                 f"give the strategy and the manager the same process_group"
             )
-        check_failure_domains(cliques, domains)
+        if not self._is_placed:
+            check_failure_domains(cliques, domains)
+        me = self._world().rank
+        (mine,) = (clique for clique in cliques if me in clique)
+        members = self._world().global_ranks
+        self._keepers = {
+            members[owner]: [members[rank] for rank in keepers]
+            for owner, keepers in keepers_in(mine, self._outer or domains).items()
+        }
 
     def cliques(self) -> list[list[int]]:
         if self._cliques is None:
@@ -233,27 +266,101 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self._host = self._device = None
         if self._made_group and dist.is_initialized():
             self._made_group = False
+            group = self.local_group
             # torch forgets all groups when the default group is destroyed before this.
             with suppress(ValueError):
-                dist.destroy_process_group(self.local_group.group)
+                dist.destroy_process_group(group.group)
             # Its threads end with the last reference.
-            self.local_group.group = None
+            group.group = None
 
     def _set_timeout(self, timeout_s: float) -> None:
         super()._set_timeout(timeout_s)
-        self._coordinator.set_timeout(timeout_s)
+        if self._clique is not None:
+            self._clique.set_timeout(timeout_s)
         if self._host is not None:
             self._host.timeout_s = timeout_s
+
+    def _agree_on_parameters(self) -> None:
+        """Compare what the ranks were given; once."""
+        if self._agreed:
+            return
+        said = f"replication_jump={self._jump!r}, replication_factor={self._factor!r}"
+        told = self._world().all_gather("agree on cliques", [said, self._failure_domain])
+        _require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
+        outer = [domain for _, domain in told]
+        without = [rank for rank, domain in enumerate(outer) if domain is None]
+        if 0 < len(without) < len(outer):
+            raise MismatchError(
+                f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), "
+                f"and the others were: give it to all ranks, or to none"
+            )
+        self._outer = None if without else outer
+        self._agreed = True
+
+    def _form_by_numbers(self, jump: int) -> None:
+        cliques = parse_group_sequence(jump, self._factor, self._world().world_size)
+        if self._outer is not None:
+            check_failure_domains(cliques, self._outer)
+        self._form(cliques)
+
+    def _form(self, cliques: list[list[int]]) -> None:
+        self._cliques = cliques
+        everyone = GroupWrapper()
+        (mine,) = (clique for clique in cliques if everyone.my_global_rank in clique)
+        if not everyone.supports("cuda"):
+            self._use_group(GroupWrapper.of_ranks(mine))
+            return
+        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
+        group = GroupWrapper.from_list_of_groups(
+            cliques,
+            timeout_s=2 * self.timeout_s + 60,
+            backend=_device_backend(everyone.backend),
+        )
+        self._device_limit_s = self.timeout_s
+        self._made_group = True
+        self._use_group(group)
+
+    def _use_group(self, group: GroupWrapper) -> None:
+        if group.world_size == 1:
+            raise CheckpointingException(
+                f"the clique of rank {group.my_global_rank} has no other member, so its shard "
+                f"would have no replica; pass repl_strategy=None to save without replication"
+            )
+        self._clique = Coordinator("clique", None, self.timeout_s, ranks=group.ranks)
+        self._keepers = {
+            owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
+        }
+        self._group = group
+
+    def _rounds(
+        self, announced: Sequence[_Announcement]
+    ) -> list[tuple[int | None, _Announcement | None]]:
+        """To whom this rank sends and from whom it receives, in rounds of one each at most."""
+        mine = self.local_group.my_global_rank
+        place, count = self.local_group.my_group_rank, len(announced)
+        rounds: list[tuple[int | None, _Announcement | None]] = []
+        for turn in range(1, count):
+            receiver = announced[(place + turn) % count].rank
+            sender = announced[(place - turn) % count]
+            rounds.append(
+                (
+                    receiver if receiver in self._keepers[mine] else None,
+                    sender if mine in self._keepers[sender.rank] else None,
+                )
+            )
+        return rounds
 
     def _exchange(
         self,
         announced: Sequence[_Announcement],
-        sends: list[tuple[int, ShardSource]],
-        receives: list[tuple[int, memoryview]],
+        moves: Sequence[tuple[list[tuple[int, ShardSource]], list[tuple[int, memoryview]]]],
         over_device: bool,
     ) -> None:
         if not over_device:
-            self._host_transport(announced).exchange(sends, receives)
+            self._host_transport(announced).exchange(
+                [send for sends, _ in moves for send in sends],
+                [receive for _, receives in moves for receive in receives],
+            )
             return
         if self._device is None:
             self._device = choose_transport(
@@ -264,8 +371,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             )
         try:
             # One round at a time, so that there are buckets for one peer only.
-            for send, receive in zip(sends, receives, strict=True):
-                self._device.exchange([send], [receive])
+            for sends, receives in moves:
+                self._device.exchange(sends, receives)
         finally:
             if self._device.broken:
                 logger.warning("device memory could not be sent; replicas now go through the host")
@@ -284,8 +391,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return self._host
 
 
-class LazyCliqueReplicationStrategy(ReplicationStrategy):
-    """A :class:`CliqueReplicationStrategy` that is built at its first use.
+class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
+    """A :class:`CliqueReplicationStrategy` whose ranks meet at its first use.
 
     It can be made before torch.distributed is initialised. Arguments as for
     :meth:`CliqueReplicationStrategy.from_replication_params`.
@@ -297,51 +404,16 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
         replication_factor: int = 2,
         *,
         timeout_s: float | None = None,
+        failure_domain: str | None = None,
         target_device: str = "cpu",
     ) -> None:
-        super().__init__(timeout_s, target_device=target_device)
-        self._jump = replication_jump
-        self._factor = replication_factor
-        self._built: CliqueReplicationStrategy | None = None
-
-    def replicate_image(
-        self,
-        source: ShardSource | None,
-        ckpt_id: CkptID,
-        accept: Accept,
-        *,
-        tensors_on_gpu: bool = False,
-        error: str | None = None,
-    ) -> list[CkptID]:
-        return self._build().replicate_image(
-            source, ckpt_id, accept, tensors_on_gpu=tensors_on_gpu, error=error
+        super().__init__(
+            target_device=target_device,
+            timeout_s=timeout_s,
+            replication_jump=replication_jump,
+            replication_factor=replication_factor,
+            failure_domain=failure_domain,
         )
-
-    def check_failure_domains(self, domains: Sequence[str]) -> None:
-        self._build().check_failure_domains(domains)
-
-    def cliques(self) -> list[list[int]]:
-        return self._build().cliques()
-
-    def close(self) -> None:
-        if self._built is not None:
-            self._built.close()
-            self._built = None
-
-    def _set_timeout(self, timeout_s: float) -> None:
-        super()._set_timeout(timeout_s)
-        if self._built is not None:
-            self._built._set_timeout(timeout_s)
-
-    def _build(self) -> CliqueReplicationStrategy:
-        if self._built is None:
-            self._built = CliqueReplicationStrategy.from_replication_params(
-                self._jump,
-                self._factor,
-                timeout_s=self.timeout_s,
-                target_device=self.target_device,
-            )
-        return self._built
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +471,6 @@ def _require_same(what: str, values: Mapping[int, str]) -> None:
     )
 
 
-def _clique_backend(config: str) -> str:
-    """The backend that sends CUDA memory, if there is one; host memory has connections anyway."""
-    backends = dict(entry.split(":", 1) for entry in config.split(","))
-    return backends.get("cuda", dist.Backend.GLOO)
+def _device_backend(config: str) -> str:
+    """The backend that sends CUDA memory; for host memory there are connections anyway."""
+    return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

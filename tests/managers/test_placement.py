@@ -1,7 +1,8 @@
-"""Replicas that would be lost together with their originals are refused."""
+"""Replicas are kept where they are not lost with their originals, or are refused."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,3 +125,50 @@ def test_groups_of_ones_own_are_checked_and_used_as_they_are(node_dirs: Dirs) ->
         assert sorted(name.split(".")[1] for name in names.split()) == sorted(
             [str(rank), str(3 - rank)]
         )
+
+
+def _by_domains(rank: int, world_size: int, racks: str | None) -> list[str]:
+    options = {"failure_domain": racks[rank]} if racks else {}
+    made = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=MAX_S, **options)
+    with made, make_manager("disk", node_store(), "job", made) as manager:
+        if manager.find_latest() == -1:
+            manager.save(state_of(rank, 1), 1)
+        else:
+            resume(manager, rank, 1)
+    return [n.rpartition("/")[2].split(".")[1] for n in files(node_store()) if f"/{rank}/" in n]
+
+
+@pytest.mark.fault("lost-nodes", "moved-ranks")
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_uneven_nodes_form_cliques_by_themselves_and_any_one_may_be_lost(
+    lost: int, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(3)
+    # Five ranks on three nodes: two, two and one.
+    run_ranks(_by_domains, 5, None, store_per_node=nodes)
+    (nodes[lost],) = node_dirs(1)
+
+    # With the nodes in another order the ranks are elsewhere, too, and find their shards.
+    run_ranks(_by_domains, 5, None, store_per_node=nodes[1:] + nodes[:1])
+
+
+def test_copies_are_in_other_racks_where_racks_are_told(node_dirs: Dirs) -> None:
+    kept = run_ranks(_by_domains, 4, "xxyy", store_per_node=node_dirs(4))
+
+    assert kept == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
+
+
+def _named_rack(rank: int, world_size: int) -> str:
+    os.environ["LOCALCKPT_FAILURE_DOMAIN"] = "x"
+    lazy = localckpt.LazyCliqueReplicationStrategy(timeout_s=MAX_S)
+    with lazy, make_manager("disk", node_store(), "job", lazy) as manager:
+        told = error_of(manager.find_latest, SameMachineReplicationException)
+    return told.partition(",")[0]
+
+
+def test_one_rack_for_all_is_refused(node_dirs: Dirs) -> None:
+    told = run_ranks(_named_rack, 2, store_per_node=node_dirs(2))
+
+    assert (
+        told == ["SameMachineReplicationException: all 2 ranks are in one outer failure domain"] * 2
+    )

@@ -105,9 +105,9 @@ def _explicit_group(rank: int, world_size: int) -> None:
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     strategy = CliqueReplicationStrategy(groups[rank in (1, 2)], timeout_s=20)
     _replicate(strategy, rank, 7)
-    strategy.check_failure_domains(["a", "a", "b", "b"])
+    strategy.take_domains(["a", "a", "b", "b"])
     with pytest.raises(SameMachineReplicationException, match=r"ranks \[1, 2\].*jump=1 "):
-        strategy.check_failure_domains(["a", "b", "b", "c"])
+        strategy.take_domains(["a", "b", "b", "c"])
     strategy.close()
     dist.barrier(groups[rank in (1, 2)])
 
@@ -130,11 +130,19 @@ def _parameters(rank: int, world_size: int) -> None:
         build(1, 2, timeout_s=20, failure_domain="ab"[rank // 2])
     lazy = LazyCliqueReplicationStrategy(1, 2, timeout_s=20)
     with pytest.raises(SameMachineReplicationException, match="pass repl_strategy=None"):
-        lazy.check_failure_domains(["a"] * 4)
+        lazy.take_domains(["a"] * 4)
     lazy.close()
-    # LOCAL_WORLD_SIZE of this test is 4: all ranks are on one node.
+    # LOCAL_WORLD_SIZE of this test is 4: as far as a strategy alone knows, they are on one node.
+    alone = build(timeout_s=20)
     with pytest.raises(MismatchError, match="replication_jump=4"):
-        build(timeout_s=20)
+        _replicate(alone, rank, 0)
+    with pytest.raises(SameMachineReplicationException, match="pass repl_strategy=None"):
+        alone.take_domains(["a"] * 4)
+    alone.take_domains(["a", "a", "b", "b"])
+    _replicate(alone, rank, 0)
+    alone.close()
+    with pytest.raises(MismatchError, match=r"ranks \[0, 2\] were given no failure_domain"):
+        build(timeout_s=20, failure_domain="x" if rank % 2 else None)
     strategy = build(2, 2, timeout_s=20, failure_domain="ab"[rank // 2])
     _replicate(strategy, rank, 0)
     strategy.close()

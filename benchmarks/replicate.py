@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -80,8 +81,8 @@ def _run_rank(directory: Path, rounds: int, width: int, device: str) -> None:
             raw.append(_exchange_s(sent, received, 1 - rank))
             dist.barrier()
             stall.append(saver.start())
-            replicate.append(saver.last_save.replicate_s)
             saver.finish()
+            replicate.append(saver.last_save.replicate_s or math.nan)
             dist.barrier()
     dist.destroy_process_group()
     print(json.dumps({"nbytes": nbytes, "raw": raw, "replicate": replicate, "stall": stall}))

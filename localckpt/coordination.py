@@ -118,6 +118,10 @@ class Coordinator:
         """From now on no call waits, nor one that is under way in another thread."""
         self._in_a_hurry = True
 
+    def wait_again(self) -> None:
+        """Undo :meth:`stop_waiting`."""
+        self._in_a_hurry = False
+
     def barrier(self, phase: str) -> None:
         """Return once every rank has called it; raises as :meth:`all_gather`."""
         self.all_gather(phase, None)

@@ -8,7 +8,6 @@ shards are kept is the shelf's business (``shelf.py``).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -36,6 +35,7 @@ from localckpt.managers.coverage import (
     judge_newest,
     save_problems,
 )
+from localckpt.managers.durability import Durability, durability_saved
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.hooks import HookShelf
 from localckpt.managers.joining import (
@@ -46,6 +46,7 @@ from localckpt.managers.joining import (
 )
 from localckpt.managers.recovery import Recovery, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
+from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
@@ -74,12 +75,19 @@ class BaseCheckpointManager(ABC):
         async_worker: Whether an asynchronous save is carried out by a ``"thread"`` of the trainer
             or by another ``"process"``.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+        background: Whether replicas are made while training goes on. By default they are, if a
+            thread of the trainer carries out saves and no GPU sends the bytes.
+        strict: Whether a save fails when replicas cannot be made. Else it stands with fewer copies:
+            a warning, ``degraded_saves`` and :meth:`status` say so.
 
     Attributes:
         latest_iteration: What the last ``find_latest`` found; ``-1`` makes the next one look again.
         last_save: The last save on this rank.
         last_load: The last load on this rank.
         skipped_saves: How many saves found no room and were left out.
+        degraded_saves: How many saves are complete with fewer replicas than asked for.
+        degraded: How many shards of the newest checkpoint have fewer copies than asked for. After a
+            ``load`` the built-in managers make those copies again behind training.
     """
 
     def __init__(
@@ -91,10 +99,17 @@ class BaseCheckpointManager(ABC):
         process_group: dist.ProcessGroup | None = None,
         async_worker: Literal["thread", "process"] = "thread",
         safe_globals: Iterable[Any] = (),
+        background: bool | None = None,
+        strict: bool = False,
     ) -> None:
         if async_worker not in ("thread", "process"):
             raise CheckpointingException(
                 f"async_worker is {async_worker!r}; it can be 'thread' or 'process'"
+            )
+        if async_worker == "process" and background:
+            raise CheckpointingException(
+                "replicas are made behind training by a thread of the trainer: background=True "
+                "needs async_worker='thread'"
             )
         if timeout <= 0:
             raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
@@ -105,11 +120,19 @@ class BaseCheckpointManager(ABC):
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         self.skipped_saves = 0
+        self.degraded_saves = 0
+        self.degraded = 0
         self.repl_strategy = repl_strategy
         # Without the session in its name: ranks with different ones must meet, to be told.
         self._coordinator = Coordinator("manager", process_group, timeout)
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._strategy.take_timeout(timeout)
+        self._replicator = Replicator(
+            self._strategy,
+            timeout,
+            background=False if async_worker == "process" else background,
+            strict=strict,
+        )
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
@@ -118,6 +141,8 @@ class BaseCheckpointManager(ABC):
         self._newest_iteration = -1
         self._holdings: dict[int, list[ShardRecord]] | None = None
         self._complete: list[Checkpoint] = []
+        self._under_way: list[int] = []
+        self._standing: dict[Checkpoint, Durability] = {}
         self._redundancy: Redundancy | None = None
         self._process = os.getpid()
 
@@ -175,7 +200,7 @@ class BaseCheckpointManager(ABC):
         Args:
             state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph.
             iteration: Its number, above that of every checkpoint this manager saved or loaded.
-            is_async: Return as soon as the state is captured and replicated.
+            is_async: Return as soon as the state is captured.
 
         Returns:
             ``None`` once the checkpoint is complete on all ranks; with ``is_async`` the request to
@@ -200,20 +225,12 @@ class BaseCheckpointManager(ABC):
         self._generation = self._generation.next()
         identity = self._identity(iteration)
         save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
+        self._under_way.append(iteration)
         self._newest_iteration = iteration
         try:
             self._stage_and_replicate(save, wrapped(state_dict))
-        except Exception as error:
-            # Told when all ranks finalize, so that none is left waiting for this one.
-            known = isinstance(error, CheckpointingException)
-            logger.error(
-                "rank %d cannot save iteration %d: %s",
-                self.rank,
-                iteration,
-                error,
-                exc_info=not known,
-            )
-            save.error, save.shards = f"{type(error).__name__}: {error}", []
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            self._note_failure(save, error)
         request = self._request(save)
         if is_async:
             return request
@@ -332,6 +349,7 @@ class BaseCheckpointManager(ABC):
         try:
             self._finish_copies()
         finally:
+            self._replicator.close()
             self._shelf.close()
             if self.repl_strategy is None:
                 self._strategy.close()
@@ -341,20 +359,25 @@ class BaseCheckpointManager(ABC):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            if kind is not None and self._redundancy is not None:
+            if kind is not None:
                 # The other ranks may not come any more.
-                self._redundancy.cancel()
+                self._replicator.cancel()
+                if self._redundancy is not None:
+                    self._redundancy.cancel()
         finally:
             self.close()
 
-    @property
-    def degraded(self) -> int:
-        """How many shards of the newest checkpoint have fewer copies than asked for.
+    def status(self) -> list[Durability]:
+        """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
 
-        Known from a ``load`` on. The built-in managers then make those copies again behind
-        training; a save that is complete has all of its own.
+        Those under way are captured. Of those that are complete it says on how many nodes each
+        shard is, as the ranks told each other when the save was finalized, or the load was over.
         """
-        return self._redundancy.degraded if self._redundancy is not None else 0
+        captured = [
+            Durability(iteration, "captured", 0, self._strategy.copies)
+            for iteration in reversed(self._under_way)
+        ]
+        return captured + [self._standing[c] for c in self._complete if c in self._standing]
 
     def _finish_copies(self) -> None:
         if self._redundancy is not None:
@@ -392,38 +415,37 @@ class BaseCheckpointManager(ABC):
             self._went_back = False
 
     def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
-        """Capture the state, and exchange images with the ranks that keep replicas."""
-        identity, travels = save.identity, self.repl_strategy is not None
+        """Capture the state, and have the ranks that keep replicas exchange images."""
+        travels = self.repl_strategy is not None
         try:
             with record_function("localckpt.stage"):
-                own = self._shelf.stage(state, identity, travels=travels)
+                own = self._shelf.stage(state, save.identity, travels=travels)
         except Exception as error:
             if travels:
-                self._replicate(None, identity, str(error))
+                self._replicator.begin(save, self._shelf, None, str(error))
             raise
         save.shards.append(own)
         save.staged = time.monotonic()
         if travels:
             with record_function("localckpt.replicate"):
-                save.shards += self._replicate(own, identity)
-        save.replicated = time.monotonic()
+                self._replicator.begin(save, self._shelf, own)
+        if not self._replicator.is_behind_training:
+            self._add_copies(save)
 
-    def _replicate(
-        self, own: StagedShard | None, identity: ShardIdentity, error: str | None = None
-    ) -> list[StagedShard]:
-        """Send the own image to the clique, and take in theirs; raises on all when one failed."""
+    def _add_copies(self, save: SaveUnderWay) -> None:
+        """Now all shards are known that this rank is to keep."""
+        save.shards += self._replicator.finish(save)
 
-        def of(peer: CkptID) -> ShardIdentity:
-            return dataclasses.replace(identity, rank=peer.rank)
-
-        received = self._strategy.replicate_image(
-            own.source if own else None,
-            identity.ckpt_id,
-            lambda peer, nbytes: self._shelf.make_room(of(peer), nbytes),
-            tensors_on_gpu=own.on_gpu if own else False,
-            error=error,
+    def _note_failure(self, save: SaveUnderWay, error: Exception) -> None:
+        """Told when all ranks finalize, so that none is left waiting for this one."""
+        logger.error(
+            "rank %d cannot save iteration %d: %s",
+            self.rank,
+            save.identity.iteration,
+            error,
+            exc_info=not isinstance(error, CheckpointingException),
         )
-        return [self._shelf.received(of(peer)) for peer in received]
+        save.error, save.shards = f"{type(error).__name__}: {error}", []
 
     def _request(self, save: SaveUnderWay) -> AsyncRequest:
         """What keeps the shards behind training, and what follows once it is over."""
@@ -431,6 +453,7 @@ class BaseCheckpointManager(ABC):
         self.last_save = save.report()
         function, args = self._keep, (save,)
         if self.async_worker == "process":
+            self._shelf.wait_sealed()
             function, args = self._shelf.worker_call(save.shards)
         return AsyncRequest(
             function,
@@ -441,10 +464,24 @@ class BaseCheckpointManager(ABC):
 
     @runs_in_trainer
     def _keep(self, save: SaveUnderWay) -> None:
-        self._shelf.wait_staged()
-        for shard in save.shards:
-            self._save(shard.payload, shard.identity.ckpt_id)
+        self._shelf.wait_sealed()
+        staged = list(save.shards)
+        try:
+            self._save_all(staged)
+        finally:
+            # Whatever became of it, this save is not over while others send to it.
+            self._replicator.settle(save)
+        if self._replicator.is_behind_training:
+            try:
+                self._add_copies(save)
+            except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+                self._note_failure(save, error)
+            self._save_all(save.shards[len(staged) :])
         save.durable = time.monotonic()
+
+    def _save_all(self, shards: Iterable[StagedShard]) -> None:
+        for shard in shards:
+            self._save(shard.payload, shard.identity.ckpt_id)
 
     def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""
@@ -457,7 +494,14 @@ class BaseCheckpointManager(ABC):
             missing += [
                 s.identity.ckpt_id for s in save.shards if not self._shelf.holds(s.identity)
             ]
-        mine = SaveOutcome(iteration, generation, save.error or looking.told, tuple(missing))
+        mine = SaveOutcome(
+            iteration,
+            generation,
+            save.error or looking.told,
+            tuple(missing),
+            tuple(save.kept),
+            self._strategy.copies,
+        )
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         problems = save_problems(outcomes)
@@ -475,8 +519,8 @@ class BaseCheckpointManager(ABC):
             )
         self._complete.append(checkpoint)
         self._complete.sort(key=lambda c: c.version, reverse=True)
-        if self._redundancy is not None:
-            self._redundancy.degraded = 0
+        self._under_way.remove(iteration)
+        self._tell_standing(checkpoint, durability_saved(iteration, outcomes))
         try:
             self._cleanup(iteration)
         except Exception:
@@ -487,7 +531,19 @@ class BaseCheckpointManager(ABC):
             self.last_save = report
         logger.info("saved %s", report)
 
+    def _tell_standing(self, checkpoint: Checkpoint, durability: Durability) -> None:
+        """Keep and log how far a checkpoint has climbed."""
+        self._standing = {c: d for c, d in self._standing.items() if c in self._complete}
+        self._standing[checkpoint] = durability
+        self.degraded = durability.lacking
+        if durability.lacking:
+            self.degraded_saves += 1
+        level = logging.WARNING if durability.lacking else logging.INFO
+        logger.log(level, "%s", durability)
+
     def _take_back(self, save: SaveUnderWay) -> None:
+        self._replicator.settle(save)
+        self._under_way = [i for i in self._under_way if i != save.identity.iteration]
         if self._newest_iteration == save.identity.iteration:
             self._newest_iteration = save.previous_iteration
         try:

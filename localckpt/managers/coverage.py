@@ -162,18 +162,31 @@ class SaveOutcome:
     generation: Generation
     error: str | None
     missing: tuple[CkptID, ...]
+    kept: tuple[int, ...] = ()
+    """Other ranks whose shards it keeps."""
+    wanted: int = 1
+    """On how many nodes its own shard is to be."""
 
     def to_json(self) -> list[Any]:
-        return [self.iteration, self.generation, self.error, self.missing]
+        return [
+            self.iteration,
+            self.generation,
+            self.error,
+            self.missing,
+            self.kept,
+            self.wanted,
+        ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing = fields
+        iteration, generation, error, missing, kept, wanted = fields
         return cls(
             iteration,
             Generation(*generation),
             error,
             tuple(CkptID(*ckpt_id) for ckpt_id in missing),
+            tuple(kept),
+            wanted,
         )
 
 

@@ -82,10 +82,11 @@ class HookShelf(Shelf):
     def wait_staged(self) -> None:
         """Staging a state for the hooks copies all of it at once."""
 
+    def wait_sealed(self) -> None:
+        """States have no digests."""
+
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
-        # What a save that failed has left there is nobody's.
-        of_this_save = {i: r for i, r in self._rooms.items() if i.generation == identity.generation}
-        self._rooms = {**of_this_save, identity: memoryview(bytearray(nbytes))}
+        self._rooms[identity] = memoryview(bytearray(nbytes))
         return self._rooms[identity]
 
     def received(self, identity: ShardIdentity) -> StagedShard:
@@ -95,6 +96,10 @@ class HookShelf(Shelf):
             raise MismatchError(f"expected a replica of {identity}, and {found} arrived")
         state = unpack(source, expect=identity, allowed=self._allowed)
         return StagedShard(identity, source.nbytes, state)
+
+    def drop_unfinished(self, identities: Collection[ShardIdentity]) -> None:
+        for identity in identities:
+            self._rooms.pop(identity, None)
 
     def worker_call(
         self, shards: Sequence[StagedShard]

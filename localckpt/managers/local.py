@@ -29,7 +29,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
         keep_last: How many complete checkpoints to keep; the disk holds one more for each save
             under way.
-        timeout, process_group, async_worker, safe_globals: As for :class:`BaseCheckpointManager`.
+        timeout, process_group, async_worker, safe_globals, background, strict: As for
+            :class:`BaseCheckpointManager`.
         num_buffers: How many saves can be under way at once.
         staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
             most 4.
@@ -38,8 +39,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
             raise an ``"error"`` on all.
         guard: Optimizers whose parameters and state, where they are on a GPU, change in their
             ``step`` only. ``save`` returns while those are still being copied, and the next step
-            begins after the copies. Without replicas only; whoever changes these tensors in
-            another way calls :meth:`wait_staged` before.
+            begins after the copies. Replicas in the foreground wait for them; whoever changes these
+            tensors in another way calls :meth:`wait_staged` before.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -61,6 +62,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
         staging_threads: int | None = None,
         on_busy: OnBusy = "wait",
         guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        background: bool | None = None,
+        strict: bool = False,
     ) -> None:
         super().__init__(
             session_id,
@@ -74,6 +77,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
             staging_threads=staging_threads,
             on_busy=on_busy,
             guard=guard,
+            background=background,
+            strict=strict,
         )
         self._use(
             lambda: DiskStore(

@@ -74,6 +74,7 @@ class Redundancy:
         session_id: The training run.
         coordinator: The ranks of the job. Used by nobody else: it works behind other calls.
         keep: Writes a shard that has arrived.
+        tell: Is told how many shards of the loaded checkpoint have fewer copies than asked for.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Redundancy:
         session_id: str,
         coordinator: Coordinator,
         keep: Callable[[StagedShard], None],
+        tell: Callable[[int], None],
     ) -> None:
         self._shelf = shelf
         self._strategy = strategy
@@ -90,10 +92,9 @@ class Redundancy:
         self._coordinator = coordinator
         self._timeout_s = coordinator.timeout_s
         self._keep = keep
+        self._tell = tell
         self._thread: threading.Thread | None = None
         self._transport: HostTransport | None = None
-        self.degraded = 0
-        """How many shards of the newest checkpoint have fewer copies than asked for."""
 
     def restore(
         self,
@@ -112,7 +113,7 @@ class Redundancy:
             PeerLostError: A rank did not answer in time.
         """
         missing = missing_copies(checkpoint, holdings, domains, self._strategy.cliques())
-        self.degraded = len(missing)
+        self._tell(len(missing))
         if not missing:
             return
         logger.info(
@@ -129,7 +130,7 @@ class Redundancy:
         try:
             self._transport = self._connect(plan)
         except CheckpointingException as error:
-            logger.warning("%d shards stay with fewer copies: %s", self.degraded, error)
+            logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
         self._thread = threading.Thread(
@@ -198,24 +199,28 @@ class Redundancy:
         with Attempt() as copying:
             nbytes = self._copy(checkpoint, plan)
         with Attempt() as tidying:
-            self._shelf.drop_unfinished(checkpoint.iteration)
+            coming = plan.receives(self._coordinator.rank)
+            self._shelf.drop_unfinished(
+                [checkpoint.shard(entry.id_.rank, self._session_id) for entry in coming]
+            )
         if self._transport is not None:
             self._transport.close()
         phase = f"restore the copies of iteration {checkpoint.iteration}"
         try:
             told = self._coordinator.all_gather(phase, copying.told or tidying.told)
         except CheckpointingException as error:
-            logger.warning("%d shards stay with fewer copies: %s", self.degraded, error)
+            logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
             return
         _add_copies(checkpoint, missing, told, holdings, domains)
-        self.degraded = sum(any(told[rank] for rank in ranks) for ranks in missing.values())
-        if self.degraded:
+        degraded = sum(any(told[rank] for rank in ranks) for ranks in missing.values())
+        self._tell(degraded)
+        if degraded:
             # Ranks that failed together say the same.
             why = "; ".join(dict.fromkeys(text for text in told if text))
             logger.warning(
                 "%d shards of iteration %d have fewer copies than asked for until the next save: "
                 "%s",
-                self.degraded,
+                degraded,
                 checkpoint.iteration,
                 why,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from localckpt.ids import ShardIdentity
@@ -18,7 +19,7 @@ class SaveReport:
         iteration: What was saved.
         nbytes: Bytes of this rank's image.
         stage_s: Time to capture the state.
-        replicate_s: Time to exchange replicas.
+        replicate_s: Time to exchange replicas; ``None`` until that is done.
         stall_s: How long training waited for ``save``.
         durable_s: When this rank's shards were durable; with a worker process, when they were
             finalized. ``None`` until then.
@@ -28,21 +29,21 @@ class SaveReport:
     iteration: int
     nbytes: int
     stage_s: float
-    replicate_s: float
+    replicate_s: float | None
     stall_s: float
     durable_s: float | None = None
     skipped: bool = False
 
     @classmethod
     def of_skipped(cls, iteration: int) -> SaveReport:
-        return cls(iteration, 0, 0.0, 0.0, 0.0, skipped=True)
+        return cls(iteration, 0, 0.0, None, 0.0, skipped=True)
 
     def __str__(self) -> str:
         if self.skipped:
             return f"iteration {self.iteration}: skipped"
         return (
             f"iteration {self.iteration}: {self.nbytes} bytes, staged in {self.stage_s:.3f} s "
-            f"({_speed(self.nbytes, self.stage_s)}), replicated in {self.replicate_s:.3f} s, "
+            f"({_speed(self.nbytes, self.stage_s)}), replicated in {self.replicate_s or 0:.3f} s, "
             f"training waited {self.stall_s:.3f} s, durable after {self.durable_s or 0:.3f} s"
         )
 
@@ -103,15 +104,23 @@ class MemoryPlan:
 
 @dataclass
 class SaveUnderWay:
-    """One save between its call and its end; times by ``time.monotonic()``."""
+    """One save between its call and its end; times by ``time.monotonic()``.
+
+    Attributes:
+        shards: What this rank keeps, its own first.
+        copies: What comes of replicating it.
+        kept: Ranks whose shards have come here and are kept, too.
+    """
 
     identity: ShardIdentity
     called: float
     previous_iteration: int
     shards: list[StagedShard] = field(default_factory=list)
+    copies: Future[list[StagedShard]] | None = None
+    kept: list[int] = field(default_factory=list)
     error: str | None = None
     staged: float = 0.0
-    replicated: float = 0.0
+    replicate_s: float | None = None
     returned: float = 0.0
     durable: float | None = None
 
@@ -121,7 +130,7 @@ class SaveUnderWay:
             self.identity.iteration,
             self.shards[0].nbytes if self.shards else 0,
             self.staged - self.called if self.shards else 0.0,
-            self.replicated - self.staged if self.shards else 0.0,
+            self.replicate_s,
             self.returned - self.called,
             None if self.durable is None else self.durable - self.called,
         )

@@ -87,12 +87,17 @@ class Shelf(ABC):
         Args:
             state: The state, which stays as it is.
             identity: What the shard is.
-            travels: Whether the image will be sent to other ranks.
+            travels: Whether the image will be sent to other ranks, once :meth:`wait_staged` has
+                returned.
         """
 
     @abstractmethod
     def wait_staged(self) -> None:
         """Return when everything that was staged is in host memory."""
+
+    @abstractmethod
+    def wait_sealed(self) -> None:
+        """Return when everything that was staged can be kept."""
 
     @abstractmethod
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
@@ -105,6 +110,10 @@ class Shelf(ABC):
         Raises:
             MismatchError: What arrived is another shard.
         """
+
+    @abstractmethod
+    def drop_unfinished(self, identities: Collection[ShardIdentity]) -> None:
+        """Give back the room made for images that will not be kept; those written stay."""
 
     @abstractmethod
     def worker_call(

@@ -15,6 +15,7 @@ from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
+from localckpt.managers.durability import spared
 from localckpt.managers.joining import JOINING
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import MemoryPlan, SaveUnderWay
@@ -22,7 +23,6 @@ from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import give_up
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
-from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import wrapped
 from localckpt.storage.store import Store
 from localckpt.storage.write import write_shards
@@ -52,6 +52,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
         staging_threads: int | None,
         on_busy: OnBusy,
         guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        background: bool | None,
+        strict: bool,
     ) -> None:
         for name, number in (
             ("keep_last", keep_last),
@@ -82,6 +84,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
             process_group=process_group,
             async_worker=async_worker,
             safe_globals=safe_globals,
+            background=background,
+            strict=strict,
         )
         # Here, so that all ranks have made as many, whatever becomes of their stores.
         self._copying = Coordinator("redundancy", process_group, timeout)
@@ -108,7 +112,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
             self._strategy,
             self.session_id,
             self._copying,
-            lambda shard: self._save(shard.payload, shard.identity.ckpt_id),
+            lambda shard: self._save_all([shard]),
+            self._tell_degraded,
         )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
@@ -178,8 +183,11 @@ class StoreCheckpointManager(BaseCheckpointManager):
         logger.warning("%s", why)
         return False
 
-    def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
-        super()._stage_and_replicate(save, state)
+    def _tell_degraded(self, shards: int) -> None:
+        self.degraded = shards
+
+    def _add_copies(self, save: SaveUnderWay) -> None:
+        super()._add_copies(save)
         if self._is_first_save:
             logger.info("memory of rank %d: %s", self.rank, self.memory_plan())
             assert self._domains is not None
@@ -202,8 +210,11 @@ class StoreCheckpointManager(BaseCheckpointManager):
     def _cleanup(self, iteration: int) -> None:
         self._stored.settle(iteration)
         if len(self._complete) >= self.keep_last:
-            oldest_kept = self._complete[self.keep_last - 1]
-            self.store.retire(oldest_kept.version, self._adopted_ranks())
+            kept, older = self._complete[: self.keep_last], self._complete[self.keep_last :]
+            stays = spared(kept, older, self._standing)
+            spare = {checkpoint.version for checkpoint in stays}
+            self.store.retire(kept[-1].version, self._adopted_ranks(), spare)
+            self._complete = [*kept, *stays]
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         self._stored.take_back(iteration)

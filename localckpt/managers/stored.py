@@ -78,7 +78,8 @@ class StoreShelf(Shelf):
         self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
         self._streams = SideStreams(timeout_s)
         self._copies: list[CopiesUnderWay] = []
-        # Copies of a loaded checkpoint are begun in another thread.
+        self._sealings: list[Future[None]] = []
+        # Other ranks' shards are taken in by other threads.
         self._lock = threading.Lock()
         self._begun: list[_Begun] = []
         # Shards that may have left something unfinished in the store.
@@ -119,22 +120,31 @@ class StoreShelf(Shelf):
         for copies in self._copies:
             copies.wait()
 
+    def wait_sealed(self) -> None:
+        self.wait_staged()
+        # Others compute theirs while they write.
+        for sealing in self._sealings:
+            sealing.result()
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:
+        # A load that failed may have left it.
+        self._forget_arrival()
         capture = self.planner.capture(state)
         nbytes = capture.nbytes(identity)
         buffer = self._begin(identity, nbytes)
         if capture.gpu is not None:
             buffer.pin(capture.gpu)
         image = buffer.view[:nbytes]
-        # A copy that travels must be whole; else what guards the tensors lets training go on.
-        guarded = frozenset() if travels else self._guard.storages()
-        covered, copies = capture.write(image, identity, self._copier, self._streams, guarded)
+        covered, copies = capture.write(
+            image, identity, self._copier, self._streams, self._guard.storages()
+        )
         self._copies = [*(c for c in self._copies if not c.over), copies]
         source = None
         if travels:
-            sealing = self._sealer.submit(seal, image, covered, identity)
+            sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
+            self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
             source = _StagedSource(image, capture, covered, sealing)
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
@@ -169,14 +179,14 @@ class StoreShelf(Shelf):
 
     def settle(self, iteration: int) -> None:
         """The save of an iteration is complete: its buffers are free."""
-        for begun in self._take_begun(iteration):
+        for begun in self._take_begun(lambda b: b.identity.iteration == iteration):
             self._unsettled.discard(begun.identity)
             if begun.buffer.lease == begun.lease:
                 begun.buffer.give_back()
 
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
-        failed = self._take_begun(iteration)
+        failed = self._take_begun(lambda b: b.identity.iteration == iteration)
         with ExitStack() as removals:
             # One that cannot be removed keeps no other from being removed.
             for begun in failed:
@@ -187,9 +197,8 @@ class StoreShelf(Shelf):
                 removals.callback(self.store.abandon, begun.buffer, begun.lease, begun.identity)
         self._unsettled -= {begun.identity for begun in failed}
 
-    def drop_unfinished(self, iteration: int) -> None:
-        """Give back what was begun for shards of an iteration; those that are written stay."""
-        for begun in self._take_begun(iteration):
+    def drop_unfinished(self, identities: Collection[ShardIdentity]) -> None:
+        for begun in self._take_begun(lambda b: b.identity in identities):
             self.store.drop_unfinished(begun.buffer, begun.lease, begun.identity)
             self._unsettled.discard(begun.identity)
 
@@ -253,20 +262,25 @@ class StoreShelf(Shelf):
             self._arrival = None
 
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
-        # A load that failed may have left it.
-        self._forget_arrival()
-        self._unsettled.add(identity)
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
         with self._lock:
+            self._unsettled.add(identity)
             self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}
             self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 
-    def _take_begun(self, iteration: int) -> list[_Begun]:
+    def _take_begun(self, is_wanted: Callable[[_Begun], bool]) -> list[_Begun]:
         with self._lock:
-            taken = [b for b in self._begun if b.identity.iteration == iteration]
-            self._begun = [b for b in self._begun if b.identity.iteration != iteration]
+            taken = [begun for begun in self._begun if is_wanted(begun)]
+            self._begun = [begun for begun in self._begun if begun not in taken]
         return taken
+
+
+def _seal_once_over(
+    copies: CopiesUnderWay, image: memoryview, covered_nbytes: int, identity: ShardIdentity
+) -> None:
+    copies.wait()
+    seal(image, covered_nbytes, identity)
 
 
 class _StagedSource(MemorySource):

@@ -110,6 +110,20 @@ class ReplicationStrategy(ABC):
             PeerLostError: A rank did not come.
         """
 
+    @property
+    @abstractmethod
+    def sends_from_devices(self) -> bool:
+        """Whether images of states on GPUs travel from GPU to GPU, and not through the host."""
+
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """On how many nodes this rank's shard is kept, its own included."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """End what another thread waits for here, with an error there."""
+
     @abstractmethod
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""

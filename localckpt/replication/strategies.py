@@ -64,6 +64,17 @@ class NoReplication(ReplicationStrategy):
     def cliques(self) -> list[list[int]]:
         return []
 
+    @property
+    def sends_from_devices(self) -> bool:
+        return False
+
+    @property
+    def copies(self) -> int:
+        return 1
+
+    def give_up(self) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -229,6 +240,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return [peer.id_ for peer in senders]
 
     def take_domains(self, domains: Sequence[str]) -> None:
+        if self._clique is not None:
+            self._clique.wait_again()
         if self._group is None and self._jump is None:
             self._agree_on_parameters()
             self._form(place_cliques(domains, self._factor, self._outer))
@@ -255,6 +268,20 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             told = self._world().all_gather("compare cliques", self.local_group.ranks)
             self._cliques = _places(told, self._world().global_ranks)
         return self._cliques
+
+    @property
+    def sends_from_devices(self) -> bool:
+        return (self._group or GroupWrapper()).supports("cuda")
+
+    @property
+    def copies(self) -> int:
+        return 1 + len(self._keepers.get(GroupWrapper().my_global_rank, ()))
+
+    def give_up(self) -> None:
+        if self._clique is not None:
+            self._clique.stop_waiting()
+        if self._host is not None:
+            self._host.abort()
 
     def close(self) -> None:
         if os.getpid() != self._process:

@@ -16,7 +16,7 @@ from localckpt.storage.names import DIRTY
 from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
 from localckpt.storage.staging import new_prefix, remove_orphans
-from localckpt.storage.store import Store
+from localckpt.storage.store import Store, one_at_a_time
 from localckpt.storage.write import Digests, ShardWrite
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class DiskStore(Store):
         # The buffer that this rank's next save will want anyway.
         return self._pool.take(self.rank, nbytes, timeout_s)
 
+    @one_at_a_time
     def write_job(
         self,
         buffer: Buffer,

@@ -23,7 +23,7 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, SPARE
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
-from localckpt.storage.store import Store
+from localckpt.storage.store import Store, one_at_a_time
 from localckpt.storage.write import Digests, ShardWrite
 
 if TYPE_CHECKING:
@@ -78,6 +78,10 @@ class MemoryStore(Store):
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
         wait_until_free(lambda: not self.is_busy(identity.rank), timeout_s)
         self._finish_preparing()
+        return self._mapped(identity, nbytes)
+
+    @one_at_a_time
+    def _mapped(self, identity: ShardIdentity, nbytes: int) -> Buffer:
         path = self._dirty(identity)
         with storage_errors("recycle a file in", self.folder):
             claimed = self._claim_spare(identity)
@@ -95,6 +99,7 @@ class MemoryStore(Store):
         self._staged[identity] = buffer
         return buffer
 
+    @one_at_a_time
     def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
         self._owners.add(owner)
         wanted = (self._keep_last + 1) * len(self._owners)
@@ -106,6 +111,7 @@ class MemoryStore(Store):
             )
             self._preparing.start()
 
+    @one_at_a_time
     def is_busy(self, owner: int) -> bool:
         busy = [i for i, buffer in self._staged.items() if i.rank == owner and buffer.in_use]
         return len(busy) >= self._num_buffers
@@ -113,6 +119,7 @@ class MemoryStore(Store):
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         return allocate(PrivateBuffer, nbytes)
 
+    @one_at_a_time
     def write_job(
         self,
         buffer: Buffer,
@@ -132,6 +139,7 @@ class MemoryStore(Store):
             in_place=True,
         )
 
+    @one_at_a_time
     def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
         self._staged.pop(identity, None)
         buffer.close()
@@ -139,6 +147,7 @@ class MemoryStore(Store):
             self._dirty(identity).unlink(missing_ok=True)
             self._path(identity).unlink(missing_ok=True)
 
+    @one_at_a_time
     def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
         if buffer.in_use:
             self._staged.pop(identity, None)
@@ -187,10 +196,10 @@ class MemoryStore(Store):
                 path.unlink(missing_ok=True)
 
     def _finish_preparing(self) -> None:
-        if self._preparing is not None:
+        preparing = self._preparing
+        if preparing is not None:
             # A spare that comes later still is mapped by the save that claims it.
-            self._preparing.join(_PREPARING_S)
-            self._preparing = None
+            preparing.join(_PREPARING_S)
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
         buffer = self._staged.pop(identity, None)

@@ -12,12 +12,14 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -53,7 +55,7 @@ from localckpt.storage.write import Digests, ShardWrite, sync_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Store"]
+__all__ = ["Store", "one_at_a_time"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,28 @@ _IMAGES = (SHARD, SPARE, DIRTY)
 _LEAVING_S = 10.0
 _POLL_S = 0.05
 
+StoreT = TypeVar("StoreT", bound="Store")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[StoreT, P], T],
+) -> Callable[Concatenate[StoreT, P], T]:
+    """A method of a store that several threads may call."""
+
+    @wraps(method)
+    def guarded(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return guarded
+
 
 class Store(ABC):
     """The shards of one session on this node, seen by one rank.
+
+    One thread saves and loads, another takes in the shards of other ranks.
 
     Args:
         root: The store's directory; made, for this user alone, where it is not there.
@@ -83,6 +104,7 @@ class Store(ABC):
         self.rank = rank
         self._session = self.root / session_name(session_id)
         self.folder = self._session / str(rank)
+        self._lock = threading.RLock()
         self._shards: dict[ShardIdentity, Path] = {}
         self._owner = Owner.me()
         # A process may have several: the last one that was opened has the folder.
@@ -158,6 +180,7 @@ class Store(ABC):
         :meth:`abandon`.
         """
 
+    @one_at_a_time
     def scan(self) -> list[ShardRecord]:
         """All shards of the session on this node, whoever wrote them, with intact headers."""
         self._shards = {}
@@ -177,6 +200,7 @@ class Store(ABC):
                 records.append(record)
         return records
 
+    @one_at_a_time
     def open(self, identity: ShardIdentity) -> FileSource:
         """The image of a shard that :meth:`scan` found or this store committed.
 
@@ -188,6 +212,7 @@ class Store(ABC):
             raise StorageError(f"this node does not hold {identity}")
         return FileSource(path)
 
+    @one_at_a_time
     def holds(self, identity: ShardIdentity) -> bool:
         """Whether a shard that this process saved is committed, with its name in place."""
         path = self._path(identity)
@@ -196,15 +221,26 @@ class Store(ABC):
         self._shards[identity] = path
         return True
 
-    def retire(self, older_than: tuple[int, int, int, int], adopted_ranks: Iterable[int]) -> None:
+    @one_at_a_time
+    def retire(
+        self,
+        older_than: tuple[int, int, int, int],
+        adopted_ranks: Iterable[int],
+        but: Collection[tuple[int, int, int, int]] = (),
+    ) -> None:
         """Turn this rank's shards of older versions into spares.
 
         Args:
             older_than: Shards whose version is below this one go.
             adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
                 go with this rank's.
+            but: Older versions that stay.
         """
-        old = [(i, path) for i, path in self._shards.items() if i.version < older_than]
+        old = [
+            (identity, path)
+            for identity, path in self._shards.items()
+            if identity.version < older_than and identity.version not in but
+        ]
         for identity, path in old:
             if path.parent == self.folder:
                 self._to_spare(identity, path)
@@ -220,6 +256,7 @@ class Store(ABC):
                         path.unlink(missing_ok=True)
                     self._shards = {i: p for i, p in self._shards.items() if (i, p) not in there}
 
+    @one_at_a_time
     def discard(self, identity: ShardIdentity) -> None:
         """Remove what a failed save has committed or begun here of a shard."""
         path = self._path(identity)
@@ -228,6 +265,7 @@ class Store(ABC):
             self._dirty(identity).unlink(missing_ok=True)
         self._to_spare(identity, path)
 
+    @one_at_a_time
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         """Rename a bad shard, so that it is not found again but can be looked at."""
         path = self._shards.pop(identity, None)
@@ -240,6 +278,7 @@ class Store(ABC):
             paths = sorted(self._session.glob(f"*/*{CORRUPT}"))
         return [f"{path.name}: {why_set_aside(path)}" for path in paths]
 
+    @one_at_a_time
     def newest_epoch(self) -> int:
         """The highest epoch that began here, whether or not a shard of it is left."""
         epochs = [identity.generation.epoch for identity in self._shards]

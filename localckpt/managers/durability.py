@@ -1,0 +1,105 @@
+"""How far each checkpoint has climbed: captured, kept on its own nodes, and on how many others.
+
+Pure functions of what the ranks said when they finalized a save, and of what their nodes hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from localckpt.managers.coverage import Checkpoint, SaveOutcome
+
+__all__ = ["Durability", "durability_found", "durability_saved", "spared"]
+
+Rung = Literal["captured", "local", "replicated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """Where one iteration stands.
+
+    Attributes:
+        iteration: Its number.
+        rung: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
+            a node, ``"replicated"`` once every shard is on two nodes or more.
+        copies: On how many nodes each shard is at least, the owner's included; 0 while captured.
+        wanted: On how many each is to be.
+        lacking: How many shards are on fewer nodes than wanted.
+    """
+
+    iteration: int
+    rung: Rung
+    copies: int
+    wanted: int
+    lacking: int = 0
+
+    @property
+    def survives_node_loss(self) -> bool:
+        """Whether any one node may be lost."""
+        return self.rung == "replicated"
+
+    def __str__(self) -> str:
+        if self.rung == "replicated" or self.copies < self.wanted:
+            told = f"{self.rung} {self.copies} of {self.wanted}"
+        else:
+            told = self.rung
+        lacking = f" ({self.lacking} shards lack copies)" if self.lacking else ""
+        return f"iteration {self.iteration}: {told}{lacking}"
+
+
+def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
+    """Of a save that is complete, by what each rank says that it keeps."""
+    kept = Counter(owner for outcome in outcomes for owner in outcome.kept)
+    copies = [1 + kept[rank] for rank in range(len(outcomes))]
+    return _judged(iteration, copies, [outcome.wanted for outcome in outcomes])
+
+
+def durability_found(
+    checkpoint: Checkpoint, domains_of: Mapping[int, Collection[str]], wanted: Mapping[int, int]
+) -> Durability:
+    """Of a complete checkpoint, by the nodes that hold each shard.
+
+    Args:
+        checkpoint: Which.
+        domains_of: For each rank the failure domains that hold its shard.
+        wanted: For each rank on how many nodes its shard is to be.
+    """
+    ranks = range(checkpoint.world_size)
+    return _judged(
+        checkpoint.iteration,
+        [len(set(domains_of.get(rank, ()))) for rank in ranks],
+        [wanted.get(rank, 1) for rank in ranks],
+    )
+
+
+def spared(
+    kept: Iterable[Checkpoint],
+    older: Iterable[Checkpoint],
+    standing: Mapping[Checkpoint, Durability],
+) -> list[Checkpoint]:
+    """What stays beside the checkpoints that are kept, so that some one survives a lost node.
+
+    Args:
+        kept: The newest ones.
+        older: Those that would go, the newest first.
+        standing: How far each has climbed, as far as known.
+
+    Returns:
+        The newest of the older that survives the loss of a node, if none that is kept does.
+    """
+
+    def survives(checkpoint: Checkpoint) -> bool:
+        known = standing.get(checkpoint)
+        return known is not None and known.survives_node_loss
+
+    return [] if any(map(survives, kept)) else list(filter(survives, older))[:1]
+
+
+def _judged(iteration: int, copies: Sequence[int], wanted: Iterable[int]) -> Durability:
+    pairs = list(zip(copies, wanted, strict=True))
+    fewest, of = min(pairs, key=lambda pair: (pair[0], -pair[1]))
+    lacking = sum(has < wants for has, wants in pairs)
+    return Durability(iteration, "replicated" if fewest > 1 else "local", fewest, of, lacking)

@@ -1,0 +1,158 @@
+"""Has copies of a save's shard made on other ranks: at once, or behind training.
+
+Replications are made one after the other in the order in which the saves were called, which is the
+same on all ranks; who runs the requests that ``save`` returns, and when, does not matter to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ids import CkptID, ShardIdentity
+from localckpt.managers.reports import SaveUnderWay
+from localckpt.managers.shelf import Shelf, StagedShard
+from localckpt.replication.agreement import Attempt
+from localckpt.replication.base import ReplicationStrategy
+
+__all__ = ["Replicator"]
+
+logger = logging.getLogger(__name__)
+
+# Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
+# each has the deadline once.
+_STEPS = 6
+
+
+class Replicator:
+    """The replication of one manager's saves.
+
+    Args:
+        strategy: Makes the copies.
+        timeout_s: The manager's deadline, in seconds.
+        background: Whether training goes on meanwhile; ``None``: if no GPU carries the bytes.
+        strict: Whether a save fails when its copies cannot be made.
+    """
+
+    def __init__(
+        self,
+        strategy: ReplicationStrategy,
+        timeout_s: float,
+        *,
+        background: bool | None,
+        strict: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._timeout_s = timeout_s
+        self._background = background
+        self._strict = strict
+        # Made when needed: a manager that has none can be handed to another process.
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def is_behind_training(self) -> bool:
+        """Whether :meth:`begin` returns before the copies are made."""
+        if self._background is None:
+            return not self._strategy.sends_from_devices
+        return self._background
+
+    def begin(
+        self,
+        save: SaveUnderWay,
+        shelf: Shelf,
+        own: StagedShard | None,
+        error: str | None = None,
+    ) -> None:
+        """Have the copies made; all ranks call it once for each save.
+
+        Args:
+            save: Where the outcome is kept; see :meth:`finish`.
+            shelf: Keeps the shards of other ranks.
+            own: This rank's shard; ``None`` if it could not be staged.
+            error: Why not; the others of the clique are told.
+        """
+        if self.is_behind_training:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
+            save.copies = self._thread.submit(self._replicate, save, shelf, own, error)
+            return
+        save.copies = Future()
+        try:
+            save.copies.set_result(self._replicate(save, shelf, own, error))
+        except BaseException as failure:
+            save.copies.set_exception(failure)
+            if own is not None:
+                raise
+
+    def finish(self, save: SaveUnderWay) -> list[StagedShard]:
+        """Other ranks' shards that have come here and are to be kept.
+
+        Raises:
+            CheckpointingException: The copies could not be made, and the save must not stand
+                without them; or nobody knows, after all deadlines.
+        """
+        if save.copies is None:
+            return []
+        self.settle(save)
+        if not save.copies.done():
+            raise CheckpointingException(
+                f"replicating iteration {save.identity.iteration} has not ended after "
+                f"{_STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
+            )
+        return save.copies.result()
+
+    def settle(self, save: SaveUnderWay) -> None:
+        """Return when nothing is being sent or received for a save, or its deadlines are past."""
+        if save.copies is not None:
+            wait_for_futures([save.copies], _STEPS * self._timeout_s)
+
+    def cancel(self) -> None:
+        """End what is under way; the other ranks may not come any more."""
+        self._strategy.give_up()
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _replicate(
+        self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
+    ) -> list[StagedShard]:
+        began = time.monotonic()
+        rooms: list[ShardIdentity] = []
+
+        def of(peer: CkptID) -> ShardIdentity:
+            return dataclasses.replace(save.identity, rank=peer.rank)
+
+        def make_room(peer: CkptID, nbytes: int) -> memoryview:
+            rooms.append(of(peer))
+            return shelf.make_room(of(peer), nbytes)
+
+        with Attempt() as staging:
+            shelf.wait_staged()
+        try:
+            received = self._strategy.replicate_image(
+                own.source if own else None,
+                save.identity.ckpt_id,
+                make_room,
+                tensors_on_gpu=bool(own and own.on_gpu) and not self.is_behind_training,
+                error=error or staging.told,
+            )
+            shards = [shelf.received(of(peer)) for peer in received]
+        except CheckpointingException as failure:
+            shelf.drop_unfinished(rooms)
+            if self._strict or isinstance(failure, MismatchError):
+                raise
+            logger.warning(
+                "iteration %d has no copies of the shards of this clique: %s",
+                save.identity.iteration,
+                failure,
+            )
+            return []
+        save.kept = [shard.identity.rank for shard in shards]
+        save.replicate_s = time.monotonic() - began
+        return shards

@@ -429,7 +429,7 @@ class BaseCheckpointManager(ABC):
         if travels:
             with record_function("localckpt.replicate"):
                 self._replicator.begin(save, self._shelf, own)
-        if not self._replicator.is_behind_training:
+        if not save.copies_come_later:
             self._add_copies(save)
 
     def _add_copies(self, save: SaveUnderWay) -> None:
@@ -471,7 +471,7 @@ class BaseCheckpointManager(ABC):
         finally:
             # Whatever became of it, this save is not over while others send to it.
             self._replicator.settle(save)
-        if self._replicator.is_behind_training:
+        if save.copies_come_later:
             try:
                 self._add_copies(save)
             except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize

@@ -78,6 +78,7 @@ class Replicator:
         if self.is_behind_training:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
+            save.copies_come_later = True
             save.copies = self._thread.submit(self._replicate, save, shelf, own, error)
             return
         save.copies = Future()

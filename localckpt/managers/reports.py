@@ -109,6 +109,7 @@ class SaveUnderWay:
     Attributes:
         shards: What this rank keeps, its own first.
         copies: What comes of replicating it.
+        copies_come_later: Whether that is behind training.
         kept: Ranks whose shards have come here and are kept, too.
     """
 
@@ -117,6 +118,7 @@ class SaveUnderWay:
     previous_iteration: int
     shards: list[StagedShard] = field(default_factory=list)
     copies: Future[list[StagedShard]] | None = None
+    copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
     error: str | None = None
     staged: float = 0.0

@@ -101,7 +101,7 @@ def _say_schemes(told: Sequence[Survival]) -> None:
     say(
         f"{counted(first.nodes, 'node')} of {counted(first.ranks_per_node, 'rank')}. Costs are "
         f"those of a rank, in shards; chances are those of losing data",
-        "when so many nodes are lost at once, whichever they are.",
+        "when so many nodes, drawn at random, are lost at once.",
         "",
     )
     lost = [f"{chance.lost} lost" for chance in first.chances]
@@ -154,9 +154,7 @@ def _chance(probability: float) -> str:
     if probability in (0, 1):
         return "always" if probability else "never"
     percent = 100 * probability
-    if percent < 0.001:
-        return "<0.001 %"
-    return f"{percent:#.3g} %" if percent < 99.9 else ">99.9 %"
+    return f"{percent:#.3g} %" if percent >= 0.001 else "<0.001 %"
 
 
 def _verdict(told: Sequence[Survival]) -> str:

@@ -188,6 +188,15 @@ def test_many_sets_are_sampled_with_a_seed_and_a_standard_error() -> None:
     assert all(chance.standard_error == pytest.approx(deviation, rel=0.2) for chance in told)
 
 
+def test_sets_are_tried_one_by_one_up_to_the_limit_and_sampled_past_it() -> None:
+    ring = [(node, (node + 1) % 6) for node in range(6)]
+
+    at, past = (loss_of_groups(ring, 1, 2, enumerate_at_most=most) for most in (15, 14))
+
+    assert at == LossChance(2, 6 / 15)
+    assert not past.is_exact
+
+
 def test_samples_without_a_loss_have_a_standard_error() -> None:
     told = loss_of_groups([range(3), range(3, 6)], 2, 2, enumerate_at_most=0, samples=98)
 

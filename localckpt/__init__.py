@@ -56,6 +56,10 @@ if TYPE_CHECKING:
         LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy,
     )
     from localckpt.replication.strategies import ReplicationStrategy as ReplicationStrategy
+    from localckpt.replication.survival import Scheme as Scheme
+    from localckpt.replication.survival import Survival as Survival
+    from localckpt.replication.survival import loss_of_groups as loss_of_groups
+    from localckpt.replication.survival import survivability as survivability
     from localckpt.state_dict.base import TensorAwareStateDict as TensorAwareStateDict
     from localckpt.state_dict.basic import BasicTensorAwareStateDict as BasicTensorAwareStateDict
 
@@ -89,15 +93,19 @@ _HOMES = {
     "ReshardingLoadPlanner": "global_tier.load_planner",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
+    "Scheme": "replication.survival",
     "StorageError": "errors",
+    "Survival": "replication.survival",
     "TemporalAsyncCaller": "async_save.callers",
     "TensorAwareStateDict": "state_dict.base",
     "ThreadAsyncCaller": "async_save.callers",
     "UnsafeGlobalError": "errors",
     "WorkerDiedError": "errors",
+    "loss_of_groups": "replication.survival",
     "parse_group_sequence": "replication.groups",
     "save_state_dict_async_finalize": "global_tier.saver",
     "save_state_dict_async_plan": "global_tier.saver",
+    "survivability": "replication.survival",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -129,6 +129,7 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
     [
         *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
         *("localckpt.storage.catalog", "localckpt.managers.explanation", "localckpt.cli"),
+        "localckpt.replication.survival",
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:

@@ -1,7 +1,8 @@
 """The command ``localckpt``: looks at stores, explains them, and cleans up after dead processes.
 
 It is no part of a job: it makes no process group and imports no torch, and all commands but
-``clean`` only read, so they can be used while a job runs.
+``clean`` only read, so they can be used while a job runs. ``survive`` is for the time before: it
+compares what a job could choose.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from localckpt.cli.cleaning import clean
 from localckpt.cli.explaining import explain
 from localckpt.cli.inspecting import inspect
 from localckpt.cli.listing import ls
+from localckpt.cli.surviving import survive
 from localckpt.cli.verifying import verify
 
 __all__ = ["app", "main"]
@@ -28,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, clean):
+for _command in (ls, verify, explain, inspect, clean, survive):
     app.command()(_command)
 
 
@@ -56,4 +58,4 @@ def _localckpt(
         ),
     ] = False,
 ) -> None:
-    """Look at the checkpoints that localckpt keeps on this node, and clean up."""
+    """Look at the checkpoints that localckpt keeps on this node, clean up, and compare schemes."""

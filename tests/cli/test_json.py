@@ -187,3 +187,25 @@ def test_clean(store: Path) -> None:
         "removed": [{"path": "str", "nbytes": "int", "kind": "str"}],
         "nbytes": "int",
     }
+
+
+def test_survive() -> None:
+    cost = {"mean": "float", "largest": "float", "mean_nbytes": "int", "largest_nbytes": "int"}
+
+    told = call("survive", "--nodes=9", "--ranks-per-node=2", "--shard-size=12GB", "--json").json()
+
+    assert _shape(told) == {
+        "nodes": "int",
+        "ranks_per_node": "int",
+        "shard_nbytes": "int",
+        "schemes": [
+            {
+                "scheme": "str",
+                "groups": [{"nodes": "int", "count": "int"}],
+                "extra_memory": cost,
+                "bytes_sent": cost,
+                "survives_any": "int",
+                "loss": [{"lost": "int", "probability": "float", "exact": "bool"}],
+            }
+        ],
+    }

@@ -17,6 +17,7 @@ from localckpt.cli import app
 root, file = sys.argv[1:]
 for arguments in (["ls"], ["verify"], ["explain"], ["clean"], ["inspect"]):
     app([*arguments, file if arguments == ["inspect"] else root], standalone_mode=False)
+app(["survive", "--nodes", "64", "--ranks-per-node", "8"], standalone_mode=False)
 print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
 """
 
@@ -49,7 +50,7 @@ def test_every_command_has_a_line_of_help() -> None:
     told = call("--help")
 
     assert told.status == 0
-    for command in ("ls", "verify", "explain", "inspect", "clean"):
+    for command in ("ls", "verify", "explain", "inspect", "clean", "survive"):
         (line,) = [row for row in told.out.splitlines() if row.strip().startswith(f"{command} ")]
         assert line.endswith(".")
         assert not line.endswith("...")

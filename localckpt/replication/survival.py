@@ -1,0 +1,447 @@
+"""What a redundancy scheme costs, and which losses of nodes it survives: pure functions.
+
+Nothing here knows of ranks that run, or of torch: it answers before a job is started. The groups of
+a scheme are disjoint, so chances are counted exactly; :func:`loss_of_groups` is for groups that are
+not.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import Any, Literal
+
+from localckpt.errors import CheckpointingException, MismatchError
+
+__all__ = [
+    "Cost",
+    "LossChance",
+    "Scheme",
+    "Survival",
+    "loss_of_groups",
+    "survivability",
+    "usual_schemes",
+]
+
+_KINDS = ("none", "replicas", "parity")
+_USUAL = ("none", "replicas:2", "replicas:3", "parity:1/4", "parity:1/8", "parity:2/8")
+_LOST_AT_MOST = 4
+_TEXT = re.compile(r"none|replicas:([0-9]{1,9})|parity:([0-9]{1,9})/([0-9]{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How shards are kept on more than one node. ``str()`` is what :meth:`parse` takes.
+
+    Nodes stand in disjoint groups, as many as there can be of ``group_size``; where the nodes do
+    not divide, sizes differ by one at most. A rank's group has one rank on each of these nodes.
+
+    Attributes:
+        kind: ``replicas``: each member of a group has the shards of all; it is lost with its last
+            node. ``parity``: each member has its own shard and a part of the group's parity; a
+            group is lost with one node more than it has parities. ``none``: shards are kept once.
+        group_size: Nodes in the smallest group there may be: K of ``replicas:K``, G of
+            ``parity:M/G``, 1 of ``none``.
+        parity: Parities of a group: M of ``parity:M/G``.
+
+    Raises:
+        CheckpointingException: There is no such scheme.
+    """
+
+    kind: Literal["none", "replicas", "parity"]
+    group_size: int = 1
+    parity: int = 0
+
+    def __post_init__(self) -> None:
+        _require_integer("group_size", self.group_size, 0)
+        _require_integer("parity", self.parity, 0)
+        wrong = _what_is_wrong(self)
+        if wrong:
+            raise CheckpointingException(f"{self}: {wrong}")
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """The scheme of a text: ``none``, ``replicas:K`` or ``parity:M/G``.
+
+        Raises:
+            CheckpointingException: It is none of them.
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise CheckpointingException(
+                f"{text!r} is no redundancy scheme: give none, replicas:K (copies of each shard, "
+                f"the owner's included) or parity:M/G (parities in groups of G nodes), such as "
+                f"replicas:2 or parity:1/8"
+            )
+        copies, parity, group_size = found.groups()
+        if copies is not None:
+            return cls("replicas", int(copies))
+        if parity is not None:
+            return cls("parity", int(group_size), int(parity))
+        return cls("none")
+
+    def __str__(self) -> str:
+        if self.kind == "replicas":
+            return f"replicas:{self.group_size}"
+        if self.kind == "parity":
+            return f"parity:{self.parity}/{self.group_size}"
+        return self.kind
+
+    def groups(self, nodes: int) -> tuple[tuple[int, int], ...]:
+        """The groups of a job: (nodes in a group, how many such groups), the smaller first.
+
+        Raises:
+            MismatchError: The job has too few nodes for one group.
+        """
+        _require_integer("nodes", nodes, 1)
+        if nodes < self.group_size:
+            raise MismatchError(
+                f"{self} needs at least {self.group_size} nodes, and the job has {nodes}; "
+                f"{_what_fits(nodes)}"
+            )
+        count = nodes // self.group_size
+        smaller, larger_ones = divmod(nodes, count)
+        sizes = ((smaller, count - larger_ones), (smaller + 1, larger_ones))
+        return tuple((size, number) for size, number in sizes if number)
+
+    def tolerated(self, size: int) -> int:
+        """How many nodes of a group of ``size`` nodes may be lost, whichever they are."""
+        return size - 1 if self.kind == "replicas" else self.parity
+
+    def extra_memory(self, size: int) -> Fraction:
+        """What a rank in a group of ``size`` nodes keeps beside its own shard, in shards."""
+        if self.kind == "replicas":
+            return Fraction(size - 1)
+        return Fraction(self.parity, size - self.parity)
+
+    def bytes_sent(self, size: int) -> int:
+        """What a rank in a group of ``size`` nodes sends in one save, in shards."""
+        # A parity of g members has C = shard / (g - M) bytes a stripe; a member passes on M
+        # accumulators of C for each of the g - M stripes to which it contributes.
+        return size - 1 if self.kind == "replicas" else self.parity
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one rank, in shards; groups of different sizes cost differently."""
+
+    mean: float
+    largest: float
+
+    def in_bytes(self, shard_nbytes: int) -> tuple[int, int]:
+        """Mean and largest, in bytes."""
+        return round(self.mean * shard_nbytes), round(self.largest * shard_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LossChance:
+    """How likely data is lost with a number of nodes, every set of so many being as likely.
+
+    Attributes:
+        lost: How many nodes are lost at once.
+        probability: That data is lost with them, 0 to 1.
+        samples: How many sets of nodes were drawn; ``None`` if the probability is exact.
+        standard_error: Of the probability; 0 if that is exact. It is not 0 for samples that all
+            came out the same: (losses + 1) / (samples + 2) stands in it for the probability.
+    """
+
+    lost: int
+    probability: float
+    samples: int | None = None
+    standard_error: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.samples is None
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What a scheme costs a job, and what it survives.
+
+    Attributes:
+        scheme: The scheme.
+        nodes: Nodes in the job.
+        ranks_per_node: Ranks on each.
+        shard_nbytes: Size of a shard, if it was told.
+        groups: (nodes in a group, how many such groups), the smaller first.
+        extra_memory: What a rank keeps beside its own shard, in memory or on disk, for each
+            checkpoint that is kept.
+        bytes_sent: What a rank sends to others in one save.
+        chances: Of losing data with 1, 2, ... nodes, in this order.
+    """
+
+    scheme: Scheme
+    nodes: int
+    ranks_per_node: int
+    shard_nbytes: int | None
+    groups: tuple[tuple[int, int], ...]
+    extra_memory: Cost
+    bytes_sent: Cost
+    chances: tuple[LossChance, ...]
+
+    @property
+    def loss(self) -> tuple[float, ...]:
+        """Probability that 1, 2, ... lost nodes lose data."""
+        return tuple(chance.probability for chance in self.chances)
+
+    @property
+    def survives_any(self) -> int:
+        """How many nodes may be lost, whichever they are, without losing data."""
+        return min(self.scheme.tolerated(size) for size, _ in self.groups)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        return {
+            "scheme": str(self.scheme),
+            "groups": [{"nodes": size, "count": count} for size, count in self.groups],
+            "extra_memory": _to_json(self.extra_memory, self.shard_nbytes),
+            "bytes_sent": _to_json(self.bytes_sent, self.shard_nbytes),
+            "survives_any": self.survives_any,
+            "loss": [
+                {"lost": c.lost, "probability": c.probability, "exact": c.is_exact}
+                for c in self.chances
+            ],
+        }
+
+
+def survivability(
+    nodes: int,
+    ranks_per_node: int,
+    scheme: Scheme | str,
+    shard_nbytes: int | None = None,
+    *,
+    most_lost: int | None = None,
+) -> Survival:
+    """What a scheme costs, and how likely it loses data with some number of nodes.
+
+    Chances are exact: sets of lost nodes that leave every group with what it can spare are counted
+    by a product of polynomials, one for each group, whose coefficient of x^k is the number of ways
+    to lose k of its nodes and no data. All ranks of a node have partners on the same other nodes,
+    so how many ranks there are makes no difference to them.
+
+    Args:
+        nodes: Nodes in the job: what is lost as a whole. They may be racks.
+        ranks_per_node: Ranks on each.
+        scheme: The scheme, or its text.
+        shard_nbytes: Size of a rank's shard, to be told costs in bytes.
+        most_lost: Up to how many lost nodes; by default 4, or all nodes of a smaller job.
+
+    Raises:
+        CheckpointingException: A number is out of range, or the text is no scheme.
+        MismatchError: The job has too few nodes for the scheme, or for so many to be lost.
+    """
+    if isinstance(scheme, str):
+        scheme = Scheme.parse(scheme)
+    groups = scheme.groups(nodes)
+    _require_integer("ranks_per_node", ranks_per_node, 1)
+    if shard_nbytes is not None:
+        _require_integer("shard_nbytes", shard_nbytes, 1)
+    if most_lost is None:
+        most_lost = min(_LOST_AT_MOST, nodes)
+    _require_lost(most_lost, nodes)
+    return Survival(
+        scheme,
+        nodes,
+        ranks_per_node,
+        shard_nbytes,
+        groups,
+        _cost(groups, [scheme.extra_memory(size) for size, _ in groups]),
+        _cost(groups, [scheme.bytes_sent(size) for size, _ in groups]),
+        _chances(nodes, [(size, scheme.tolerated(size), n) for size, n in groups], most_lost),
+    )
+
+
+def usual_schemes(nodes: int) -> list[Scheme]:
+    """Schemes to compare, of those for which the job has enough nodes."""
+    schemes = map(Scheme.parse, _USUAL)
+    return [scheme for scheme in schemes if scheme.group_size <= nodes]
+
+
+def loss_of_groups(
+    groups_of_nodes: Sequence[Iterable[Hashable]],
+    tolerated: int | Sequence[int],
+    lost: int,
+    *,
+    enumerate_at_most: int = 200_000,
+    samples: int = 100_000,
+    seed: int = 0,
+) -> LossChance:
+    """How likely data is lost where groups may overlap, as in rings.
+
+    All sets of lost nodes are tried if they are few enough; else some are drawn at random, the same
+    ones at every call with the same seed.
+
+    Args:
+        groups_of_nodes: For each group, the nodes of its members; a node counts as often as it is
+            named. The nodes of the job are those named in any group.
+        tolerated: How many members a group may lose without losing data: one number for all
+            groups, or one for each.
+        lost: How many nodes are lost at once.
+        enumerate_at_most: More sets than that are sampled.
+        samples: How many sets are drawn.
+        seed: Of the draw.
+
+    Raises:
+        CheckpointingException: A number is out of range, or a group has no member.
+        MismatchError: There are fewer nodes, or not as many numbers as groups.
+    """
+    groups = [tuple(group) for group in groups_of_nodes]
+    spare = list(tolerated) if isinstance(tolerated, Sequence) else [tolerated] * len(groups)
+    _require_groups(groups, spare)
+    _require_integer("enumerate_at_most", enumerate_at_most, 0)
+    _require_integer("samples", samples, 1)
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(n for g in groups for n in g))}
+    _require_lost(lost, len(numbers))
+
+    # Ranks of one node often stand in groups of the same nodes, of which one tells all.
+    distinct = dict.fromkeys(
+        (tuple(sorted(numbers[node] for node in group)), most)
+        for group, most in zip(groups, spare, strict=True)
+    )
+    spare = [most for _, most in distinct]
+    groups_of: list[list[int]] = [[] for _ in numbers]
+    for number, (members, _) in enumerate(distinct):
+        for node in members:
+            groups_of[node].append(number)
+
+    sets = math.comb(len(numbers), lost)
+    if sets <= enumerate_at_most:
+        losing = sum(
+            _loses_data(chosen, groups_of, spare)
+            for chosen in combinations(range(len(numbers)), lost)
+        )
+        return LossChance(lost, losing / sets)
+    draw = random.Random(seed)
+    losing = sum(
+        _loses_data(draw.sample(range(len(numbers)), lost), groups_of, spare)
+        for _ in range(samples)
+    )
+    likely = (losing + 1) / (samples + 2)
+    error = math.sqrt(likely * (1 - likely) / samples)
+    return LossChance(lost, losing / samples, samples, error)
+
+
+def _chances(
+    nodes: int, groups: Sequence[tuple[int, int, int]], most_lost: int
+) -> tuple[LossChance, ...]:
+    """Exactly, for disjoint groups: of each kind its size, what it tolerates, and their number."""
+    ways = [1]
+    for size, tolerated, count in groups:
+        spare = min(tolerated, most_lost)
+        of_one = [math.comb(size, lost) for lost in range(spare + 1)]
+        ways = _product(ways, _power(of_one, count, most_lost), most_lost)
+    ways += [0] * (most_lost + 1 - len(ways))
+    chances = []
+    for lost in range(1, most_lost + 1):
+        sets = math.comb(nodes, lost)
+        chances.append(LossChance(lost, float(Fraction(sets - ways[lost], sets))))
+    return tuple(chances)
+
+
+def _product(a: Sequence[int], b: Sequence[int], degree: int) -> list[int]:
+    """Of two polynomials, without what is beyond a degree."""
+    product = [0] * min(len(a) + len(b) - 1, degree + 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b[: len(product) - i]):
+            product[i + j] += x * y
+    return product
+
+
+def _power(base: Sequence[int], exponent: int, degree: int) -> Sequence[int]:
+    """By squaring, so that the number of nodes hardly matters."""
+    power: Sequence[int] = [1]
+    while exponent:
+        if exponent % 2:
+            power = _product(power, base, degree)
+        base = _product(base, base, degree)
+        exponent //= 2
+    return power
+
+
+def _loses_data(
+    lost: Iterable[int], groups_of: Sequence[Sequence[int]], spare: Sequence[int]
+) -> bool:
+    hits: dict[int, int] = {}
+    for node in lost:
+        for group in groups_of[node]:
+            hits[group] = hits.get(group, 0) + 1
+            if hits[group] > spare[group]:
+                return True
+    return False
+
+
+def _cost(groups: Sequence[tuple[int, int]], costs: Sequence[Fraction | int]) -> Cost:
+    """Over all ranks, from what one in each kind of group pays."""
+    nodes = sum(size * count for size, count in groups)
+    total = sum(size * n * cost for (size, n), cost in zip(groups, costs, strict=True))
+    return Cost(float(Fraction(total) / nodes), float(max(costs)))
+
+
+def _to_json(cost: Cost, shard_nbytes: int | None) -> dict[str, Any]:
+    mean, largest = (None, None) if shard_nbytes is None else cost.in_bytes(shard_nbytes)
+    return {
+        "mean": cost.mean,
+        "largest": cost.largest,
+        "mean_nbytes": mean,
+        "largest_nbytes": largest,
+    }
+
+
+def _what_is_wrong(scheme: Scheme) -> str | None:
+    size, parity = scheme.group_size, scheme.parity
+    if scheme.kind not in _KINDS:
+        return f"kind must be one of {', '.join(_KINDS)}"
+    if scheme.kind == "none":
+        return None if (size, parity) == (1, 0) else "shards that are kept once are in no groups"
+    if scheme.kind == "replicas":
+        if parity:
+            return "replicas have no parity"
+        if size < 2:
+            return "K counts the owner's shard too, so it must be 2 or more; or use none"
+        return None
+    if parity not in (1, 2):
+        return "a group has 1 or 2 parities"
+    if size < parity + 2:
+        return (
+            f"with {parity} of them, a group has at least {parity + 2} nodes; in a smaller one, "
+            f"parities need as much memory as copies: use replicas:{parity + 1}"
+        )
+    return None
+
+
+def _what_fits(nodes: int) -> str:
+    if nodes == 1:
+        return "a single node has no other one to keep copies: use none, or more nodes"
+    parities = f", G up to {nodes} in parity:M/G" if nodes > 2 else ""
+    return f"what fits: K up to {nodes} in replicas:K{parities}"
+
+
+def _require_groups(groups: Sequence[Sequence[Hashable]], spare: Sequence[int]) -> None:
+    if len(spare) != len(groups):
+        raise MismatchError(
+            f"tolerated has {len(spare)} numbers for {len(groups)} groups: give one for each "
+            f"group, or one for all"
+        )
+    for most in spare:
+        _require_integer("tolerated", most, 0)
+    if not groups or not all(groups):
+        raise CheckpointingException("there is no group of nodes, or one that has no member")
+
+
+def _require_lost(lost: int, nodes: int) -> None:
+    _require_integer("the number of lost nodes", lost, 1)
+    if lost > nodes:
+        raise MismatchError(f"{lost} nodes cannot be lost of a job that has {nodes}")
+
+
+def _require_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointingException(
+            f"{name} must be an integer of at least {least}, not {value!r}"
+        )

@@ -1,0 +1,207 @@
+"""``localckpt survive`` compares schemes: for people, for programs, and as a picture."""
+
+from __future__ import annotations
+
+import doctest
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from localckpt.replication.survival import survivability
+from tests.cli.commands import Answer, call, run
+
+_DOCS = Path(__file__).parents[2] / "docs"
+_JOB = ("survive", "--nodes", "64", "--ranks-per-node", "8")
+
+needs_matplotlib = pytest.mark.skipif(
+    find_spec("matplotlib") is None, reason="needs matplotlib, of the extra 'bench'"
+)
+
+
+def _rows(answer: Answer) -> dict[str, list[str]]:
+    """The cells of each scheme, of all tables."""
+    rows: dict[str, list[str]] = {}
+    for line in answer.out.splitlines():
+        name, *cells = [cell.strip() for cell in line.split("  ") if cell.strip()] or [""]
+        if cells:
+            rows.setdefault(name, []).extend(cells)
+    return rows
+
+
+def test_the_usual_schemes_are_compared_with_one_line_that_says_what_is_sure() -> None:
+    answer = run(*_JOB)
+
+    rows = _rows(answer)
+    assert (answer.status, answer.err) == (0, "")
+    assert rows["none"] == ["64 of 1", "0", "0", *4 * ["always"]]
+    assert rows["replicas:2"] == ["32 of 2", "1", "1", "never", "1.59 %", "4.76 %", "9.45 %"]
+    assert rows["replicas:3"][:3] == ["20 of 3, 1 of 4", "2.06 (some 3)", "2.06 (some 3)"]
+    assert rows["parity:2/8"][:5] == ["8 of 8", "0.333", "2", "never", "never"]
+    assert answer.out.splitlines()[-1] == (
+        "Surely survived is the loss of any 2 nodes with replicas:3, parity:2/8; of any 1 node "
+        "with replicas:2, parity:1/4, parity:1/8; of no node with none."
+    )
+
+
+def test_only_schemes_that_are_asked_for_are_told_and_each_once() -> None:
+    schemes = ("--scheme", "parity:1/4", "--scheme", "none", "--scheme", "parity:1/4")
+
+    told = call(*_JOB, *schemes, "--json").json()["schemes"]
+
+    assert [row["scheme"] for row in told] == ["parity:1/4", "none"]
+
+
+def test_a_small_job_is_told_of_what_fits_it() -> None:
+    answer = call("survive", "--nodes", "3", "--ranks-per-node", "1")
+
+    assert list(_rows(answer)) == ["scheme", "none", "replicas:2", "replicas:3"]
+    assert _rows(answer)["replicas:2"] == ["1 of 3", "2", "2", "never", "never", "always"]
+    assert "the loss of any 2 nodes with replicas:2, replicas:3; of no node" in answer.out
+
+
+def test_the_size_of_a_shard_tells_bytes_of_a_rank_and_of_a_node() -> None:
+    rows = _rows(call(*_JOB, "--shard-size", "12GB"))
+
+    assert rows["replicas:2"][-4:] == ["12.0 GB", "96.0 GB", "12.0 GB", "96.0 GB"]
+    assert rows["replicas:3"][-4] == "24.8 GB (some 36.0 GB)"
+    assert rows["parity:1/4"][-4:] == ["4.0 GB", "32.0 GB", "12.0 GB", "96.0 GB"]
+
+
+def test_what_hardly_ever_happens_is_not_told_as_never() -> None:
+    many = ("survive", "--nodes", "100000", "--ranks-per-node", "1")
+
+    rows = _rows(call(*many, "--scheme=replicas:4", "--scheme=parity:1/50000"))
+
+    assert rows["replicas:4"][-4:] == ["never", "never", "never", "<0.001 %"]
+    assert rows["parity:1/50000"][-4:] == ["never", "50.0 %", "always", "always"]
+
+
+def test_programs_are_told_what_the_function_tells() -> None:
+    told = call(*_JOB, "--scheme", "replicas:3", "--shard-size", "12GB", "--json").json()
+
+    survival = survivability(64, 8, "replicas:3", 12 * 10**9)
+    assert told == {
+        "nodes": 64,
+        "ranks_per_node": 8,
+        "shard_nbytes": 12 * 10**9,
+        "schemes": [survival.to_json()],
+    }
+    assert [row["probability"] for row in told["schemes"][0]["loss"]] == list(survival.loss)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("12GB", 12 * 10**9),
+        ("12 gb", 12 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.1T", 10**11),
+        ("700Mi", 700 * 2**20),
+        ("2.5kB", 2500),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
+    told = call(*_JOB, "--shard-size", text, "--json").json()
+
+    assert told["shard_nbytes"] == nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--scheme", "raid5"), "'raid5' is no redundancy scheme: give none, replicas:K"),
+        (("--scheme", "replicas:1"), "replicas:1: K counts the owner's shard too"),
+        (("--scheme", "replicas:65"), "replicas:65 needs at least 65 nodes, and the job has 64"),
+        (("--scheme", "parity:1/\x1b[31m"), r"'parity:1/\x1b[31m' is no redundancy scheme"),
+        (("--shard-size", "much"), "'much' is no size: give a number of bytes"),
+        (("--shard-size", "-1GB"), "'-1GB' is no size"),
+        (("--shard-size", "1e9"), "'1e9' is no size"),
+        (("--shard-size", "1iB"), "'1iB' is no size"),
+        (("--shard-size", "0GB"), "'0GB' is no size of a shard: give one byte or more"),
+        (("--plot", "x.svg"), "x.svg: the picture is a PNG"),
+    ],
+)
+def test_what_cannot_be_told_is_one_line_and_nothing_else(
+    arguments: tuple[str, str], told: str
+) -> None:
+    answer = call(*_JOB, *arguments)
+
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"localckpt: {told}")
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--nodes", "64"),
+        ("--ranks-per-node", "8"),
+        ("--nodes", "0", "--ranks-per-node", "8"),
+        ("--nodes", "64", "--ranks-per-node", "0"),
+        ("--nodes", "many", "--ranks-per-node", "8"),
+    ],
+)
+def test_wrong_usage_is_told_with_how_it_is_used(arguments: tuple[str, ...]) -> None:
+    answer = call("survive", *arguments)
+
+    assert (answer.status, answer.out) == (2, "")
+    assert "Usage:" in answer.err
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("schemes", [(), ("--scheme=replicas:64",)])
+def test_a_picture_is_drawn_beside_what_is_told(schemes: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "told.png"
+
+    answer = call(*_JOB, *schemes, "--plot", path)
+
+    assert answer.status == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert answer.out == call(*_JOB, *schemes).out + f"Drawn in {path}.\n"
+    assert call(*_JOB, "--json", "--plot", path).json() == call(*_JOB, "--json").json()
+
+
+@needs_matplotlib
+def test_a_picture_that_cannot_be_written_is_told_instead(tmp_path: Path) -> None:
+    answer = call(*_JOB, "--plot", tmp_path / "missing" / "told.png")
+
+    assert (answer.status, answer.out) == (2, "")
+    assert "told.png: No such file or directory" in answer.err
+
+
+def test_without_matplotlib_a_picture_is_refused_and_all_else_works(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    env = {"PYTHONPATH": str(tmp_path)}
+
+    drawn, told = run(*_JOB, "--plot", "told.png", env=env), run(*_JOB, env=env)
+
+    assert (drawn.status, drawn.out) == (2, "")
+    assert drawn.err.startswith("localckpt: --plot needs the package matplotlib, which cannot be")
+    assert told.status == 0
+
+
+def _shown(document: str) -> list[tuple[list[str], str]]:
+    """Each time a document calls ``survive``: how, and what it says is printed."""
+    blocks = (_DOCS / document).read_text().split("```")[1::2]
+    calls = [block.split("\n", 2)[1:] for block in blocks if "\n$ localckpt survive " in block]
+    return [(shlex.split(command)[2:], out) for command, out in calls]
+
+
+@pytest.mark.parametrize(("document", "times"), [("choosing.md", 2), ("cli.md", 1)])
+def test_documents_show_what_the_command_prints(document: str, times: int) -> None:
+    shown = _shown(document)
+
+    assert len(shown) == times
+    for arguments, out in shown:
+        assert call(*arguments).out == out
+
+
+def test_what_the_document_asks_python_is_answered_so() -> None:
+    failed, attempted = doctest.testfile(str(_DOCS / "choosing.md"), module_relative=False)
+
+    assert attempted > 3
+    assert failed == 0

@@ -442,7 +442,8 @@ class BaseCheckpointManager(ABC):
             "rank %d cannot save iteration %d: %s",
             self.rank,
             save.identity.iteration,
-            error,
+            # Its text alone: handlers may keep it, and with the exception the memory of the image.
+            str(error),
             exc_info=not isinstance(error, CheckpointingException),
         )
         save.error, save.shards = f"{type(error).__name__}: {error}", []

@@ -151,7 +151,7 @@ class Replicator:
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
                 save.identity.iteration,
-                failure,
+                str(failure),
             )
             return []
         save.kept = [shard.identity.rank for shard in shards]

@@ -27,9 +27,8 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     SaveFailedError,
 )
-from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity
 from localckpt.managers.coverage import (
-    Checkpoint,
     SaveOutcome,
     complete_checkpoints,
     describe_incomplete,
@@ -37,6 +36,7 @@ from localckpt.managers.coverage import (
     save_problems,
 )
 from localckpt.managers.explanation import Explanation
+from localckpt.managers.holdings import Holdings
 from localckpt.managers.hooks import HookShelf
 from localckpt.managers.joining import (
     gather_explanation,
@@ -116,7 +116,7 @@ class BaseCheckpointManager(ABC):
         self._generation = Generation(0, 0)
         self._went_back = False
         self._newest_iteration = -1
-        self._holdings: dict[int, list[ShardRecord]] | None = None
+        self._holdings: Holdings | None = None
         self._complete: list[Checkpoint] = []
         self._redundancy: Redundancy | None = None
         self._process = os.getpid()
@@ -234,12 +234,13 @@ class BaseCheckpointManager(ABC):
             return self.latest_iteration
         self._finish_copies()
         self._join()
-        self._holdings = gather_holdings(self._coordinator, self._shelf, self.session_id)
+        assert self._domains is not None
+        self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
         self._complete = complete_checkpoints(self._holdings)
         judge_newest(self._complete, self.world_size)
         if self._complete:
             self.latest_iteration = self._complete[0].iteration
-        elif any(self._holdings.values()):
+        elif self._holdings.checkpoints:
             logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
         return self.latest_iteration
 
@@ -257,7 +258,7 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         self._join()
         assert self._domains is not None
-        return gather_explanation(self._coordinator, self._shelf, self.session_id, self._domains)
+        return gather_explanation(self._coordinator, self._shelf, self._domains)
 
     def load(
         self, *, into: Any = None, map_location: str | torch.device | None = None
@@ -290,9 +291,7 @@ class BaseCheckpointManager(ABC):
             )
         self._finish_copies()
         options = LoadOptions(None if into is None else wrapped(into), map_location)
-        recovery = Recovery(
-            self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
-        )
+        recovery = Recovery(self._coordinator, self._strategy, self._shelf, self._holdings)
         while self._complete:
             judge_newest(self._complete, self.world_size)
             checkpoint = self._complete[0]
@@ -315,7 +314,7 @@ class BaseCheckpointManager(ABC):
             )
             logger.info("loaded %s", self.last_load)
             if self._redundancy is not None:
-                self._redundancy.restore(checkpoint, self._holdings, self._domains)
+                self._redundancy.restore(checkpoint, self._holdings)
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(

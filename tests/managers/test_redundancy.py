@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import localckpt
 from localckpt.errors import StorageError
-from localckpt.ids import Generation, ShardRecord
-from localckpt.managers.coverage import Checkpoint
+from localckpt.ids import Checkpoint, Generation
+from localckpt.managers.holdings import Holdings, ranks_by_node
 from localckpt.managers.redundancy import missing_copies
 from tests.managers.jobs import (
     KINDS,
@@ -213,13 +213,14 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
     checkpoint, older = (Checkpoint(Generation(1, n), n, size) for n in (9, 8))
     # Ranks of one node see the same files.
     shards = [set().union(*(held[r] for r in range(size) if r % nodes == n)) for n in range(nodes)]
-    holdings = {
-        rank: [ShardRecord(checkpoint.shard(o, "run"), 1) for o in shards[rank % nodes]]
-        + [ShardRecord(older.shard(o, "run"), 1) for o in range(size)]
-        for rank in range(size)
-    }
+    holdings = Holdings(ranks_by_node(domains))
+    for node in set(domains):
+        for owner in shards[int(node)]:
+            holdings.add(checkpoint, owner, node, 1)
+        for owner in range(size):
+            holdings.add(older, owner, node, 1)
 
-    missing = missing_copies(checkpoint, holdings, domains, groups)
+    missing = missing_copies(checkpoint, holdings, groups)
 
     for group in groups:
         for owner in group:

@@ -110,7 +110,8 @@ class Explanation:
         """Nodes that ``newest`` does not need as long as all others are there."""
         if self.newest is None:
             return ()
-        return tuple(node for node in self.nodes if (node,) not in self.breaking)
+        needed = set(self.breaking)
+        return tuple(node for node in self.nodes if (node,) not in needed)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added."""

@@ -16,6 +16,9 @@ from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, Shard
 
 __all__ = ["Holdings", "NodeShards", "ranks_by_node", "tell"]
 
+# Numbers on the wire are below it.
+_LIMIT = 10**MOST_DIGITS
+_SHOWN = 80
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -198,10 +201,6 @@ class Holdings:
     def _put(self, node: str, there: Iterable[NodeShards]) -> None:
         for held in there:
             self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
-
-
-_LIMIT = 10**MOST_DIGITS
-_SHOWN = 80
 
 
 def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:

@@ -30,6 +30,7 @@ _SECTIONS = {
     "async": "benchmarks.async_worker",
     "poll": "benchmarks.poll",
     "overlaps": "benchmarks.overlaps",
+    "large-worlds": "benchmarks.large_worlds",
     "peers": "benchmarks.peers.section",
     "global": "benchmarks.global_tier",
     "global-planning": "benchmarks.global_planning",

@@ -7,12 +7,27 @@ records that ranks exchange.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["SAVES_AN_ATTEMPT", "CkptID", "Generation", "ShardIdentity", "ShardRecord"]
+__all__ = [
+    "MOST_DIGITS",
+    "MOST_RANKS",
+    "SAVES_AN_ATTEMPT",
+    "Checkpoint",
+    "CkptID",
+    "Generation",
+    "ShardIdentity",
+    "ShardRecord",
+]
 
 SAVES_AN_ATTEMPT = 2**28
 """The numbers of an attempt's saves begin at a multiple of it, drawn at random."""
+
+MOST_DIGITS = 19
+"""No number of an identity has more digits."""
+
+MOST_RANKS = 1 << 20
+"""Far above any job: whoever looks for the shards of all ranks counts up to what is claimed."""
 
 
 class CkptID(NamedTuple):
@@ -57,6 +72,11 @@ class ShardIdentity:
         return CkptID(self.iteration, self.rank, self.session_id)
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """What it is a shard of."""
+        return Checkpoint(self.generation, self.iteration, self.world_size)
+
+    @property
     def seed(self) -> str:
         """Seeds the digests of its blocks."""
         generation = f"{self.generation.epoch}.{self.generation.sequence}"
@@ -83,21 +103,26 @@ class ShardIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The shards of all ranks at one iteration and generation."""
+
+    generation: Generation
+    iteration: int
+    world_size: int
+
+    @property
+    def version(self) -> tuple[int, int, int, int]:
+        """Order among checkpoints; see :attr:`ShardIdentity.version`."""
+        return self.shard(0, "").version
+
+    def shard(self, rank: int, session_id: str) -> ShardIdentity:
+        """What one rank's shard of it is."""
+        return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard that some node holds: the line a rank sends when it is asked what it has."""
+    """A shard that is kept somewhere, and the size of its image."""
 
     identity: ShardIdentity
     nbytes: int
-
-    def to_json(self) -> list[Any]:
-        """Compact JSON form; the session is left out because all ranks of a job share it."""
-        i = self.identity
-        return [*i.generation, i.iteration, i.rank, i.world_size, self.nbytes]
-
-    @classmethod
-    def from_json(cls, fields: list[Any], session_id: str) -> ShardRecord:
-        epoch, sequence, iteration, rank, world_size, nbytes = fields
-        identity = ShardIdentity(
-            session_id, Generation(epoch, sequence), iteration, rank, world_size
-        )
-        return cls(identity, nbytes)

@@ -22,6 +22,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.ids import ShardRecord
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.explanation import explain as explain_holdings
+from localckpt.managers.holdings import Holdings
 from localckpt.storage.aside import why_set_aside
 from localckpt.storage.catalog import SessionFolder, find_sessions, node_token
 
@@ -130,7 +131,7 @@ def _explain(session: str, nodes: _Nodes, world_size: int | None) -> Explanation
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     return explain_holdings(
-        {label: of_node.records for label, of_node in found.items()},
+        Holdings.found({label: of_node.records for label, of_node in found.items()}),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
     )

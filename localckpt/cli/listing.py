@@ -17,9 +17,10 @@ from localckpt.cli.output import (
     size,
     store_or_default,
 )
-from localckpt.ids import ShardRecord
-from localckpt.managers.coverage import Checkpoint, complete_checkpoints
+from localckpt.ids import Checkpoint, ShardRecord
+from localckpt.managers.coverage import complete_checkpoints
 from localckpt.managers.explanation import ranges
+from localckpt.managers.holdings import Holdings
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
@@ -129,12 +130,10 @@ def _look(session: SessionFolder) -> _Listing:
 
 
 def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
-    complete = complete_checkpoints({0: records})
+    complete = complete_checkpoints(Holdings.found({"here": records}))
     by_checkpoint: dict[Checkpoint, list[ShardRecord]] = {}
     for record in records:
-        i = record.identity
-        checkpoint = Checkpoint(i.generation, i.iteration, i.world_size)
-        by_checkpoint.setdefault(checkpoint, []).append(record)
+        by_checkpoint.setdefault(record.identity.checkpoint, []).append(record)
     return tuple(
         _Row(
             checkpoint,

@@ -26,17 +26,17 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     SaveFailedError,
 )
-from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity
 from localckpt.managers.coverage import (
-    Checkpoint,
     SaveOutcome,
     complete_checkpoints,
     describe_incomplete,
     judge_newest,
     save_problems,
 )
-from localckpt.managers.durability import Durability, durability_saved
+from localckpt.managers.durability import Durability, durability_found, durability_saved
 from localckpt.managers.explanation import Explanation
+from localckpt.managers.holdings import Holdings
 from localckpt.managers.hooks import HookShelf
 from localckpt.managers.joining import (
     gather_explanation,
@@ -86,8 +86,6 @@ class BaseCheckpointManager(ABC):
         last_load: The last load on this rank.
         skipped_saves: How many saves found no room and were left out.
         degraded_saves: How many saves are complete with fewer replicas than asked for.
-        degraded: How many shards of the newest checkpoint have fewer copies than asked for. After a
-            ``load`` the built-in managers make those copies again behind training.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class BaseCheckpointManager(ABC):
         self.last_load: LoadReport | None = None
         self.skipped_saves = 0
         self.degraded_saves = 0
-        self.degraded = 0
         self.repl_strategy = repl_strategy
         # Without the session in its name: ranks with different ones must meet, to be told.
         self._coordinator = Coordinator("manager", process_group, timeout)
@@ -139,7 +136,7 @@ class BaseCheckpointManager(ABC):
         self._generation = Generation(0, 0)
         self._went_back = False
         self._newest_iteration = -1
-        self._holdings: dict[int, list[ShardRecord]] | None = None
+        self._holdings: Holdings | None = None
         self._complete: list[Checkpoint] = []
         self._under_way: list[int] = []
         self._standing: dict[Checkpoint, Durability] = {}
@@ -251,12 +248,15 @@ class BaseCheckpointManager(ABC):
             return self.latest_iteration
         self._finish_copies()
         self._join()
-        self._holdings = gather_holdings(self._coordinator, self._shelf, self.session_id)
+        assert self._domains is not None
+        self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
         self._complete = complete_checkpoints(self._holdings)
         judge_newest(self._complete, self.world_size)
+        for checkpoint in self._complete:
+            self._take_stock(checkpoint, self._holdings)
         if self._complete:
             self.latest_iteration = self._complete[0].iteration
-        elif any(self._holdings.values()):
+        elif self._holdings.checkpoints:
             logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
         return self.latest_iteration
 
@@ -274,7 +274,7 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         self._join()
         assert self._domains is not None
-        return gather_explanation(self._coordinator, self._shelf, self.session_id, self._domains)
+        return gather_explanation(self._coordinator, self._shelf, self._domains)
 
     def load(
         self, *, into: Any = None, map_location: str | torch.device | None = None
@@ -307,9 +307,7 @@ class BaseCheckpointManager(ABC):
             )
         self._finish_copies()
         options = LoadOptions(None if into is None else wrapped(into), map_location)
-        recovery = Recovery(
-            self._coordinator, self._strategy, self._shelf, self._domains, self._holdings
-        )
+        recovery = Recovery(self._coordinator, self._strategy, self._shelf, self._holdings)
         while self._complete:
             judge_newest(self._complete, self.world_size)
             checkpoint = self._complete[0]
@@ -331,8 +329,9 @@ class BaseCheckpointManager(ABC):
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
             logger.info("loaded %s", self.last_load)
+            self._take_stock(checkpoint, self._holdings)
             if self._redundancy is not None:
-                self._redundancy.restore(checkpoint, self._holdings, self._domains)
+                self._redundancy.restore(checkpoint, self._holdings)
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
@@ -366,6 +365,15 @@ class BaseCheckpointManager(ABC):
                     self._redundancy.cancel()
         finally:
             self.close()
+
+    @property
+    def degraded(self) -> int:
+        """How many shards of the newest checkpoint have fewer copies than asked for.
+
+        After a ``load`` the built-in managers make those copies again behind training.
+        """
+        newest = self._complete[0] if self._complete else None
+        return self._standing[newest].lacking if newest in self._standing else 0
 
     def status(self) -> list[Durability]:
         """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
@@ -521,7 +529,10 @@ class BaseCheckpointManager(ABC):
         self._complete.append(checkpoint)
         self._complete.sort(key=lambda c: c.version, reverse=True)
         self._under_way.remove(iteration)
-        self._tell_standing(checkpoint, durability_saved(iteration, outcomes))
+        standing = durability_saved(iteration, outcomes)
+        self._standing[checkpoint] = standing
+        self.degraded_saves += standing.lacking > 0
+        logger.log(logging.WARNING if standing.lacking else logging.INFO, "%s", standing)
         try:
             self._cleanup(iteration)
         except Exception:
@@ -532,15 +543,10 @@ class BaseCheckpointManager(ABC):
             self.last_save = report
         logger.info("saved %s", report)
 
-    def _tell_standing(self, checkpoint: Checkpoint, durability: Durability) -> None:
-        """Keep and log how far a checkpoint has climbed."""
-        self._standing = {c: d for c, d in self._standing.items() if c in self._complete}
-        self._standing[checkpoint] = durability
-        self.degraded = durability.lacking
-        if durability.lacking:
-            self.degraded_saves += 1
-        level = logging.WARNING if durability.lacking else logging.INFO
-        logger.log(level, "%s", durability)
+    def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
+        """See from what the nodes hold how far a checkpoint has climbed."""
+        standing = durability_found(checkpoint, holdings, self._strategy.cliques())
+        self._standing[checkpoint] = standing
 
     def _take_back(self, save: SaveUnderWay) -> None:
         self._replicator.settle(save)

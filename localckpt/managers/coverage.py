@@ -2,97 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, Generation
+from localckpt.managers.holdings import Holdings
 
 __all__ = [
-    "Checkpoint",
     "JoinRecord",
     "SaveOutcome",
     "complete_checkpoints",
     "describe_incomplete",
-    "held_shards",
     "judge_join",
     "judge_newest",
     "save_problems",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The shards of all ranks at one iteration and generation."""
-
-    generation: Generation
-    iteration: int
-    world_size: int
-
-    @property
-    def version(self) -> tuple[int, int, int, int]:
-        """Order among checkpoints; see :attr:`ShardIdentity.version`."""
-        return self.shard(0, "").version
-
-    def shard(self, rank: int, session_id: str) -> ShardIdentity:
-        """What one rank's shard of it is."""
-        return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
-
-
-def held_shards(
-    checkpoint: Checkpoint, holdings: Mapping[int, Sequence[ShardRecord]]
-) -> dict[int, list[CkptID]]:
-    """The shards of a checkpoint that each rank's node holds."""
-    return {
-        holder: [
-            identity.ckpt_id
-            for identity in (record.identity for record in records)
-            if identity == checkpoint.shard(identity.rank, identity.session_id)
-        ]
-        for holder, records in holdings.items()
-    }
-
-
-def _owners(
-    holdings: Mapping[int, Sequence[ShardRecord]],
-) -> dict[Checkpoint, set[int]]:
-    owners: dict[Checkpoint, set[int]] = {}
-    for records in holdings.values():
-        for record in records:
-            i = record.identity
-            checkpoint = Checkpoint(i.generation, i.iteration, i.world_size)
-            owners.setdefault(checkpoint, set()).add(i.rank)
-    return owners
-
-
-def complete_checkpoints(holdings: Mapping[int, Sequence[ShardRecord]]) -> list[Checkpoint]:
-    """Checkpoints of which every rank's shard is held somewhere, the newest first.
-
-    Args:
-        holdings: What each rank's node holds.
-    """
+def complete_checkpoints(holdings: Holdings) -> list[Checkpoint]:
+    """Checkpoints of which every rank's shard is held somewhere, the newest first."""
+    held = {checkpoint: holdings.shards(checkpoint) for checkpoint in holdings.checkpoints}
     found = [
         checkpoint
-        for checkpoint, ranks in _owners(holdings).items()
+        for checkpoint, shards in held.items()
         # Few ranks cannot be all of many: nobody counts up to what a header claims.
-        if len(ranks) >= checkpoint.world_size and ranks >= set(range(checkpoint.world_size))
+        if len(shards) >= checkpoint.world_size and not _lacking(checkpoint, shards)
     ]
     return sorted(found, key=lambda c: c.version, reverse=True)
 
 
-def describe_incomplete(holdings: Mapping[int, Sequence[ShardRecord]]) -> str:
+def describe_incomplete(holdings: Holdings) -> str:
     """One line for each checkpoint that lacks shards, the newest first."""
-    lines = []
-    for checkpoint, ranks in sorted(_owners(holdings).items(), key=lambda item: item[0].version):
-        gone = [rank for rank in range(checkpoint.world_size) if rank not in ranks]
-        if gone:
-            lines.append(
-                f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
-                f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks "
-                f"{', '.join(map(str, gone))}"
-            )
-    return "; ".join(reversed(lines)) or "no shard of this session was found on any node"
+    lines = [
+        f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
+        f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
+        for checkpoint in sorted(holdings.checkpoints, key=lambda c: c.version, reverse=True)
+        if (gone := _lacking(checkpoint, holdings.shards(checkpoint)))
+    ]
+    return "; ".join(lines) or "no shard of this session was found on any node"
+
+
+def _lacking(checkpoint: Checkpoint, held: Container[int]) -> list[int]:
+    return [rank for rank in range(checkpoint.world_size) if rank not in held]
 
 
 @dataclass(frozen=True, slots=True)

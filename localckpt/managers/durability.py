@@ -6,11 +6,13 @@ Pure functions of what the ranks said when they finalized a save, and of what th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from localckpt.managers.coverage import Checkpoint, SaveOutcome
+from localckpt.ids import Checkpoint
+from localckpt.managers.coverage import SaveOutcome
+from localckpt.managers.holdings import Holdings
 
 __all__ = ["Durability", "durability_found", "durability_saved", "spared"]
 
@@ -58,19 +60,25 @@ def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durabil
 
 
 def durability_found(
-    checkpoint: Checkpoint, domains_of: Mapping[int, Collection[str]], wanted: Mapping[int, int]
+    checkpoint: Checkpoint, holdings: Holdings, cliques: Iterable[Sequence[int]]
 ) -> Durability:
-    """Of a complete checkpoint, by the nodes that hold each shard.
+    """Of a complete checkpoint, by what the nodes hold.
 
     Args:
         checkpoint: Which.
-        domains_of: For each rank the failure domains that hold its shard.
-        wanted: For each rank on how many nodes its shard is to be.
+        holdings: What each node holds.
+        cliques: Groups of ranks that are to keep each other's shards.
     """
+    held_on = holdings.holders(checkpoint)
+    wanted = {
+        rank: len({holdings.node_of(member) for member in clique})
+        for clique in cliques
+        for rank in clique
+    }
     ranks = range(checkpoint.world_size)
     return _judged(
         checkpoint.iteration,
-        [len(set(domains_of.get(rank, ()))) for rank in ranks],
+        [len(held_on[rank]) for rank in ranks],
         [wanted.get(rank, 1) for rank in ranks],
     )
 

@@ -11,16 +11,21 @@ from itertools import groupby
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
-from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
+from localckpt.ids import (
+    MOST_DIGITS,
+    MOST_RANKS,
+    SAVES_AN_ATTEMPT,
+    Checkpoint,
+    Generation,
+)
+from localckpt.managers.coverage import complete_checkpoints, judge_newest
+from localckpt.managers.holdings import Holdings
 from localckpt.storage.names import shard_named
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
 
 _WIDTH = 100
 _SHOWN = 12
-# No header has longer numbers, or more ranks; no name that has them was given by a store.
-_DIGITS, _MOST_RANKS = 19, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class Explanation:
         """Nodes that ``newest`` does not need as long as all others are there."""
         if self.newest is None:
             return ()
-        return tuple(node for node in self.nodes if (node,) not in self.breaking)
+        needed = set(self.breaking)
+        return tuple(node for node in self.nodes if (node,) not in needed)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added."""
@@ -133,29 +139,28 @@ class Explanation:
 
 
 def explain(
-    holdings: Mapping[str, Sequence[ShardRecord]],
+    holdings: Holdings,
     world_size: int | None = None,
     bad: Mapping[str, Sequence[str]] | None = None,
 ) -> Explanation:
     """Say which checkpoint a restart would load, and why none that is newer.
 
     Args:
-        holdings: What each node holds of one session; the keys name the nodes.
+        holdings: What each node holds of one session, by the nodes' names for people.
         world_size: With how many ranks the restart would be; ``None`` for as many as saved it.
         bad: What each node has that cannot be counted. A text of the form ``<file name>: <what is
             wrong>`` is told of the shard that the name speaks of.
     """
     bad = bad or {}
-    nodes = tuple(dict.fromkeys([*holdings, *bad]))
-    numbered: dict[int, Sequence[ShardRecord]] = dict(enumerate(holdings.values()))
-    complete = complete_checkpoints(numbered)
+    nodes = tuple(dict.fromkeys([*holdings.ranks_on, *bad]))
+    complete = complete_checkpoints(holdings)
     refusal = None
     if world_size is not None:
         try:
             judge_newest(complete, world_size)
         except MismatchError as error:
             refusal = str(error)
-    held = _held(holdings)
+    held = {checkpoint: holdings.holders(checkpoint) for checkpoint in holdings.checkpoints}
     damaged = _damaged(bad)
     standings = [
         _standing(checkpoint, held, damaged, checkpoint in complete)
@@ -191,17 +196,6 @@ _Damaged = Mapping[tuple[int, int, Generation], Sequence[tuple[str, str]]]
 """(node, what is wrong), by iteration, rank and generation."""
 
 
-def _held(holdings: Mapping[str, Sequence[ShardRecord]]) -> _Held:
-    held: dict[Checkpoint, dict[int, list[str]]] = {}
-    for node, records in holdings.items():
-        for identity in dict.fromkeys(record.identity for record in records):
-            checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
-            holders = held.setdefault(checkpoint, {}).setdefault(identity.rank, [])
-            if node not in holders:
-                holders.append(node)
-    return held
-
-
 def _damaged(bad: Mapping[str, Sequence[str]]) -> _Damaged:
     damaged: dict[tuple[int, int, Generation], list[tuple[str, str]]] = {}
     for node, texts in bad.items():
@@ -222,8 +216,9 @@ def _by_name(damaged: _Damaged, held: Collection[Checkpoint]) -> list[Checkpoint
     ranks: dict[tuple[int, Generation], int] = {}
     for iteration, rank, generation in damaged:
         what = iteration, generation
-        most = world_sizes.get(_attempt(generation), _MOST_RANKS)
-        if what not in known and rank < most and max(iteration, *generation) < 10**_DIGITS:
+        most = world_sizes.get(_attempt(generation), MOST_RANKS)
+        # No header has longer numbers: no name that has them was given by a store.
+        if what not in known and rank < most and max(iteration, *generation) < 10**MOST_DIGITS:
             ranks[what] = max(ranks.get(what, 0), rank + 1)
     return [
         Checkpoint(generation, iteration, world_sizes.get(_attempt(generation), least))

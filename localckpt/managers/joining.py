@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Sequence
 
 from localckpt.coordination import Coordinator
-from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardRecord
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation
 from localckpt.managers.coverage import JoinRecord, judge_join
 from localckpt.managers.explanation import Explanation, explain, ranges
+from localckpt.managers.holdings import Holdings, ranks_by_node, tell
 from localckpt.managers.shelf import Shelf
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import ReplicationStrategy
@@ -66,56 +67,61 @@ def join(
 
 
 def gather_explanation(
-    coordinator: Coordinator, shelf: Shelf, session_id: str, domains: Sequence[str]
+    coordinator: Coordinator, shelf: Shelf, domains: Sequence[str]
 ) -> Explanation:
     """What all nodes have, and what a restart makes of it; all ranks call it, and get the same.
 
     Raises:
+        MismatchError: What some rank tells cannot be understood; on all ranks.
         CheckpointingException: Some node cannot be read; on all ranks.
         PeerLostError: A rank did not answer in time.
     """
-    holdings = gather_holdings(coordinator, shelf, session_id)
+    holdings = gather_holdings(coordinator, shelf, node_labels(domains))
     bad: list[str] = []
     with Attempt() as looking:
-        bad = shelf.bad_copies()
+        if _speaks(coordinator, holdings):
+            bad = shelf.bad_copies()
     gathered = agree(coordinator, "tell what cannot be used", looking, bad)
-    # Ranks of one node see the same files.
-    first: dict[str, int] = {}
-    for rank, label in enumerate(node_labels(domains)):
-        first.setdefault(label, rank)
+    nodes = holdings.ranks_on
     return explain(
-        {node: holdings[rank] for node, rank in first.items()},
-        coordinator.world_size,
-        {node: gathered[rank] for node, rank in first.items()},
+        holdings, coordinator.world_size, {node: gathered[holdings.speaker(node)] for node in nodes}
     )
 
 
 def node_labels(domains: Sequence[str]) -> list[str]:
     """For each rank what its node is called, by the ranks there."""
-    ranks_in: dict[str, list[int]] = {}
-    for rank, domain in enumerate(domains):
-        ranks_in.setdefault(domain, []).append(rank)
     labels = {
         domain: f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}"
-        for domain, ranks in ranks_in.items()
+        for domain, ranks in ranks_by_node(domains).items()
     }
     return [labels[domain] for domain in domains]
 
 
-def gather_holdings(
-    coordinator: Coordinator, shelf: Shelf, session_id: str
-) -> dict[int, list[ShardRecord]]:
-    """What each rank's node holds, the same on all ranks; all ranks call it.
+def gather_holdings(coordinator: Coordinator, shelf: Shelf, nodes: Sequence[str]) -> Holdings:
+    """What each node holds, the same on all ranks; all ranks call it.
+
+    One rank of each node tells the others.
+
+    Args:
+        nodes: For each rank the node that it is on, whose store it shares with others there.
 
     Raises:
+        MismatchError: What some rank tells cannot be understood; on all ranks.
         CheckpointingException: Some node cannot be read; on all ranks.
         PeerLostError: A rank did not answer in time.
     """
-    mine = []
+    holdings = Holdings(ranks_by_node(nodes))
+    mine = None
     with Attempt() as looking:
-        mine = [record.to_json() for record in shelf.inventory()]
+        # On every rank: each is to find the files that it may have to read.
+        found = shelf.inventory()
+        if _speaks(coordinator, holdings):
+            mine = tell(found)
     gathered = agree(coordinator, "find the latest checkpoint", looking, mine)
-    return {
-        rank: [ShardRecord.from_json(fields, session_id) for fields in records]
-        for rank, records in enumerate(gathered)
-    }
+    for node in holdings.ranks_on:
+        holdings.hear(node, gathered[holdings.speaker(node)])
+    return holdings
+
+
+def _speaks(coordinator: Coordinator, holdings: Holdings) -> bool:
+    return holdings.speaker(holdings.node_of(coordinator.rank)) == coordinator.rank

@@ -6,7 +6,7 @@ other how it went; bad copies are left out of the next round's plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +20,17 @@ from localckpt.errors import (
     PeerLostError,
     StorageError,
 )
-from localckpt.ids import CkptID, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint, describe_incomplete, held_shards
+from localckpt.ids import Checkpoint, CkptID, ShardIdentity
+from localckpt.managers.coverage import describe_incomplete
 from localckpt.managers.explanation import Explanation
+from localckpt.managers.holdings import Holdings
 from localckpt.managers.shelf import LoadOptions, Shelf
-from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
 from localckpt.storage.names import shard_named
 
-__all__ = ["Loaded", "Recovery", "why_nothing_loads"]
+__all__ = ["Loaded", "Recovery", "plan_shards", "why_nothing_loads"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class Recovery:
         coordinator: The ranks that load together.
         strategy: Moves images between ranks.
         shelf: This rank's shards.
-        domains: Each rank's failure domain; ranks with the same one hold the same copies.
-        holdings: What each rank holds. Copies that turn out bad are taken out of it.
+        holdings: What each node holds. Copies that turn out bad are taken out of it.
     """
 
     def __init__(
@@ -75,13 +75,11 @@ class Recovery:
         coordinator: Coordinator,
         strategy: ReplicationStrategy,
         shelf: Shelf,
-        domains: Sequence[str],
-        holdings: dict[int, list[ShardRecord]],
+        holdings: Holdings,
     ) -> None:
         self._coordinator = coordinator
         self._strategy = strategy
         self._shelf = shelf
-        self._domains = domains
         self._holdings = holdings
         self.bad: list[tuple[ShardIdentity, int, str]] = []
         """Copies that could not be read, on whose nodes, and why; the same on all ranks."""
@@ -107,11 +105,8 @@ class Recovery:
                 return loaded
 
     def _plan(self, checkpoint: Checkpoint, session_id: str) -> ExchangePlan[CkptID]:
-        wanted = {
-            rank: [checkpoint.shard(rank, session_id).ckpt_id]
-            for rank in range(self._coordinator.world_size)
-        }
-        return self._strategy.retrieve_plan(held_shards(checkpoint, self._holdings), wanted)
+        wanted = {rank: [rank] for rank in range(self._coordinator.world_size)}
+        return plan_shards(checkpoint, session_id, self._holdings, wanted)
 
     def _fetch(
         self, plan: ExchangePlan[CkptID], checkpoint: Checkpoint, session_id: str
@@ -213,21 +208,41 @@ class Recovery:
         bad = [(rank, *copy) for rank, outcome in enumerate(outcomes) for copy in outcome.bad]
         for rank, holder, owner, why in bad:
             identity = checkpoint.shard(owner, session_id)
-            self._leave_out(holder, identity)
+            self._holdings.remove(checkpoint, owner, self._holdings.node_of(holder))
             self.bad.append((identity, holder, why))
             if holder == self._coordinator.rank != rank:
                 self._shelf.doubt(identity, f"sent to rank {rank}, where {why}")
         return not bad
 
-    def _leave_out(self, holder: int, identity: ShardIdentity) -> None:
-        domain = self._domains[holder]
-        for rank, records in self._holdings.items():
-            if self._domains[rank] == domain:
-                self._holdings[rank] = [r for r in records if r.identity != identity]
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    session_id: str,
+    holdings: Holdings,
+    wanted: Mapping[int, Iterable[int]],
+) -> ExchangePlan[CkptID]:
+    """Who sends which shard of a checkpoint to whom.
+
+    Args:
+        holdings: What each node holds.
+        wanted: For each rank the ranks whose shards it wants.
+
+    Raises:
+        NoReplicasAvailableError: Some are wanted that no node holds.
+    """
+
+    def named(owner: int) -> CkptID:
+        return CkptID(checkpoint.iteration, owner, session_id)
+
+    return plan_among_nodes(
+        {named(owner): nodes for owner, nodes in holdings.holders(checkpoint).items()},
+        holdings.ranks_on,
+        {rank: [named(owner) for owner in owners] for rank, owners in wanted.items()},
+    )
 
 
 def why_nothing_loads(
-    holdings: Mapping[int, Sequence[ShardRecord]],
+    holdings: Holdings,
     explanation: Explanation,
     unreadable: Sequence[tuple[ShardIdentity, int, str]],
     nodes: Sequence[str],
@@ -235,7 +250,7 @@ def why_nothing_loads(
     """For each shard where it was looked for, and what was wrong.
 
     Args:
-        holdings: What is left, by rank.
+        holdings: What is left.
         explanation: Of all nodes, with what was set aside.
         unreadable: From :attr:`Recovery.bad`.
         nodes: For each rank what the explanation calls its node.

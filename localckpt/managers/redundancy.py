@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.ids import CkptID, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint, held_shards
+from localckpt.ids import Checkpoint, CkptID, ShardIdentity
+from localckpt.managers.holdings import Holdings
+from localckpt.managers.recovery import plan_shards
 from localckpt.managers.shelf import StagedShard
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import Attempt, agree
-from localckpt.replication.exchange import ExchangePlan, plan_exchange
+from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.retrieval import carry_out, new_name, ranks_of
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.transport import HostTransport
@@ -32,35 +33,32 @@ _STEPS = 6
 
 
 def missing_copies(
-    checkpoint: Checkpoint,
-    holdings: Mapping[int, Sequence[ShardRecord]],
-    domains: Sequence[str],
-    cliques: Sequence[Sequence[int]],
+    checkpoint: Checkpoint, holdings: Holdings, cliques: Sequence[Sequence[int]]
 ) -> dict[int, list[int]]:
     """Who is to get which shard, so that each is again on as many nodes as its clique has.
 
     Args:
         checkpoint: What was loaded.
-        holdings: What each rank's node holds.
-        domains: Each rank's failure domain.
+        holdings: What each node holds.
         cliques: Groups of ranks that keep each other's shards.
 
     Returns:
         For each owner of a shard that has too few copies, the ranks that lack it.
     """
-    held_in: dict[int, set[str]] = {}
-    for holder, shards in held_shards(checkpoint, holdings).items():
-        for shard in shards:
-            held_in.setdefault(shard.rank, set()).add(domains[holder])
+    held_on = holdings.holders(checkpoint)
     missing = {}
     for clique in cliques:
         for owner in clique:
-            have = held_in.get(owner, set())
+            have = held_on.get(owner, [])
             # The owner first: its own node is where the next restart looks first.
             members = [owner, *(rank for rank in clique if rank != owner)]
-            one_a_domain = {domains[rank]: rank for rank in reversed(members)}
-            lacking = [r for r in members if r in one_a_domain.values() and domains[r] not in have]
-            if wanted := lacking[: max(0, len(one_a_domain) - len(have))]:
+            one_a_node = {holdings.node_of(rank): rank for rank in reversed(members)}
+            lacking = [
+                rank
+                for rank in members
+                if rank in one_a_node.values() and holdings.node_of(rank) not in have
+            ]
+            if wanted := lacking[: max(0, len(one_a_node) - len(have))]:
                 missing[owner] = wanted
     return missing
 
@@ -74,7 +72,7 @@ class Redundancy:
         session_id: The training run.
         coordinator: The ranks of the job. Used by nobody else: it works behind other calls.
         keep: Writes a shard that has arrived.
-        tell: Is told how many shards of the loaded checkpoint have fewer copies than asked for.
+        tell: Is called when a checkpoint has got copies.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Redundancy:
         session_id: str,
         coordinator: Coordinator,
         keep: Callable[[StagedShard], None],
-        tell: Callable[[int], None],
+        tell: Callable[[Checkpoint, Holdings], None],
     ) -> None:
         self._shelf = shelf
         self._strategy = strategy
@@ -96,24 +94,17 @@ class Redundancy:
         self._thread: threading.Thread | None = None
         self._transport: HostTransport | None = None
 
-    def restore(
-        self,
-        checkpoint: Checkpoint,
-        holdings: dict[int, list[ShardRecord]],
-        domains: Sequence[str],
-    ) -> None:
+    def restore(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """Begin to make the copies that a checkpoint lacks; all ranks call it.
 
         Args:
             checkpoint: What was loaded.
-            holdings: What each rank's node holds; copies that are made are added to it.
-            domains: Each rank's failure domain.
+            holdings: What each node holds; copies that are made are added to it.
 
         Raises:
             PeerLostError: A rank did not answer in time.
         """
-        missing = missing_copies(checkpoint, holdings, domains, self._strategy.cliques())
-        self._tell(len(missing))
+        missing = missing_copies(checkpoint, holdings, self._strategy.cliques())
         if not missing:
             return
         logger.info(
@@ -121,12 +112,11 @@ class Redundancy:
             len(missing),
             checkpoint.iteration,
         )
-        wanted: dict[int, list[CkptID]] = {}
+        wanted: dict[int, list[int]] = {}
         for owner, receivers in missing.items():
-            shard = checkpoint.shard(owner, self._session_id)
             for rank in receivers:
-                wanted.setdefault(rank, []).append(shard.ckpt_id)
-        plan = plan_exchange(held_shards(checkpoint, holdings), wanted)
+                wanted.setdefault(rank, []).append(owner)
+        plan = plan_shards(checkpoint, self._session_id, holdings, wanted)
         try:
             self._transport = self._connect(plan)
         except CheckpointingException as error:
@@ -135,7 +125,7 @@ class Redundancy:
         # No daemon: the interpreter must not end while it is inside of gloo.
         self._thread = threading.Thread(
             target=self._make_copies,
-            args=(checkpoint, missing, plan, holdings, domains),
+            args=(checkpoint, missing, plan, holdings),
             name="localckpt-redundancy",
         )
         self._thread.start()
@@ -191,8 +181,7 @@ class Redundancy:
         checkpoint: Checkpoint,
         missing: Mapping[int, list[int]],
         plan: ExchangePlan[CkptID],
-        holdings: dict[int, list[ShardRecord]],
-        domains: Sequence[str],
+        holdings: Holdings,
     ) -> None:
         began = time.monotonic()
         nbytes = 0
@@ -211,10 +200,9 @@ class Redundancy:
         except CheckpointingException as error:
             logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
             return
-        _add_copies(checkpoint, missing, told, holdings, domains)
-        degraded = sum(any(told[rank] for rank in ranks) for ranks in missing.values())
-        self._tell(degraded)
-        if degraded:
+        _add_copies(checkpoint, missing, told, holdings)
+        self._tell(checkpoint, holdings)
+        if degraded := sum(any(told[rank] for rank in ranks) for ranks in missing.values()):
             # Ranks that failed together say the same.
             why = "; ".join(dict.fromkeys(text for text in told if text))
             logger.warning(
@@ -260,18 +248,10 @@ def _add_copies(
     checkpoint: Checkpoint,
     missing: Mapping[int, list[int]],
     told: Sequence[str | None],
-    holdings: dict[int, list[ShardRecord]],
-    domains: Sequence[str],
+    holdings: Holdings,
 ) -> None:
     """Add to the holdings what has come to the ranks that tell of no error."""
-    records = {record.identity: record for held in holdings.values() for record in held}
+    nbytes = holdings.shards(checkpoint)
     for owner, receivers in missing.items():
         for receiver in (rank for rank in receivers if not told[rank]):
-            (record,) = (
-                record
-                for identity, record in records.items()
-                if identity == checkpoint.shard(owner, identity.session_id)
-            )
-            for rank, domain in enumerate(domains):
-                if domain == domains[receiver]:
-                    holdings[rank] = [*holdings[rank], record]
+            holdings.add(checkpoint, owner, holdings.node_of(receiver), nbytes[owner])

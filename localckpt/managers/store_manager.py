@@ -113,7 +113,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
             self.session_id,
             self._copying,
             lambda shard: self._save_all([shard]),
-            self._tell_degraded,
+            self._take_stock,
         )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
@@ -182,9 +182,6 @@ class StoreCheckpointManager(BaseCheckpointManager):
             )
         logger.warning("%s", why)
         return False
-
-    def _tell_degraded(self, shards: int) -> None:
-        self.degraded = shards
 
     def _add_copies(self, save: SaveUnderWay) -> None:
         super()._add_copies(save)

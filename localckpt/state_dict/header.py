@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
-from localckpt.ids import Generation, ShardIdentity
+from localckpt.ids import MOST_DIGITS, MOST_RANKS, Generation, ShardIdentity
 from localckpt.state_dict.digests import digests_nbytes
 from localckpt.state_dict.layout import (
     ITEM_NBYTES,
@@ -47,10 +47,6 @@ RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
 # The limit of the safetensors library, which must be able to open the file.
 _MAX_HEADER_NBYTES = 100_000_000
-# Of each number in an identity, at most.
-_DIGITS = 19
-# Far above any job.
-_MOST_RANKS = 1 << 20
 # Room that the figures which change at every save may grow into without moving the data.
 _GROWTH_NBYTES = 512
 
@@ -91,9 +87,9 @@ def render_header(
         MismatchError: There are more tensors than a header of the format can describe.
     """
     numbers = (*identity.generation, identity.iteration, identity.rank, identity.world_size)
-    if max(numbers) >= 10**_DIGITS:
+    if max(numbers) >= 10**MOST_DIGITS:
         raise MismatchError(
-            f"{identity} cannot be saved: one of its numbers has more than {_DIGITS} digits"
+            f"{identity} cannot be saved: one of its numbers has more than {MOST_DIGITS} digits"
         )
     metadata = json.dumps(
         {
@@ -241,7 +237,7 @@ def _identity_of(metadata: Any) -> ShardIdentity:
     texts = [metadata.get(name) for name in names]
     session = metadata.get("session")
     if not isinstance(session, str) or not all(
-        isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= _DIGITS for t in texts
+        isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= MOST_DIGITS for t in texts
     ):
         _refuse("its metadata does not say which shard it is")
     try:
@@ -249,8 +245,7 @@ def _identity_of(metadata: Any) -> ShardIdentity:
     except UnicodeEncodeError as error:
         _refuse(f"its session {session!r} is no text", error)
     epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
-    # Whoever looks for the shards of all ranks counts up to it.
-    if not rank < world_size <= _MOST_RANKS:
+    if not rank < world_size <= MOST_RANKS:
         _refuse(f"it says that it is of rank {rank} of {world_size}")
     return ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
 

@@ -202,11 +202,14 @@ class Store(ABC):
 
     @one_at_a_time
     def open(self, identity: ShardIdentity) -> FileSource:
-        """The image of a shard that :meth:`scan` found or this store committed.
+        """The image of a shard that any rank of this node has committed.
 
         Raises:
-            StorageError: It cannot be opened.
+            StorageError: It is not there, or cannot be opened.
         """
+        if identity not in self._shards:
+            # Another rank may have written it since this one looked.
+            self.scan()
         path = self._shards.get(identity)
         if path is None:
             raise StorageError(f"this node does not hold {identity}")

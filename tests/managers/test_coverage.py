@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
-from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import (
-    Checkpoint,
     JoinRecord,
     SaveOutcome,
     complete_checkpoints,
@@ -21,6 +20,7 @@ from localckpt.managers.coverage import (
     judge_newest,
     save_problems,
 )
+from localckpt.managers.holdings import Holdings
 
 _SESSION = "run"
 
@@ -38,20 +38,21 @@ _records = st.builds(
     owner=st.integers(0, 2),
     world_size=st.integers(1, 3),
 )
-_holdings = st.dictionaries(st.integers(0, 2), st.lists(_records, max_size=20), max_size=3)
+Found = Mapping[str, Sequence[ShardRecord]]
+_found = st.dictionaries(st.sampled_from("abc"), st.lists(_records, max_size=20), max_size=3)
 
 
-def _held(holdings: Mapping[int, Sequence[ShardRecord]]) -> set[ShardIdentity]:
-    return {record.identity for records in holdings.values() for record in records}
+def _held(found: Found) -> set[ShardIdentity]:
+    return {record.identity for records in found.values() for record in records}
 
 
-@given(_holdings)
+@given(_found)
 def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_generation(
-    holdings: dict[int, list[ShardRecord]],
+    found: Found,
 ) -> None:
-    held = _held(holdings)
+    held = _held(found)
 
-    complete = complete_checkpoints(holdings)
+    complete = complete_checkpoints(Holdings.found(found))
 
     for identity in held:
         checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
@@ -60,33 +61,37 @@ def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_gen
     assert len(complete) == len(set(complete))
 
 
-@given(_holdings)
+@given(_found)
 def test_complete_checkpoints_come_newest_first_by_attempt_and_then_by_iteration(
-    holdings: dict[int, list[ShardRecord]],
+    found: Found,
 ) -> None:
-    order = [(c.generation.epoch, c.iteration) for c in complete_checkpoints(holdings)]
+    complete = complete_checkpoints(Holdings.found(found))
+
+    order = [(c.generation.epoch, c.iteration) for c in complete]
 
     assert order == sorted(order, reverse=True)
 
 
-@given(_holdings, st.randoms())
-def test_who_holds_a_shard_does_not_matter(holdings: dict[int, list[ShardRecord]], random) -> None:
-    moved: dict[int, list[ShardRecord]] = {}
-    for records in holdings.values():
+@given(_found, st.randoms())
+def test_who_holds_a_shard_does_not_matter(found: Found, random) -> None:
+    moved: dict[str, list[ShardRecord]] = {}
+    for records in found.values():
         for record in records:
-            moved.setdefault(random.randrange(3), []).append(record)
+            moved.setdefault(random.choice("abc"), []).append(record)
 
-    assert complete_checkpoints(moved) == complete_checkpoints(holdings)
+    complete = complete_checkpoints(Holdings.found(moved))
+
+    assert complete == complete_checkpoints(Holdings.found(found))
 
 
-@given(_holdings)
+@given(_found)
 def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explained(
-    holdings: dict[int, list[ShardRecord]],
+    found: Found,
 ) -> None:
-    complete = complete_checkpoints(holdings)
-    explained = describe_incomplete(holdings)
+    complete = complete_checkpoints(Holdings.found(found))
+    explained = describe_incomplete(Holdings.found(found))
 
-    for identity in _held(holdings):
+    for identity in _held(found):
         checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
         plural = "s" if identity.world_size > 1 else ""
         line = (
@@ -98,10 +103,12 @@ def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explaine
 
 @pytest.mark.fault("old-files")
 def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
-    holdings = {
-        0: [_record(1, 5, 100, 0, 2), _record(1, 4, 90, 0, 2)],
-        1: [_record(2, 1, 100, 1, 2), _record(1, 4, 90, 1, 2)],
-    }
+    holdings = Holdings.found(
+        {
+            "a": [_record(1, 5, 100, 0, 2), _record(1, 4, 90, 0, 2)],
+            "b": [_record(2, 1, 100, 1, 2), _record(1, 4, 90, 1, 2)],
+        }
+    )
 
     assert [c.iteration for c in complete_checkpoints(holdings)] == [90]
     assert describe_incomplete(holdings) == (
@@ -112,21 +119,26 @@ def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
 
 @pytest.mark.fault("old-files")
 def test_a_later_attempt_beats_a_higher_iteration_of_an_abandoned_one() -> None:
-    holdings = {0: [_record(1, 9, 100, 0, 1), _record(2, 1, 95, 0, 1), _record(1, 8, 90, 0, 1)]}
+    records = [_record(1, 9, 100, 0, 1), _record(2, 1, 95, 0, 1), _record(1, 8, 90, 0, 1)]
 
-    assert [c.iteration for c in complete_checkpoints(holdings)] == [95, 100, 90]
+    complete = complete_checkpoints(Holdings.found({"a": records}))
+
+    assert [c.iteration for c in complete] == [95, 100, 90]
 
 
 def test_two_jobs_that_share_a_generation_and_an_iteration_are_ordered_by_their_size() -> None:
     one, two = _record(1, 2, 0, 0, 1), [_record(1, 2, 0, rank, 2) for rank in (0, 1)]
 
     for records in ([one, *two], [*two, one]):
-        assert [c.world_size for c in complete_checkpoints({0: records})] == [2, 1]
+        complete = complete_checkpoints(Holdings.found({"a": records}))
+        assert [c.world_size for c in complete] == [2, 1]
 
 
 def test_an_empty_job_is_said_to_have_nothing() -> None:
-    assert complete_checkpoints({0: [], 1: []}) == []
-    assert "no shard" in describe_incomplete({0: [], 1: []})
+    holdings = Holdings.found({"a": [], "b": []})
+
+    assert complete_checkpoints(holdings) == []
+    assert "no shard" in describe_incomplete(holdings)
 
 
 def _joining(**changes: object) -> JoinRecord:

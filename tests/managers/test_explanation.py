@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
-from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardIdentity, ShardRecord
-from localckpt.managers.coverage import Checkpoint, complete_checkpoints, judge_newest
+from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity, ShardRecord
+from localckpt.managers.coverage import complete_checkpoints, judge_newest
 from localckpt.managers.explanation import Explanation, explain, ranges
+from localckpt.managers.holdings import Holdings
 
-Holdings = Mapping[str, Sequence[ShardRecord]]
+Found = Mapping[str, Sequence[ShardRecord]]
 
 
 def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
@@ -47,28 +48,36 @@ def _jobs(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
     return holdings
 
 
-def _newest(holdings: Holdings, without: Collection[str] = ()) -> Checkpoint | None:
-    kept = [records for node, records in holdings.items() if node not in without]
-    complete = complete_checkpoints(dict(enumerate(kept)))
+def _newest(holdings: Found, without: Collection[str] = ()) -> Checkpoint | None:
+    kept = {node: records for node, records in holdings.items() if node not in without}
+    complete = complete_checkpoints(Holdings.found(kept))
     return complete[0] if complete else None
 
 
+def _explain(
+    holdings: Found,
+    world_size: int | None = None,
+    bad: Mapping[str, Sequence[str]] | None = None,
+) -> Explanation:
+    return explain(Holdings.found(holdings), world_size, bad)
+
+
 @given(_any_holdings)
-def test_what_is_called_complete_is_what_coverage_finds_in_its_order(holdings: Holdings) -> None:
-    explanation = explain(holdings)
+def test_what_is_called_complete_is_what_coverage_finds_in_its_order(holdings: Found) -> None:
+    explanation = _explain(holdings)
 
     found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
-    assert found == complete_checkpoints(dict(enumerate(holdings.values())))
+    assert found == complete_checkpoints(Holdings.found(holdings))
     assert explanation.newest == explanation.loads == _newest(holdings)
     versions = [s.checkpoint.version for s in explanation.checkpoints]
     assert versions == sorted(versions, reverse=True)
 
 
 @given(_any_holdings | _jobs())
-def test_every_holder_of_every_shard_is_told_and_no_other(holdings: Holdings) -> None:
+def test_every_holder_of_every_shard_is_told_and_no_other(holdings: Found) -> None:
     told = {
         (node, standing.checkpoint.shard(rank, "run"))
-        for standing in explain(holdings).checkpoints
+        for standing in _explain(holdings).checkpoints
         for rank, nodes in enumerate(standing.holders)
         for node in nodes
     }
@@ -79,9 +88,9 @@ def test_every_holder_of_every_shard_is_told_and_no_other(holdings: Holdings) ->
 
 @given(_any_holdings | _jobs())
 def test_exactly_what_is_incomplete_lacks_something_and_exactly_the_shards_that_nobody_holds(
-    holdings: Holdings,
+    holdings: Found,
 ) -> None:
-    for standing in explain(holdings).checkpoints:
+    for standing in _explain(holdings).checkpoints:
         lacking = [rank for lack in standing.lacks for rank in lack.ranks]
 
         assert sorted(lacking) == [r for r, on in enumerate(standing.holders) if not on]
@@ -90,9 +99,9 @@ def test_exactly_what_is_incomplete_lacks_something_and_exactly_the_shards_that_
 
 @given(_any_holdings | _jobs())
 def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
-    holdings: Holdings,
+    holdings: Found,
 ) -> None:
-    explanation = explain(holdings)
+    explanation = _explain(holdings)
 
     newest = _newest(holdings)
     smallest: list[set[str]] = []
@@ -105,8 +114,8 @@ def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newes
 
 
 @given(_any_holdings | _jobs())
-def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(holdings: Holdings) -> None:
-    explanation = explain(holdings)
+def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(holdings: Found) -> None:
+    explanation = _explain(holdings)
     newest, most = _newest(holdings), explanation.survives_any
 
     if newest is None:
@@ -122,9 +131,9 @@ def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(holdings: Holding
 
 @given(_any_holdings | _jobs(), st.integers(1, 4))
 def test_a_restart_with_another_number_of_ranks_is_refused_as_the_manager_refuses_it(
-    holdings: Holdings, world_size: int
+    holdings: Found, world_size: int
 ) -> None:
-    explanation = explain(holdings, world_size)
+    explanation = _explain(holdings, world_size)
 
     refusal = _refusal(holdings, world_size)
     assert explanation.refusal == refusal
@@ -133,17 +142,17 @@ def test_a_restart_with_another_number_of_ranks_is_refused_as_the_manager_refuse
     assert (refusal or "") in str(explanation)
 
 
-def _refusal(holdings: Holdings, world_size: int) -> str | None:
+def _refusal(holdings: Found, world_size: int) -> str | None:
     try:
-        judge_newest(complete_checkpoints(dict(enumerate(holdings.values()))), world_size)
+        judge_newest(complete_checkpoints(Holdings.found(holdings)), world_size)
     except MismatchError as error:
         return str(error)
     return None
 
 
 @given(_any_holdings | _jobs())
-def test_any_explanation_can_be_printed_and_sent(holdings: Holdings) -> None:
-    explanation = explain(holdings, bad={"elsewhere": ["nonsense", "1.2.3.4.safetensors: bad"]})
+def test_any_explanation_can_be_printed_and_sent(holdings: Found) -> None:
+    explanation = _explain(holdings, bad={"elsewhere": ["nonsense", "1.2.3.4.safetensors: bad"]})
 
     told = json.loads(json.dumps(explanation.to_json()))
 
@@ -178,7 +187,7 @@ def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> N
     }
     bad = {"/gathered/node2": ["000000001200.3.3.2.safetensors: its header is damaged"]}
 
-    told = str(explain(holdings, bad=bad))
+    told = str(_explain(holdings, bad=bad))
 
     assert (
         told
@@ -205,7 +214,7 @@ Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
 
 
 def test_ranks_that_lack_a_shard_for_one_reason_are_told_in_one_line() -> None:
-    told = str(explain({"a": [_record(1, 1, 5, rank, 64) for rank in (0, 1, 40)]}))
+    told = str(_explain({"a": [_record(1, 1, 5, rank, 64) for rank in (0, 1, 40)]}))
 
     assert "rank 0-1  rank 2-39  rank 40  rank 41-63" in told
     assert "  ranks 2-39,41-63: on no node\n" not in told
@@ -216,7 +225,7 @@ def test_ranks_that_lack_a_shard_for_one_reason_are_told_in_one_line() -> None:
 def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
     holdings = {"a": [_record(1, 1, 5, 0, 1)], "b": []}
 
-    explanation = explain(holdings, bad={"b": ["000000000005.0.1.1.safetensors.corrupt: bad"]})
+    explanation = _explain(holdings, bad={"b": ["000000000005.0.1.1.safetensors.corrupt: bad"]})
 
     assert explanation.loads == Checkpoint(Generation(1, 1), 5, 1)
     assert explanation.checkpoints[0].damaged == (("b",),)
@@ -233,7 +242,7 @@ def test_a_checkpoint_of_which_only_names_are_left_has_a_row_with_the_ranks_of_i
         "b": ["000000000006.1.1.2.safetensors.corrupt: torn"],
     }
 
-    explanation = explain(holdings, bad=bad)
+    explanation = _explain(holdings, bad=bad)
 
     newer, older = explanation.checkpoints
     assert newer.checkpoint == Checkpoint(Generation(1, 2), 6, 3)
@@ -256,7 +265,7 @@ Iteration 6 (generation 1.2, by the names of its files) is newer, and lacks:
 def test_a_checkpoint_of_an_attempt_that_is_not_known_has_the_ranks_that_names_tell_of() -> None:
     other_attempt = [_record(1, SAVES_AN_ATTEMPT + 1, 5, 0, 1)]
 
-    explanation = explain({"a": other_attempt}, bad={"a": ["6.2.1.2.safetensors: torn"]})
+    explanation = _explain({"a": other_attempt}, bad={"a": ["6.2.1.2.safetensors: torn"]})
 
     assert explanation.checkpoints[0].checkpoint == Checkpoint(Generation(1, 2), 6, 3)
     assert explanation.checkpoints[0].damaged == ((), (), ("a",))
@@ -272,7 +281,7 @@ def test_a_checkpoint_of_an_attempt_that_is_not_known_has_the_ranks_that_names_t
 def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
     holdings = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)]}
 
-    explanation = explain(holdings, bad={"a": [f"{name}: bad"]})
+    explanation = _explain(holdings, bad={"a": [f"{name}: bad"]})
 
     assert [s.checkpoint.iteration for s in explanation.checkpoints] == [5]
     assert str(explanation).endswith(f"Not counted, on A: {name}: bad")
@@ -281,20 +290,20 @@ def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
 def test_what_a_damaged_copy_claims_to_be_is_no_reason() -> None:
     why = "iteration 3 of rank 7 (session 'is damaged: or not', generation 8.9) is damaged: torn"
 
-    explanation = explain({"a": []}, bad={"a": [f"000000000005.0.1.1.safetensors.corrupt: {why}"]})
+    explanation = _explain({"a": []}, bad={"a": [f"000000000005.0.1.1.safetensors.corrupt: {why}"]})
 
     assert [lack.why for lack in explanation.checkpoints[0].lacks] == ["1 copy, torn"]
 
 
 def test_a_job_of_one_rank_has_no_ranks() -> None:
-    told = str(explain({"a": [_record(1, 1, 5, 0, 1)]}))
+    told = str(_explain({"a": [_record(1, 1, 5, 0, 1)]}))
 
     assert "A restart loads iteration 5 (generation 1.1, 1 rank)." in told
 
 
 @pytest.mark.parametrize("holdings", [{}, {"a": []}])
-def test_nodes_that_hold_nothing_are_said_to(holdings: Holdings) -> None:
-    explanation = explain(holdings)
+def test_nodes_that_hold_nothing_are_said_to(holdings: Found) -> None:
+    explanation = _explain(holdings)
 
     assert explanation.loads is None
     assert "no node holds a shard" in str(explanation)
@@ -303,7 +312,7 @@ def test_nodes_that_hold_nothing_are_said_to(holdings: Holdings) -> None:
 def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> None:
     shards = [_record(1, 1, 5, rank, 2) for rank in range(2)]
 
-    explanation = explain({"a": shards[:1], "b": shards[1:], "c": shards[1:]})
+    explanation = _explain({"a": shards[:1], "b": shards[1:], "c": shards[1:]})
 
     assert explanation.survives_any == 0
     assert explanation.may_be_lost_alone == ("b", "c")
@@ -314,7 +323,7 @@ def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> Non
 def test_many_nodes_have_a_letter_each() -> None:
     holdings = {f"node {number}": [_record(1, 1, 5, number, 60)] for number in range(60)}
 
-    lines = str(explain(holdings)).splitlines()
+    lines = str(_explain(holdings)).splitlines()
 
     assert [line.split()[0] for line in lines[24:29]] == ["Y", "Z", "AA", "AB", "AC"]
     assert lines[-1].endswith("or L, or 48 more.")
@@ -331,7 +340,7 @@ def test_a_job_of_256_nodes_is_explained_too() -> None:
         for node in range(world_size // 8)
     }
 
-    explanation = explain(holdings)
+    explanation = _explain(holdings)
 
     assert explanation.survives_any == 1
     assert len(explanation.breaking) == len(holdings)

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import localckpt
 from localckpt.errors import StorageError
-from localckpt.ids import Generation, ShardRecord
-from localckpt.managers.coverage import Checkpoint
+from localckpt.ids import Checkpoint, Generation
+from localckpt.managers.holdings import Holdings, ranks_by_node
 from localckpt.managers.redundancy import missing_copies
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
     cliques,
+    damage,
     error_of,
     files,
     make_manager,
@@ -213,13 +214,14 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
     checkpoint, older = (Checkpoint(Generation(1, n), n, size) for n in (9, 8))
     # Ranks of one node see the same files.
     shards = [set().union(*(held[r] for r in range(size) if r % nodes == n)) for n in range(nodes)]
-    holdings = {
-        rank: [ShardRecord(checkpoint.shard(o, "run"), 1) for o in shards[rank % nodes]]
-        + [ShardRecord(older.shard(o, "run"), 1) for o in range(size)]
-        for rank in range(size)
-    }
+    holdings = Holdings(ranks_by_node(domains))
+    for node in set(domains):
+        for owner in shards[int(node)]:
+            holdings.add(checkpoint, owner, node, 1)
+        for owner in range(size):
+            holdings.add(older, owner, node, 1)
 
-    missing = missing_copies(checkpoint, holdings, domains, groups)
+    missing = missing_copies(checkpoint, holdings, groups)
 
     for group in groups:
         for owner in group:
@@ -282,6 +284,28 @@ def test_a_second_load_makes_no_copy_that_is_there(node_dirs: Dirs) -> None:
     for first, second in told:
         assert len(first) == 2
         assert second == first
+
+
+def _lose_what_is_left_beside_a_copy(rank: int, world_size: int, nodes: list[Path]) -> str:
+    with cliques(2, 2) as repl, make_manager("disk", node_store(), "job", repl) as manager:
+        resume(manager, rank, 3)
+        _await_copies(manager)
+        if rank == 3:
+            # The only other copy was written on node 0 by rank 1, whatever rank 0 is asked for.
+            (own,) = nodes[1].rglob("000000000003.3.*")
+            damage(own)
+        return resume(manager, rank, 3)
+
+
+@pytest.mark.fault("bad-copies")
+def test_every_rank_of_a_node_can_send_a_copy_that_another_one_made(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+    run_ranks(_save, 4, "disk", 2, 2, store_per_node=nodes)
+    _empty(nodes[0])
+
+    told = run_ranks(_lose_what_is_left_beside_a_copy, 4, nodes, store_per_node=nodes)
+
+    assert told == ["own node", "own node", "own node", "peer rank 0"]
 
 
 def _two_tiers(rank: int, world_size: int, memory: list[Path]) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import CkptID
-from localckpt.replication.exchange import ExchangePlanEntry, plan_exchange
+from localckpt.replication.exchange import (
+    ExchangePlan,
+    ExchangePlanEntry,
+    plan_among_nodes,
+    plan_exchange,
+)
 
 _RANKS = st.integers(0, 7)
 _IDS = st.integers(0, 9).map(lambda rank: CkptID(5, rank, "s"))
@@ -97,6 +104,144 @@ def test_holders_of_everything_share_the_sending_evenly(holders: int, shards: in
 
     loads = [len(plan.sends(rank)) for rank in range(holders)]
     assert max(loads) - min(loads) <= 1
+
+
+_RanksOn = dict[str, list[int]]
+_HeldOn = dict[int, list[str]]
+
+
+@st.composite
+def _worlds_of_nodes(draw: st.DrawFn) -> tuple[_HeldOn, _RanksOn, dict[int, list[int]]]:
+    """Shards on any nodes, of one rank or more, and any wishes."""
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    ranks = iter(range(sum(counts)))
+    ranks_on = {f"node {n}": [next(ranks) for _ in range(c)] for n, c in enumerate(counts)}
+    on_some = st.lists(st.sampled_from(sorted(ranks_on)), min_size=1, unique=True)
+    held_on = dict(enumerate(draw(st.lists(on_some, min_size=1, max_size=12))))
+    wish = st.lists(st.sampled_from(sorted(held_on)), unique=True)
+    wanted = draw(st.dictionaries(st.integers(0, sum(counts) - 1), wish))
+    return held_on, ranks_on, wanted
+
+
+def _loads(plan: ExchangePlan[int], ranks_on: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """For each node how many shards each of its ranks sends."""
+    return {node: [len(plan.sends(rank)) for rank in on] for node, on in ranks_on.items()}
+
+
+@given(_worlds_of_nodes())
+def test_any_rank_of_a_node_reads_what_the_node_holds(
+    world: tuple[_HeldOn, _RanksOn, dict[int, list[int]]],
+) -> None:
+    held_on, ranks_on, wanted = world
+    node_of = {rank: node for node, on in ranks_on.items() for rank in on}
+
+    plan = plan_among_nodes(held_on, ranks_on, wanted)
+
+    met = Counter((entry.receiver, entry.id_) for entry in plan.entries)
+    assert met == Counter((rank, id_) for rank, ids in wanted.items() for id_ in ids)
+    for entry in plan.entries:
+        assert node_of[entry.sender] in held_on[entry.id_]
+        has_it = node_of[entry.receiver] in held_on[entry.id_]
+        assert (entry.sender == entry.receiver) == has_it
+
+
+@given(_worlds_of_nodes())
+def test_the_ranks_of_a_node_share_its_sending_evenly(
+    world: tuple[_HeldOn, _RanksOn, dict[int, list[int]]],
+) -> None:
+    _, ranks_on, _ = world
+
+    for loads in _loads(plan_among_nodes(*world), ranks_on).values():
+        assert max(loads) - min(loads) <= 1
+
+
+@given(_worlds_of_nodes())
+def test_no_rank_sends_many_times_what_it_would_in_the_best_plan(
+    world: tuple[_HeldOn, _RanksOn, dict[int, list[int]]],
+) -> None:
+    """The best plan's busiest rank sends as much as some set of nodes makes it send.
+
+    By Hall's theorem that is, over all sets of nodes, the most transfers that only nodes of the set
+    could make, divided by their ranks and rounded up. Giving each to the holder that sends least so
+    far is worse by at most ceil(log2(ranks)) + 1 times (Azar, Naor and Rom, The competitiveness of
+    on-line assignments, 1995).
+    """
+    held_on, ranks_on, _ = world
+
+    plan = plan_among_nodes(*world)
+
+    holders = [set(held_on[entry.id_]) for entry in plan.transfers]
+    sets = (set(s) for count in range(1, 6) for s in combinations(ranks_on, count))
+    best = max(
+        math.ceil(sum(on <= nodes for on in holders) / sum(len(ranks_on[n]) for n in nodes))
+        for nodes in sets
+    )
+    ranks = sum(map(len, ranks_on.values()))
+    most = max(chain.from_iterable(_loads(plan, ranks_on).values()))
+    assert best <= most <= best * (math.ceil(math.log2(ranks)) + 1)
+
+
+@given(_worlds())
+def test_nodes_of_one_rank_make_the_plan_of_their_ranks(
+    world: tuple[dict[int, list[CkptID]], dict[int, list[CkptID]]],
+) -> None:
+    available, wanted = world
+    held_on = {
+        id_: [r for r in available if id_ in available[r]] for id_ in chain(*available.values())
+    }
+
+    plan = plan_among_nodes(held_on, {rank: [rank] for rank in available}, wanted)
+
+    assert plan == plan_exchange(available, wanted)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@given(
+    cliques=st.integers(1, 4),
+    ranks_each=st.integers(1, 8),
+    makes_copies=st.booleans(),
+    data=st.data(),
+)
+def test_after_lost_nodes_no_rank_sends_more_than_its_fair_share(
+    copies: int, cliques: int, ranks_each: int, makes_copies: bool, data: st.DataObject
+) -> None:
+    """Cliques of nodes hold each other's shards; of each, all but one at most come back empty.
+
+    The ideal is what no plan can be better than: of each clique the shards that are sent, divided
+    among all ranks of its nodes that still hold them, rounded up; the largest of the cliques. Every
+    node that holds one of a clique's shards holds all of them, so a plan can reach it.
+    """
+    ranks_on = {
+        f"{clique}.{member}": [
+            (member * cliques + clique) * ranks_each + place for place in range(ranks_each)
+        ]
+        for clique in range(cliques)
+        for member in range(copies)
+    }
+    lost = [
+        data.draw(st.sets(st.integers(0, copies - 1), max_size=copies - 1)) for _ in range(cliques)
+    ]
+    held_on: dict[int, list[str]] = {}
+    wanted: dict[int, list[int]] = {}
+    for node, on in ranks_on.items():
+        clique, member = map(int, node.split("."))
+        left = [f"{clique}.{m}" for m in range(copies) if m not in lost[clique]]
+        peers = [ranks_on[f"{clique}.{m}"] for m in range(copies)]
+        for place, rank in enumerate(on):
+            held_on[rank] = left
+            everything = makes_copies and member in lost[clique]
+            wanted[rank] = [peer[place] for peer in peers] if everything else [rank]
+
+    loads = _loads(plan_among_nodes(held_on, ranks_on, wanted), ranks_on)
+
+    ideal = 0
+    for clique in range(cliques):
+        sent = [sum(loads[f"{clique}.{m}"]) for m in range(copies) if m not in lost[clique]]
+        transfers = ranks_each * len(lost[clique]) * (copies if makes_copies else 1)
+        assert sum(sent) == transfers
+        assert max(sent) - min(sent) <= 1
+        ideal = max(ideal, math.ceil(transfers / (ranks_each * len(sent))))
+    assert max(chain.from_iterable(loads.values())) == ideal
 
 
 def test_the_lowest_rank_sends_when_loads_are_equal() -> None:

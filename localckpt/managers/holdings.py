@@ -1,0 +1,217 @@
+"""What the nodes of a job hold: which shards, and which ranks can read them.
+
+Kept by node, not by rank: ranks of one node share a store, and one of them tells the others what is
+in it. Plain data of one session, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, ShardRecord
+
+__all__ = ["Holdings", "NodeShards", "ranks_by_node", "tell"]
+
+# Numbers on the wire are below it.
+_LIMIT = 10**MOST_DIGITS
+_SHOWN = 80
+_NOTHING: Mapping[int, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShards:
+    """The shards of one checkpoint on one node, as that node tells the others.
+
+    In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
+    bytes, and 30 more for each shard. The session is left out: all ranks of a job share it.
+
+    Attributes:
+        checkpoint: What they are shards of.
+        nbytes: The size of each one's image, by the rank that it belongs to.
+
+    Raises:
+        MismatchError: There are no such shards.
+    """
+
+    checkpoint: Checkpoint
+    nbytes: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        c = self.checkpoint
+        own = (*c.generation, c.iteration, c.world_size)
+        numbers = (*own, *self.nbytes, *self.nbytes.values())
+        # JSON's true is an int to Python.
+        if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
+            raise MismatchError(
+                f"shards of a checkpoint are told by whole numbers of at most {MOST_DIGITS} "
+                f"digits, and these are not: {_shown(numbers)}"
+            )
+        if not 0 < c.world_size <= MOST_RANKS or max(self.nbytes, default=0) >= MOST_RANKS:
+            raise MismatchError(
+                f"no job has more than {MOST_RANKS} ranks, or none, and a checkpoint of "
+                f"{c.world_size} is told of, with shards up to that of rank "
+                f"{max(self.nbytes, default=0)}"
+            )
+        if not self.nbytes:
+            raise MismatchError(f"iteration {c.iteration} is told of without any shard")
+
+    def to_json(self) -> list[Any]:
+        c = self.checkpoint
+        return [
+            *c.generation,
+            c.iteration,
+            c.world_size,
+            list(self.nbytes),
+            list(self.nbytes.values()),
+        ]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> NodeShards:
+        try:
+            epoch, sequence, iteration, world_size, ranks, sizes = fields
+            nbytes = dict(zip(ranks, sizes, strict=True))
+        except (TypeError, ValueError) as error:
+            raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error
+        if len(nbytes) != len(ranks):
+            raise MismatchError(f"a rank's shard of iteration {_shown([iteration])} is told twice")
+        return cls(Checkpoint(Generation(epoch, sequence), iteration, world_size), nbytes)
+
+
+def tell(records: Iterable[ShardRecord]) -> list[list[Any]]:
+    """What the rank that speaks for a node tells the others, for :meth:`Holdings.hear`.
+
+    Raises:
+        MismatchError: Some record's numbers are none that a shard can have.
+    """
+    return [held.to_json() for held in _grouped(records)]
+
+
+def ranks_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks of each node, in the order of their first ranks.
+
+    Args:
+        nodes: For each rank the node that it is on.
+    """
+    ranks_on: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_on.setdefault(node, []).append(rank)
+    return ranks_on
+
+
+class Holdings:
+    """The shards of all nodes.
+
+    Args:
+        ranks_on: The nodes, and which ranks of the job each has.
+    """
+
+    def __init__(self, ranks_on: Mapping[str, Sequence[int]]) -> None:
+        self.ranks_on = ranks_on
+        """The nodes, each with its ranks: all of them can read what the node holds."""
+        self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
+        self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
+
+    @classmethod
+    def found(cls, records: Mapping[str, Iterable[ShardRecord]]) -> Holdings:
+        """Those of nodes that were looked at from outside of any job."""
+        holdings = cls(dict.fromkeys(records, ()))
+        for node, there in records.items():
+            holdings._put(node, _grouped(there))
+        return holdings
+
+    def hear(self, node: str, told: Any) -> None:
+        """Take in what the :meth:`speaker` of a node has told.
+
+        Args:
+            node: Of which nothing is known yet.
+            told: What :func:`tell` gave, as JSON has brought it.
+
+        Raises:
+            MismatchError: It is not of that form; it names the rank. Nothing is taken in.
+        """
+        try:
+            if not isinstance(told, list):
+                raise MismatchError(f"{type(told).__name__} is told")
+            heard = [NodeShards.from_json(fields) for fields in told]
+            if len({held.checkpoint for held in heard}) != len(heard):
+                raise MismatchError("a checkpoint is told of twice")
+        except MismatchError as error:
+            raise MismatchError(
+                f"what rank {self.speaker(node)} tells of its node's shards cannot be understood: "
+                f"{error}. Start all ranks with the same version of localckpt; nothing was changed"
+            ) from error
+        self._put(node, heard)
+
+    def node_of(self, rank: int) -> str:
+        """The node that a rank of the job is on."""
+        return self._node_of[rank]
+
+    def speaker(self, node: str) -> int:
+        """The rank that tells the others what a node holds."""
+        return self.ranks_on[node][0]
+
+    @property
+    def checkpoints(self) -> Collection[Checkpoint]:
+        """Those of which any node holds a shard."""
+        return self._shards.keys()
+
+    def shards(self, checkpoint: Checkpoint) -> dict[int, int]:
+        """The shards of a checkpoint that any node holds: their sizes, by rank."""
+        held: dict[int, int] = {}
+        for on_node in self._shards.get(checkpoint, {}).values():
+            held.update(on_node)
+        return held
+
+    def shards_on(self, checkpoint: Checkpoint, node: str) -> Mapping[int, int]:
+        """The shards of a checkpoint that a node holds: their sizes, by rank."""
+        return self._shards.get(checkpoint, {}).get(node, _NOTHING)
+
+    def holders(self, checkpoint: Checkpoint) -> dict[int, list[str]]:
+        """For each shard of a checkpoint the nodes that hold it."""
+        nodes: dict[int, list[str]] = {}
+        for node, on_node in self._shards.get(checkpoint, {}).items():
+            for owner in on_node:
+                nodes.setdefault(owner, []).append(node)
+        return nodes
+
+    def readers(self, checkpoint: Checkpoint, owner: int) -> list[int]:
+        """The ranks of the job that can read one shard."""
+        held = self._shards.get(checkpoint, {})
+        on = (self.ranks_on[node] for node, on_node in held.items() if owner in on_node)
+        return sorted(chain.from_iterable(on))
+
+    def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
+        """A node has got a copy of a shard."""
+        self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
+
+    def remove(self, checkpoint: Checkpoint, owner: int, node: str) -> None:
+        """A node's copy of a shard is no good, or gone; it may be known already."""
+        held = self._shards.get(checkpoint, {})
+        on_node = held.get(node, {})
+        on_node.pop(owner, None)
+        if not on_node:
+            held.pop(node, None)
+        if not held:
+            self._shards.pop(checkpoint, None)
+
+    def _put(self, node: str, there: Iterable[NodeShards]) -> None:
+        for held in there:
+            self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
+
+
+def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
+    by_checkpoint: dict[Checkpoint, dict[int, int]] = {}
+    for record in records:
+        shards = by_checkpoint.setdefault(record.identity.checkpoint, {})
+        # A node may have several copies of a shard; each is as good as the first.
+        shards.setdefault(record.identity.rank, record.nbytes)
+    return [NodeShards(checkpoint, shards) for checkpoint, shards in by_checkpoint.items()]
+
+
+def _shown(values: Iterable[Any]) -> str:
+    text = ", ".join(map(repr, values))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

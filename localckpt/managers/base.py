@@ -77,8 +77,8 @@ class BaseCheckpointManager(ABC):
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         background: Whether replicas are made while training goes on. By default they are, if a
             thread of the trainer carries out saves and no GPU sends the bytes.
-        strict: Whether a save fails when replicas cannot be made. Else it stands with fewer copies:
-            a warning, ``degraded_saves`` and :meth:`status` say so.
+        strict: Whether a save fails when a peer is lost that was to keep a replica. Else it stands
+            with fewer copies: a warning, ``degraded_saves`` and :meth:`status` say so.
 
     Attributes:
         latest_iteration: What the last ``find_latest`` found; ``-1`` makes the next one look again.
@@ -531,8 +531,9 @@ class BaseCheckpointManager(ABC):
         self._under_way.remove(iteration)
         standing = durability_saved(iteration, outcomes)
         self._standing[checkpoint] = standing
-        self.degraded_saves += standing.lacking > 0
-        logger.log(logging.WARNING if standing.lacking else logging.INFO, "%s", standing)
+        if standing.lacking:
+            self.degraded_saves += 1
+            logger.warning("%s", standing)
         try:
             self._cleanup(iteration)
         except Exception:
@@ -541,7 +542,8 @@ class BaseCheckpointManager(ABC):
         report = save.report()
         if self.last_save is not None and self.last_save.iteration == iteration:
             self.last_save = report
-        logger.info("saved %s", report)
+        self._standing = {c: self._standing[c] for c in self._complete if c in self._standing}
+        logger.info("saved %s; %s", report, standing.reached)
 
     def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far a checkpoint has climbed."""

@@ -43,13 +43,15 @@ class Durability:
         """Whether any one node may be lost."""
         return self.rung == "replicated"
 
+    @property
+    def reached(self) -> str:
+        """The rung, and on how many nodes of how many."""
+        alone = self.rung != "replicated" and self.wanted < 2
+        return self.rung if alone else f"{self.rung}, {self.copies} of {self.wanted}"
+
     def __str__(self) -> str:
-        if self.rung == "replicated" or self.copies < self.wanted:
-            told = f"{self.rung} {self.copies} of {self.wanted}"
-        else:
-            told = self.rung
-        lacking = f" ({self.lacking} shards lack copies)" if self.lacking else ""
-        return f"iteration {self.iteration}: {told}{lacking}"
+        lacking = f": {self.lacking} shards lack copies" if self.lacking else ""
+        return f"iteration {self.iteration} is {self.reached}{lacking}"
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
@@ -35,7 +35,7 @@ class Replicator:
         strategy: Makes the copies.
         timeout_s: The manager's deadline, in seconds.
         background: Whether training goes on meanwhile; ``None``: if no GPU carries the bytes.
-        strict: Whether a save fails when its copies cannot be made.
+        strict: Whether a save fails when a peer is lost; else it stands without copies.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class Replicator:
                 error=error or staging.told,
             )
             shards = [shelf.received(of(peer)) for peer in received]
-        except CheckpointingException as failure:
-            shelf.drop_unfinished(rooms)
-            if self._strict or isinstance(failure, MismatchError):
+        except PeerLostError as failure:
+            if self._strict:
                 raise
+            shelf.drop_unfinished(rooms)
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
                 save.identity.iteration,

@@ -262,9 +262,10 @@ class StoreShelf(Shelf):
             self._arrival = None
 
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
-        buffer = self.store.stage(identity, nbytes, self._timeout_s)
         with self._lock:
             self._unsettled.add(identity)
+        buffer = self.store.stage(identity, nbytes, self._timeout_s)
+        with self._lock:
             self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}
             self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer

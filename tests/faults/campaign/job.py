@@ -32,6 +32,7 @@ class Setup:
     keep_last: int
     lazy: bool
     timeout_s: float
+    strict: bool = False
 
     def __str__(self) -> str:
         return (
@@ -76,6 +77,7 @@ class Trainer:
             timeout=setup.timeout_s,
             keep_last=setup.keep_last,
             async_worker=setup.worker,
+            strict=setup.strict,
         )
 
     def open_and_find(self, root: Path) -> int:
@@ -98,6 +100,9 @@ class Trainer:
         while self._manager.degraded and time.monotonic() < deadline:
             time.sleep(0.01)
         return int(self._manager.degraded)
+
+    def status(self) -> list[str]:
+        return [str(durability) for durability in self._manager.status()]
 
     def save(self, iteration: int, attempt: int) -> None:
         self._manager.save(self.state(self._rank, iteration, attempt), iteration)

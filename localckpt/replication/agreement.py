@@ -10,9 +10,9 @@ from typing import Any
 
 from localckpt import errors
 from localckpt.coordination import Coordinator
-from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 
-__all__ = ["GRACE_S", "Attempt", "agree", "give_up"]
+__all__ = ["GRACE_S", "Attempt", "agree", "give_up", "require_same"]
 
 # A rank whose connections broke waits this long for the others to have noticed, and say why.
 GRACE_S = 10.0
@@ -97,6 +97,24 @@ def agree(
 def give_up(coordinator: Coordinator, phase: str, failure: Exception) -> None:
     """Leave word of a failure for ranks that will :func:`agree` on a phase, without waiting."""
     coordinator.post(phase, [_describe(failure), None])
+
+
+def require_same(what: str, values: Mapping[int, str]) -> None:
+    """Refuse to go on unless all ranks said the same.
+
+    Raises:
+        MismatchError: It names the ranks on either side.
+    """
+    if len(set(values.values())) == 1:
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
+    raise MismatchError(
+        f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
+        f"was saved before stands. Let all ranks call it with the same {what}."
+    )
 
 
 def _describe(failure: Exception | None) -> list[str] | None:

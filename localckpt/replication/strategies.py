@@ -7,27 +7,19 @@ lie, and what is in them, it does not know.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import GRACE_S, Attempt, agree
+from localckpt.replication.agreement import GRACE_S, Attempt, agree, require_same
 from localckpt.replication.base import Accept, ReplicationStrategy
-from localckpt.replication.groups import (
-    GroupWrapper,
-    check_failure_domains,
-    default_replication_jump,
-    parse_group_sequence,
-)
-from localckpt.replication.placement import keepers_in, place_cliques
+from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.membership import Membership
 from localckpt.replication.retrieval import as_asked, new_name
 from localckpt.replication.transport import HostTransport, Transport, choose_transport
 from localckpt.state_dict.source import ShardSource
@@ -40,8 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 
 
 class NoReplication(ReplicationStrategy):
@@ -112,24 +102,18 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         failure_domain: str | None = None,
     ) -> None:
         super().__init__(timeout_s, process_group, target_device=target_device)
-        self._jump = replication_jump
-        self._factor = replication_factor
-        self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
-        self._outer: list[str] | None = None
-        self._agreed = False
-        self._group: GroupWrapper | None = None
-        self._made_group = False
-        self._is_placed = False
-        self._clique: Coordinator | None = None
-        self._cliques: list[list[int]] | None = None
-        self._keepers: dict[int, list[int]] = {}
+        self._members = Membership(
+            self._world,
+            None if local_group is None else GroupWrapper.wrap(local_group),
+            jump=replication_jump,
+            factor=replication_factor,
+            failure_domain=failure_domain,
+            timeout_s=self.timeout_s,
+        )
         self._host: HostTransport | None = None
         self._host_name = ""
         self._device: Transport | None = None
-        self._device_limit_s = math.inf
         self._process = os.getpid()
-        if local_group is not None:
-            self._use_group(GroupWrapper.wrap(local_group))
 
     @classmethod
     def from_replication_params(
@@ -164,20 +148,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_factor=replication_factor,
             failure_domain=failure_domain,
         )
-        strategy._agree_on_parameters()
-        if replication_jump is not None:
-            strategy._form_by_numbers(replication_jump)
+        strategy._members.agree()
         return strategy
 
     @property
     def local_group(self) -> GroupWrapper:
         """This rank's clique; formed by the number of ranks on a node if no manager was made."""
-        if self._group is None:
-            self._agree_on_parameters()
-            jump = default_replication_jump() if self._jump is None else self._jump
-            self._form_by_numbers(jump)
-            assert self._group is not None
-        return self._group
+        return self._members.group
 
     def replicate_image(
         self,
@@ -192,8 +169,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             error = "it was given neither an image nor an error"
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
-        group, clique = self.local_group, self._clique
-        assert clique is not None
+        group, clique = self._members.group, self._members.coordinator
         mine = _Announcement(
             rank=group.my_global_rank,
             id_=CkptID(*ckpt_id),
@@ -240,46 +216,22 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return [peer.id_ for peer in senders]
 
     def take_domains(self, domains: Sequence[str]) -> None:
-        if self._clique is not None:
-            self._clique.wait_again()
-        if self._group is None and self._jump is None:
-            self._agree_on_parameters()
-            self._form(place_cliques(domains, self._factor, self._outer))
-            self._is_placed = True
-        cliques = self.cliques()
-        if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
-            raise MismatchError(
-                f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
-                f"give the strategy and the manager the same process_group"
-            )
-        if not self._is_placed:
-            check_failure_domains(cliques, domains)
-        me = self._world().rank
-        (mine,) = (clique for clique in cliques if me in clique)
-        members = self._world().global_ranks
-        self._keepers = {
-            members[owner]: [members[rank] for rank in keepers]
-            for owner, keepers in keepers_in(mine, self._outer or domains).items()
-        }
+        self._members.wait_again()
+        self._members.take_domains(domains)
 
     def cliques(self) -> list[list[int]]:
-        if self._cliques is None:
-            # Explicit groups are known to their members only; all ranks must come to one answer.
-            told = self._world().all_gather("compare cliques", self.local_group.ranks)
-            self._cliques = _places(told, self._world().global_ranks)
-        return self._cliques
+        return self._members.cliques()
 
     @property
     def sends_from_devices(self) -> bool:
-        return (self._group or GroupWrapper()).supports("cuda")
+        return self._members.has_devices
 
     @property
     def copies(self) -> int:
-        return 1 + len(self._keepers.get(GroupWrapper().my_global_rank, ()))
+        return 1 + len(self._members.keepers.get(GroupWrapper().my_global_rank, ()))
 
     def give_up(self) -> None:
-        if self._clique is not None:
-            self._clique.stop_waiting()
+        self._members.stop_waiting()
         if self._host is not None:
             self._host.abort()
 
@@ -291,88 +243,28 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             if transport is not None:
                 transport.close()
         self._host = self._device = None
-        if self._made_group and dist.is_initialized():
-            self._made_group = False
-            group = self.local_group
-            # torch forgets all groups when the default group is destroyed before this.
-            with suppress(ValueError):
-                dist.destroy_process_group(group.group)
-            # Its threads end with the last reference.
-            group.group = None
+        self._members.close()
 
     def _set_timeout(self, timeout_s: float) -> None:
         super()._set_timeout(timeout_s)
-        if self._clique is not None:
-            self._clique.set_timeout(timeout_s)
+        self._members.set_timeout(timeout_s)
         if self._host is not None:
             self._host.timeout_s = timeout_s
-
-    def _agree_on_parameters(self) -> None:
-        """Compare what the ranks were given; once."""
-        if self._agreed:
-            return
-        said = f"replication_jump={self._jump!r}, replication_factor={self._factor!r}"
-        told = self._world().all_gather("agree on cliques", [said, self._failure_domain])
-        _require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
-        outer = [domain for _, domain in told]
-        without = [rank for rank, domain in enumerate(outer) if domain is None]
-        if 0 < len(without) < len(outer):
-            raise MismatchError(
-                f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), "
-                f"and the others were: give it to all ranks, or to none"
-            )
-        self._outer = None if without else outer
-        self._agreed = True
-
-    def _form_by_numbers(self, jump: int) -> None:
-        cliques = parse_group_sequence(jump, self._factor, self._world().world_size)
-        if self._outer is not None:
-            check_failure_domains(cliques, self._outer)
-        self._form(cliques)
-
-    def _form(self, cliques: list[list[int]]) -> None:
-        self._cliques = cliques
-        everyone = GroupWrapper()
-        (mine,) = (clique for clique in cliques if everyone.my_global_rank in clique)
-        if not everyone.supports("cuda"):
-            self._use_group(GroupWrapper.of_ranks(mine))
-            return
-        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
-        group = GroupWrapper.from_list_of_groups(
-            cliques,
-            timeout_s=2 * self.timeout_s + 60,
-            backend=_device_backend(everyone.backend),
-        )
-        self._device_limit_s = self.timeout_s
-        self._made_group = True
-        self._use_group(group)
-
-    def _use_group(self, group: GroupWrapper) -> None:
-        if group.world_size == 1:
-            raise CheckpointingException(
-                f"the clique of rank {group.my_global_rank} has no other member, so its shard "
-                f"would have no replica; pass repl_strategy=None to save without replication"
-            )
-        self._clique = Coordinator("clique", None, self.timeout_s, ranks=group.ranks)
-        self._keepers = {
-            owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
-        }
-        self._group = group
 
     def _rounds(
         self, announced: Sequence[_Announcement]
     ) -> list[tuple[int | None, _Announcement | None]]:
         """To whom this rank sends and from whom it receives, in rounds of one each at most."""
-        mine = self.local_group.my_global_rank
-        place, count = self.local_group.my_group_rank, len(announced)
+        mine, keepers = self._members.group.my_global_rank, self._members.keepers
+        place, count = self._members.group.my_group_rank, len(announced)
         rounds: list[tuple[int | None, _Announcement | None]] = []
         for turn in range(1, count):
             receiver = announced[(place + turn) % count].rank
             sender = announced[(place - turn) % count]
             rounds.append(
                 (
-                    receiver if receiver in self._keepers[mine] else None,
-                    sender if mine in self._keepers[sender.rank] else None,
+                    receiver if receiver in keepers[mine] else None,
+                    sender if mine in keepers[sender.rank] else None,
                 )
             )
         return rounds
@@ -391,10 +283,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return
         if self._device is None:
             self._device = choose_transport(
-                self.local_group,
+                self._members.group,
                 True,
-                min(self.timeout_s, self._device_limit_s),
-                owns_group=self._made_group,
+                min(self.timeout_s, self._members.group_limit_s),
+                owns_group=self._members.owns_group,
             )
         try:
             # One round at a time, so that there are buckets for one peer only.
@@ -409,10 +301,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
             if self._host is not None:
                 self._host.close()
-            name, ranks = announced[0].offer, self.local_group.ranks
+            name, ranks = announced[0].offer, self._members.group.ranks
             self._host = None
             self._host = HostTransport.connect(
-                name, ranks, self.local_group.my_global_rank, self.timeout_s
+                name, ranks, self._members.group.my_global_rank, self.timeout_s
             )
             self._host_name = name
         return self._host
@@ -458,18 +350,6 @@ class _Announcement:
     """A name for new ones; the first member's is taken."""
 
 
-def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:
-    """Cliques of ranks of the job, as places in a group of them; each clique once."""
-    strangers = {rank for clique in cliques for rank in clique} - set(members)
-    if strangers:
-        raise MismatchError(
-            f"ranks {sorted(strangers)} keep replicas, and are not among the ranks "
-            f"{list(members)}: give the strategy the process_group that its cliques are of"
-        )
-    place_of = {rank: place for place, rank in enumerate(members)}
-    return sorted({tuple(ranks): [place_of[rank] for rank in ranks] for ranks in cliques}.values())
-
-
 def _require_agreement(announced: Sequence[_Announcement]) -> None:
     failed = [f"rank {peer.rank}: {peer.error}" for peer in announced if peer.error is not None]
     if failed:
@@ -478,26 +358,8 @@ def _require_agreement(announced: Sequence[_Announcement]) -> None:
             f"the clique has its shard: {'; '.join(failed)}. Older checkpoints stand."
         )
     for what, index in (("iteration", 0), ("session", 2)):
-        _require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
+        require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
     owners = [peer.id_.rank for peer in announced]
     if len(set(owners)) < len(owners):
         said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
         raise MismatchError(f"members of a clique announce the same shard: {said}")
-
-
-def _require_same(what: str, values: Mapping[int, str]) -> None:
-    if len(set(values.values())) == 1:
-        return
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
-    said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
-    raise MismatchError(
-        f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
-        f"was saved before stands. Let all ranks call it with the same {what}."
-    )
-
-
-def _device_backend(config: str) -> str:
-    """The backend that sends CUDA memory; for host memory there are connections anyway."""
-    return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

@@ -1,0 +1,230 @@
+"""Which clique this rank is in, and how the ranks came to it.
+
+Cliques are given, counted from rank numbers, or formed from failure domains once these are known.
+What the members then do together is not decided here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.replication.agreement import require_same
+from localckpt.replication.groups import (
+    GroupWrapper,
+    check_failure_domains,
+    default_replication_jump,
+    parse_group_sequence,
+)
+from localckpt.replication.placement import keepers_in, place_cliques
+
+__all__ = ["FAILURE_DOMAIN_VARIABLE", "Membership"]
+
+FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
+"""Names what a node is lost with, where no ``failure_domain`` is given."""
+
+
+class Membership:
+    """This rank's place in a clique.
+
+    Args:
+        everyone: Gives the ranks of the job, once torch.distributed is initialised.
+        group: This rank's clique, if the job forms its own.
+        jump: Distance between members, for cliques by rank numbers; ``None``: by failure domains.
+        factor: How many members a clique has at least.
+        failure_domain: What this rank's node is lost with, beyond itself.
+        timeout_s: Deadline of each step that ranks take together, in seconds.
+    """
+
+    def __init__(
+        self,
+        everyone: Callable[[], Coordinator],
+        group: GroupWrapper | None,
+        *,
+        jump: int | None,
+        factor: int,
+        failure_domain: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._everyone = everyone
+        self._jump = jump
+        self._factor = factor
+        self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
+        self._timeout_s = timeout_s
+        self._outer: list[str] | None = None
+        self._agreed = False
+        self._group: GroupWrapper | None = None
+        self._is_placed = False
+        self._coordinator: Coordinator | None = None
+        self._cliques: list[list[int]] | None = None
+        self.owns_group = False
+        """Whether the clique's process group was made here."""
+        self.group_limit_s = math.inf
+        """What an operation on that group may take, in seconds."""
+        self.keepers: dict[int, list[int]] = {}
+        """For each member the members that keep a copy of its shard; ranks of the job."""
+        if group is not None:
+            self._use(group)
+
+    def agree(self) -> None:
+        """Compare what the ranks were given, and form cliques by numbers; all ranks call it.
+
+        Raises:
+            MismatchError: They do not fit together.
+            SameMachineReplicationException: Members of a clique would be in one failure domain.
+        """
+        self._agree_on_parameters()
+        if self._jump is not None:
+            self._form_by_numbers(self._jump)
+
+    @property
+    def group(self) -> GroupWrapper:
+        """The clique; formed by the number of ranks on a node if no domains were taken."""
+        if self._group is None:
+            self._agree_on_parameters()
+            self._form_by_numbers(default_replication_jump() if self._jump is None else self._jump)
+            assert self._group is not None
+        return self._group
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """For messages within the clique."""
+        ranks = self.group.ranks
+        assert self._coordinator is not None, f"ranks {ranks} are a group without a coordinator"
+        return self._coordinator
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether members can send to each other from GPU to GPU."""
+        return (self._group or GroupWrapper()).supports("cuda")
+
+    def take_domains(self, domains: Sequence[str]) -> None:
+        """Form the cliques, or check them; see :meth:`ReplicationStrategy.take_domains`."""
+        if self._group is None and self._jump is None:
+            self._agree_on_parameters()
+            self._form(place_cliques(domains, self._factor, self._outer))
+            self._is_placed = True
+        cliques = self.cliques()
+        if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
+            raise MismatchError(
+                f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
+                f"give the strategy and the manager the same process_group"
+            )
+        if not self._is_placed:
+            check_failure_domains(cliques, domains)
+        (mine,) = (clique for clique in cliques if self._everyone().rank in clique)
+        members = self._everyone().global_ranks
+        self.keepers = {
+            members[owner]: [members[rank] for rank in keepers]
+            for owner, keepers in keepers_in(mine, self._outer or domains).items()
+        }
+
+    def cliques(self) -> list[list[int]]:
+        """All cliques of the job, as places among its ranks; all ranks call it together."""
+        if self._cliques is None:
+            # Explicit groups are known to their members only; all ranks must come to one answer.
+            told = self._everyone().all_gather("compare cliques", self.group.ranks)
+            self._cliques = _places(told, self._everyone().global_ranks)
+        return self._cliques
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline for good."""
+        self._timeout_s = timeout_s
+        if self._coordinator is not None:
+            self._coordinator.set_timeout(timeout_s)
+
+    def stop_waiting(self) -> None:
+        """From now on no member waits for others, nor one that does so in another thread."""
+        if self._coordinator is not None:
+            self._coordinator.stop_waiting()
+
+    def wait_again(self) -> None:
+        """Undo :meth:`stop_waiting`."""
+        if self._coordinator is not None:
+            self._coordinator.wait_again()
+
+    def close(self) -> None:
+        """Destroy the process group that was made here."""
+        if not (self.owns_group and dist.is_initialized()):
+            return
+        self.owns_group = False
+        # torch forgets all groups when the default group is destroyed before this.
+        with suppress(ValueError):
+            dist.destroy_process_group(self.group.group)
+        # Its threads end with the last reference.
+        self.group.group = None
+
+    def _agree_on_parameters(self) -> None:
+        """Compare what the ranks were given; once."""
+        if self._agreed:
+            return
+        said = f"replication_jump={self._jump!r}, replication_factor={self._factor!r}"
+        told = self._everyone().all_gather("agree on cliques", [said, self._failure_domain])
+        require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
+        outer = [domain for _, domain in told]
+        without = [rank for rank, domain in enumerate(outer) if domain is None]
+        if 0 < len(without) < len(outer):
+            raise MismatchError(
+                f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), "
+                f"and the others were: give it to all ranks, or to none"
+            )
+        self._outer = None if without else outer
+        self._agreed = True
+
+    def _form_by_numbers(self, jump: int) -> None:
+        cliques = parse_group_sequence(jump, self._factor, self._everyone().world_size)
+        if self._outer is not None:
+            check_failure_domains(cliques, self._outer)
+        self._form(cliques)
+
+    def _form(self, cliques: list[list[int]]) -> None:
+        self._cliques = cliques
+        everyone = GroupWrapper()
+        (mine,) = (clique for clique in cliques if everyone.my_global_rank in clique)
+        if not everyone.supports("cuda"):
+            self._use(GroupWrapper.of_ranks(mine))
+            return
+        # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
+        group = GroupWrapper.from_list_of_groups(
+            cliques,
+            timeout_s=2 * self._timeout_s + 60,
+            backend=_device_backend(everyone.backend),
+        )
+        self.owns_group = True
+        self.group_limit_s = self._timeout_s
+        self._use(group)
+
+    def _use(self, group: GroupWrapper) -> None:
+        if group.world_size == 1:
+            raise CheckpointingException(
+                f"the clique of rank {group.my_global_rank} has no other member, so its shard "
+                f"would have no replica; pass repl_strategy=None to save without replication"
+            )
+        self._coordinator = Coordinator("clique", None, self._timeout_s, ranks=group.ranks)
+        self.keepers = {
+            owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
+        }
+        self._group = group
+
+
+def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:
+    """Cliques of ranks of the job, as places in a group of them; each clique once."""
+    strangers = {rank for clique in cliques for rank in clique} - set(members)
+    if strangers:
+        raise MismatchError(
+            f"ranks {sorted(strangers)} keep replicas, and are not among the ranks "
+            f"{list(members)}: give the strategy the process_group that its cliques are of"
+        )
+    place_of = {rank: place for place, rank in enumerate(members)}
+    return sorted({tuple(ranks): [place_of[rank] for rank in ranks] for ranks in cliques}.values())
+
+
+def _device_backend(config: str) -> str:
+    """The backend that sends CUDA memory; for host memory there are connections anyway."""
+    return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

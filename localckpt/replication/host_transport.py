@@ -9,7 +9,9 @@ the chunk is, and the receiver answers with another empty message.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ class HostTransport:
         group: The ranks that take part; it must support host memory.
         timeout_s: Deadline of a whole exchange, in seconds.
         chunk_nbytes: Largest single message; the same on all ranks.
+        rate_limit: How many bytes a second this rank sends at most, each chunk at once; the
+            deadline is later by what it takes. ``None`` for as fast as it goes.
     """
 
     def __init__(
@@ -63,18 +67,27 @@ class HostTransport:
         timeout_s: float = 300.0,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
     ) -> None:
         members = group if isinstance(group, _OwnGloo) else GroupWrapper.wrap(group)
         self._connections: Any = members.group
         self._ranks = list(members.ranks)
         self._rank = members.my_global_rank
         self._chunk_nbytes = chunk_nbytes
+        self._rate_limit = math.inf if rate_limit is None else rate_limit
         self.timeout_s = timeout_s
         self.broken = False
 
     @classmethod
     def connect(
-        cls, name: str, ranks: Sequence[int], rank: int, timeout_s: float = 300.0
+        cls,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float = 300.0,
+        *,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
     ) -> HostTransport:
         """A transport with connections of its own, so that its failure touches no other group.
 
@@ -85,6 +98,7 @@ class HostTransport:
             ranks: The ranks of the job that take part, in the same order everywhere.
             rank: This rank of the job.
             timeout_s: Deadline for connecting, and of each exchange, in seconds.
+            chunk_nbytes, rate_limit: As for the class.
 
         Raises:
             PeerLostError: Some rank did not come.
@@ -106,7 +120,12 @@ class HostTransport:
                 f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
                 f"restart the job if one of these ranks has died."
             ) from error
-        return cls(_OwnGloo(gloo, tuple(ranks), rank), timeout_s)
+        return cls(
+            _OwnGloo(gloo, tuple(ranks), rank),
+            timeout_s,
+            chunk_nbytes=chunk_nbytes,
+            rate_limit=rate_limit,
+        )
 
     def exchange(
         self,
@@ -117,7 +136,9 @@ class HostTransport:
             raise PeerLostError(
                 f"rank {self._rank} cannot exchange shards: these connections broke before"
             )
-        ledger = Ledger(self._rank, self.timeout_s)
+        sent = sum(source.nbytes for _, source in sends)
+        received = sum(len(view) for _, view in receives)
+        ledger = Ledger(self._rank, self.timeout_s + max(sent, received) / self._rate_limit)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []
         try:
@@ -196,8 +217,11 @@ class HostTransport:
 
     def _send(self, sends: Sequence[tuple[int, ShardSource]], ledger: Ledger) -> None:
         unanswered: deque[_Chunk] = deque()
+        may_send_at = time.monotonic()
         try:
             for peer, number, nbytes, view in self._read(sends, unanswered, ledger):
+                time.sleep(max(0.0, may_send_at - time.monotonic()))
+                may_send_at = max(may_send_at, time.monotonic()) + nbytes / self._rate_limit
                 with ledger.blaming(peer):
                     answer = self._post("recv", _nothing(), peer, number, _Kind.ANSWER)
                     data = self._post("send", _tensor(view), peer, number, _Kind.DATA)

@@ -19,6 +19,7 @@ from localckpt.ids import CkptID
 from localckpt.replication.agreement import GRACE_S, Attempt, agree, require_same
 from localckpt.replication.base import Accept, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.ledger import CHUNK_NBYTES
 from localckpt.replication.membership import Membership
 from localckpt.replication.retrieval import as_asked, new_name
 from localckpt.replication.transport import HostTransport, Transport, choose_transport
@@ -88,6 +89,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         failure_domain: What this rank's node is lost with, such as its rack or switch; no two
             members of a clique are to share it. All ranks give one, or none does. By default what
             the variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
+        chunk_nbytes: How many bytes are sent at once from host memory; the same on all ranks.
+        rate_limit: How many bytes a second this rank sends at most from host memory, to leave the
+            network to training; ``None`` for as many as it can.
     """
 
     def __init__(
@@ -100,8 +104,17 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         replication_jump: int | None = None,
         replication_factor: int = 2,
         failure_domain: str | None = None,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
     ) -> None:
+        if chunk_nbytes < 1 or (rate_limit is not None and rate_limit <= 0):
+            raise CheckpointingException(
+                f"chunk_nbytes is {chunk_nbytes} and rate_limit {rate_limit}: the one must be at "
+                f"least 1 byte, the other above 0 bytes a second, or None"
+            )
         super().__init__(timeout_s, process_group, target_device=target_device)
+        self._chunk_nbytes = chunk_nbytes
+        self._rate_limit = rate_limit
         self._members = Membership(
             self._world,
             None if local_group is None else GroupWrapper.wrap(local_group),
@@ -124,13 +137,16 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         timeout_s: float | None = None,
         failure_domain: str | None = None,
         target_device: str = "cpu",
+        chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
     ) -> CliqueReplicationStrategy:
         """Agree on how the job is cut into cliques; all ranks call it together.
 
         Args:
             replication_jump: Distance between members of a clique, for cliques by rank numbers.
                 With ``None`` they are formed from failure domains when a manager is made.
-            replication_factor, timeout_s, failure_domain, target_device: As for the class.
+            replication_factor, timeout_s, failure_domain, target_device, chunk_nbytes, rate_limit:
+                As for the class.
 
         Raises:
             MismatchError: The job has too few ranks, or ranks give different numbers.
@@ -147,6 +163,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_jump=replication_jump,
             replication_factor=replication_factor,
             failure_domain=failure_domain,
+            chunk_nbytes=chunk_nbytes,
+            rate_limit=rate_limit,
         )
         strategy._members.agree()
         return strategy
@@ -178,6 +196,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             over_device=tensors_on_gpu and group.supports("cuda"),
             connection=self._host_name if self._host and not self._host.broken else "",
             offer=new_name(),
+            chunk_nbytes=self._chunk_nbytes,
         )
         what = f"iteration {ckpt_id.iteration}"
         told = clique.all_gather(f"announce {what} for replication", asdict(mine))
@@ -304,7 +323,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             name, ranks = announced[0].offer, self._members.group.ranks
             self._host = None
             self._host = HostTransport.connect(
-                name, ranks, self._members.group.my_global_rank, self.timeout_s
+                name,
+                ranks,
+                self._members.group.my_global_rank,
+                self.timeout_s,
+                chunk_nbytes=self._chunk_nbytes,
+                rate_limit=self._rate_limit,
             )
             self._host_name = name
         return self._host
@@ -325,6 +349,8 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
         timeout_s: float | None = None,
         failure_domain: str | None = None,
         target_device: str = "cpu",
+        chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
     ) -> None:
         super().__init__(
             target_device=target_device,
@@ -332,6 +358,8 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
             replication_jump=replication_jump,
             replication_factor=replication_factor,
             failure_domain=failure_domain,
+            chunk_nbytes=chunk_nbytes,
+            rate_limit=rate_limit,
         )
 
 
@@ -348,6 +376,7 @@ class _Announcement:
     """Name of the connections it still has from the last save."""
     offer: str
     """A name for new ones; the first member's is taken."""
+    chunk_nbytes: int
 
 
 def _require_agreement(announced: Sequence[_Announcement]) -> None:
@@ -359,6 +388,7 @@ def _require_agreement(announced: Sequence[_Announcement]) -> None:
         )
     for what, index in (("iteration", 0), ("session", 2)):
         require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
+    require_same("chunk_nbytes", {peer.rank: repr(peer.chunk_nbytes) for peer in announced})
     owners = [peer.id_.rank for peer in announced]
     if len(set(owners)) < len(owners):
         said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)

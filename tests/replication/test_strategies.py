@@ -290,6 +290,37 @@ def test_a_member_that_never_saves_is_named_at_the_deadline() -> None:
     assert 0.9 < run_ranks(_never_call, 2)[0] < 10.0
 
 
+def _send_slowly(rank: int, world_size: int) -> float:
+    # The transfer takes longer than the deadline of a step, which is later by that.
+    strategy = CliqueReplicationStrategy.from_replication_params(
+        1, 2, timeout_s=0.8, chunk_nbytes=20_000, rate_limit=250_000
+    )
+    started = time.monotonic()
+    _replicate(strategy, rank, 0)
+    took = time.monotonic() - started
+    strategy.close()
+    other = CliqueReplicationStrategy.from_replication_params(
+        1, 2, timeout_s=20, chunk_nbytes=20_000 + rank
+    )
+    with pytest.raises(MismatchError, match=r"chunk_nbytes: 20000 on ranks \[0\]; 20001 on"):
+        _replicate(other, rank, 0)
+    other.close()
+    return took
+
+
+def test_no_more_is_sent_in_a_second_than_the_limit_says_and_the_deadline_allows_for_it() -> None:
+    took = run_ranks(_send_slowly, 2)
+
+    # The first chunk goes at once.
+    assert min(took) > (len(_image_of(CkptID(0, 0, "s"))) - 20_000) / 250_000
+
+
+def test_limits_that_are_none_are_refused() -> None:
+    for wrong in ({"rate_limit": 0}, {"chunk_nbytes": 0}):
+        with pytest.raises(CheckpointingException, match="rate_limit"):
+            LazyCliqueReplicationStrategy(1, 2, **wrong)  # type: ignore[arg-type]
+
+
 def _swap_nodes(rank: int, world_size: int, held_by: Sequence[Sequence[int]]) -> None:
     """Each rank wants its own shard; who holds which is anybody's guess."""
     strategy = NoReplication(20.0, None)

@@ -155,11 +155,7 @@ class Redundancy:
                 self._transport.abort()
 
     def _connect(self, plan: ExchangePlan[CkptID]) -> HostTransport | None:
-        """Connect the ranks that take part, in the foreground.
-
-        Connecting blocks this process's client of the job's store, which training may need to
-        connect groups of its own.
-        """
+        """Connect the ranks that take part; beforehand, so that :meth:`cancel` can cut them off."""
         coordinator = self._coordinator
         transport = None
         name = coordinator.all_gather("name the connections for copies", new_name())[0]

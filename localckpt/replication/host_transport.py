@@ -103,8 +103,10 @@ class HostTransport:
         Raises:
             PeerLostError: Some rank did not come.
         """
+        # A client of its own: it waits for the other ranks, and nobody else could ask meanwhile.
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"localckpt/transport/{name}", default_store()
+            f"localckpt/transport/{name}",
+            default_store().clone(),  # type: ignore[attr-defined]
         )
         try:
             # The store's client, which it uses, waits for ever for a host that cannot be reached.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from localckpt.coordination import default_store
 from localckpt.deadline import within
@@ -103,19 +104,18 @@ class HostTransport:
         Raises:
             PeerLostError: Some rank did not come.
         """
-        # A client of its own: it waits for the other ranks, and nobody else could ask meanwhile.
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"localckpt/transport/{name}",
-            default_store().clone(),  # type: ignore[attr-defined]
-        )
+
+        def make() -> Any:
+            # A client of its own: it waits for other ranks, and nobody else could ask meanwhile.
+            client = default_store().clone()  # type: ignore[attr-defined]
+            store = PrefixStore(f"localckpt/transport/{name}", client)
+            return dist.ProcessGroupGloo(
+                store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
+            )
+
         try:
             # The store's client, which it uses, waits for ever for a host that cannot be reached.
-            gloo = within(
-                _CONNECTING_TIMES * timeout_s,
-                lambda: dist.ProcessGroupGloo(
-                    store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
-                ),
-            )
+            gloo = within(_CONNECTING_TIMES * timeout_s, make)
         except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(
                 f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "

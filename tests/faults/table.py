@@ -60,8 +60,10 @@ FAULTS = {
     ),
     "silent-peer": (
         "a peer dies, stops or never calls in the middle of a save",
-        "an error within the deadline that names it, or a save that says that it lacks copies; "
-        "local copies stay good",
+        (
+            "an error within the deadline that names it, or a save that says that it lacks copies; "
+            "local copies stay good"
+        ),
     ),
     "cut-network": (
         "the network is cut",

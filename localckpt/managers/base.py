@@ -375,6 +375,10 @@ class BaseCheckpointManager(ABC):
         newest = self._complete[0] if self._complete else None
         return self._standing[newest].lacking if newest in self._standing else 0
 
+    @property
+    def _copies_wanted(self) -> int:
+        return 1 + len(self._strategy.keepers.get(self.rank, ()))
+
     def status(self) -> list[Durability]:
         """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
 
@@ -382,7 +386,7 @@ class BaseCheckpointManager(ABC):
         shard is, as the ranks told each other when the save was finalized, or the load was over.
         """
         captured = [
-            Durability(iteration, "captured", 0, self._strategy.copies)
+            Durability(iteration, "captured", 0, self._copies_wanted)
             for iteration in reversed(self._under_way)
         ]
         return captured + [self._standing[c] for c in self._complete if c in self._standing]
@@ -509,7 +513,7 @@ class BaseCheckpointManager(ABC):
             save.error or looking.told,
             tuple(missing),
             tuple(save.kept),
-            self._strategy.copies,
+            self._copies_wanted,
         )
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
@@ -535,7 +539,7 @@ class BaseCheckpointManager(ABC):
             self.degraded_saves += 1
             logger.warning("%s", standing)
         try:
-            self._cleanup(iteration)
+            self._let_go(iteration)
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not let go of older checkpoints", self.rank)
@@ -545,9 +549,14 @@ class BaseCheckpointManager(ABC):
         self._standing = {c: self._standing[c] for c in self._complete if c in self._standing}
         logger.info("saved %s; %s", report, standing.reached)
 
+    def _let_go(self, iteration: int) -> None:
+        """Older checkpoints may go; what the hooks keep of them, they know."""
+        self._cleanup(iteration)
+        del self._complete[1:]
+
     def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far a checkpoint has climbed."""
-        standing = durability_found(checkpoint, holdings, self._strategy.cliques())
+        standing = durability_found(checkpoint, holdings, self._strategy.keepers)
         self._standing[checkpoint] = standing
 
     def _take_back(self, save: SaveUnderWay) -> None:

@@ -62,26 +62,21 @@ def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durabil
 
 
 def durability_found(
-    checkpoint: Checkpoint, holdings: Holdings, cliques: Iterable[Sequence[int]]
+    checkpoint: Checkpoint, holdings: Holdings, keepers: Mapping[int, Sequence[int]]
 ) -> Durability:
     """Of a complete checkpoint, by what the nodes hold.
 
     Args:
         checkpoint: Which.
         holdings: What each node holds.
-        cliques: Groups of ranks that are to keep each other's shards.
+        keepers: For each rank those that are to keep a copy of its shard.
     """
     held_on = holdings.holders(checkpoint)
-    wanted = {
-        rank: len({holdings.node_of(member) for member in clique})
-        for clique in cliques
-        for rank in clique
-    }
     ranks = range(checkpoint.world_size)
     return _judged(
         checkpoint.iteration,
         [len(held_on[rank]) for rank in ranks],
-        [wanted.get(rank, 1) for rank in ranks],
+        [1 + len(keepers.get(rank, ())) for rank in ranks],
     )
 
 

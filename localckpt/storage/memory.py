@@ -184,9 +184,10 @@ class MemoryStore(Store):
                 buffer.pin(pin)
             # Who closed the store may not have waited for this.
             if not self._closed:
-                with storage_errors("keep memory ready in", self.folder):
+                # At once, or a save that claims it meanwhile would map it a second time.
+                with self._lock, storage_errors("keep memory ready in", self.folder):
                     os.rename(path, spare)
-                self._spares[spare.name] = buffer
+                    self._spares[spare.name] = buffer
                 kept = True
         except StorageError as error:
             logger.warning("memory could not be had ahead of time: %s", error)

@@ -123,6 +123,14 @@ class Replicator:
     def _replicate(
         self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
     ) -> list[StagedShard]:
+        try:
+            return self._exchange(save, shelf, own, error)
+        finally:
+            shelf.was_sent(save.identity)
+
+    def _exchange(
+        self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
+    ) -> list[StagedShard]:
         began = time.monotonic()
         rooms: list[ShardIdentity] = []
 

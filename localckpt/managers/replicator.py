@@ -17,15 +17,11 @@ from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
-from localckpt.replication.base import ReplicationStrategy
+from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 
 __all__ = ["Replicator"]
 
 logger = logging.getLogger(__name__)
-
-# Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
-# each has the deadline once.
-_STEPS = 6
 
 
 class Replicator:
@@ -75,15 +71,16 @@ class Replicator:
             own: This rank's shard; ``None`` if it could not be staged.
             error: Why not; the others of the clique are told.
         """
+        turn = self._strategy.take_turn()
         if self.is_behind_training:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
             save.copies_come_later = True
-            save.copies = self._thread.submit(self._replicate, save, shelf, own, error)
+            save.copies = self._thread.submit(self._replicate, turn, save, shelf, own, error)
             return
         save.copies = Future()
         try:
-            save.copies.set_result(self._replicate(save, shelf, own, error))
+            save.copies.set_result(self._replicate(turn, save, shelf, own, error))
         except BaseException as failure:
             save.copies.set_exception(failure)
             if own is not None:
@@ -102,14 +99,14 @@ class Replicator:
         if not save.copies.done():
             raise CheckpointingException(
                 f"replicating iteration {save.identity.iteration} has not ended after "
-                f"{_STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
+                f"{STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
             )
         return save.copies.result()
 
     def settle(self, save: SaveUnderWay) -> None:
         """Return when nothing is being sent or received for a save, or its deadlines are past."""
         if save.copies is not None:
-            wait_for_futures([save.copies], _STEPS * self._timeout_s)
+            wait_for_futures([save.copies], STEPS * self._timeout_s)
 
     def cancel(self) -> None:
         """End what is under way; the other ranks may not come any more."""
@@ -121,12 +118,23 @@ class Replicator:
             self._thread.shutdown()
 
     def _replicate(
-        self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
+        self,
+        turn: Turn,
+        save: SaveUnderWay,
+        shelf: Shelf,
+        own: StagedShard | None,
+        error: str | None,
     ) -> list[StagedShard]:
         try:
+            if not turn.wait(STEPS * self._timeout_s):
+                raise CheckpointingException(
+                    f"iteration {save.identity.iteration} is not replicated: the replication "
+                    f"before it has not ended after {STEPS * self._timeout_s:g} s"
+                )
             return self._exchange(save, shelf, own, error)
         finally:
             shelf.was_sent(save.identity)
+            turn.end()
 
     def _exchange(
         self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None

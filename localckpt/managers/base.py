@@ -469,6 +469,7 @@ class BaseCheckpointManager(ABC):
             args,
             [lambda: self._finalize(save)],
             failure_fns=[lambda _: self._take_back(save)],
+            stop_fns=[self._replicator.cancel],
         )
 
     @runs_in_trainer

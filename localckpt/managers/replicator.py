@@ -16,7 +16,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
-from localckpt.replication.agreement import Attempt
+from localckpt.replication.agreement import Attempt, forget_frames
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 
 __all__ = ["Replicator"]
@@ -132,6 +132,10 @@ class Replicator:
                     f"before it has not ended after {STEPS * self._timeout_s:g} s"
                 )
             return self._exchange(save, shelf, own, error)
+        except Exception as failure:
+            # Else the frames, and with them the images, would stay until cycles are collected.
+            forget_frames(failure)
+            raise
         finally:
             shelf.was_sent(save.identity)
             turn.end()
@@ -160,15 +164,16 @@ class Replicator:
                 error=error or staging.told,
             )
             shards = [shelf.received(of(peer)) for peer in received]
-        except PeerLostError as failure:
-            if self._strict:
-                raise
+        except Exception as failure:
             shelf.drop_unfinished(rooms)
+            if self._strict or not isinstance(failure, PeerLostError):
+                raise
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
                 save.identity.iteration,
                 str(failure),
             )
+            forget_frames(failure)
             return []
         save.kept = [shard.identity.rank for shard in shards]
         save.replicate_s = time.monotonic() - began

@@ -75,8 +75,13 @@ class Replicator:
         if self.is_behind_training:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
+            try:
+                save.copies = self._thread.submit(self._replicate, turn, save, shelf, own, error)
+            except RuntimeError:
+                # The interpreter is leaving, or the manager is closed: nobody is to wait for it.
+                turn.end()
+                raise
             save.copies_come_later = True
-            save.copies = self._thread.submit(self._replicate, turn, save, shelf, own, error)
             return
         save.copies = Future()
         try:

@@ -70,7 +70,6 @@ class MemoryStore(Store):
         self._keep_last = keep_last
         self._owners: set[int] = set()
         self._preparing: threading.Thread | None = None
-        self._closed = False
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}

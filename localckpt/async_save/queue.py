@@ -31,6 +31,7 @@ from localckpt.async_save.request import (
     judge,
     must_run_in_trainer,
     run_failure_fns,
+    run_stop_fns,
 )
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
@@ -225,6 +226,8 @@ class AsyncCallsQueue:
                     logger.error("a further call failed at close: %s", error)
                 # A rank that did not come for one call will not come for the next.
                 raised, abort = raised or error, self._lost_ranks
+        if abort:
+            self._stop_waiting()
         for caller in self._callers:
             caller.close(abort)
         while self._entries:
@@ -239,6 +242,7 @@ class AsyncCallsQueue:
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
+        self._stop_waiting()
         for caller in self._callers:
             caller.close()
         if self._entries:
@@ -247,6 +251,10 @@ class AsyncCallsQueue:
                 ", ".join(entry.name for entry in self._entries),
             )
             self._entries.clear()
+
+    def _stop_waiting(self) -> None:
+        for entry in self._entries:
+            run_stop_fns(entry.request)
 
     def _check_usable(self) -> None:
         self._check_fork()

@@ -25,6 +25,7 @@ __all__ = [
     "judge",
     "must_run_in_trainer",
     "run_failure_fns",
+    "run_stop_fns",
     "runs_in_trainer",
 ]
 
@@ -53,6 +54,8 @@ class AsyncRequest(NamedTuple):
         call_idx: Number of the call in its queue.
         failure_fns: Run in place of ``finalize_fns``, on every rank, with the error that every
             rank is about to raise.
+        stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
+            of the call: other ranks may not come any more, and it is to wait for none.
     """
 
     async_fn: Callable[..., Any] | None
@@ -63,6 +66,7 @@ class AsyncRequest(NamedTuple):
     is_frozen: bool = False
     call_idx: int = 0
     failure_fns: Sequence[Callable[[BaseException], None]] = ()
+    stop_fns: Sequence[Callable[[], None]] = ()
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function that runs after those that are there.
@@ -168,6 +172,15 @@ def run_failure_fns(request: AsyncRequest, error: BaseException) -> None:
             fn(error)
         except Exception:
             logger.exception("%s failed while cleaning up after: %s", function_name(fn), error)
+
+
+def run_stop_fns(request: AsyncRequest) -> None:
+    """Tell the owner of a call that nobody waits for it any more; as :func:`run_failure_fns`."""
+    for fn in request.stop_fns:
+        try:
+            fn()
+        except Exception:
+            logger.exception("%s failed while a call was given up", function_name(fn))
 
 
 @dataclass(frozen=True, slots=True)

@@ -459,6 +459,9 @@ class BaseCheckpointManager(ABC):
             exc_info=not isinstance(error, CheckpointingException),
         )
         save.error, save.shards = f"{type(error).__name__}: {error}", []
+        if save.copies is not None and save.copies.done():
+            # It may hold this error, and that what it came through, this save included.
+            save.copies = None
 
     def _request(self, save: SaveUnderWay) -> AsyncRequest:
         """What keeps the shards behind training, and what follows once it is over."""
@@ -473,6 +476,7 @@ class BaseCheckpointManager(ABC):
             args,
             [lambda: self._finalize(save)],
             failure_fns=[lambda _: self._take_back(save)],
+            stop_fns=[self._replicator.cancel],
         )
 
     @runs_in_trainer

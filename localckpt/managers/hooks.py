@@ -82,6 +82,9 @@ class HookShelf(Shelf):
     def wait_staged(self) -> None:
         """Staging a state for the hooks copies all of it at once."""
 
+    def was_sent(self, identity: ShardIdentity) -> None:
+        """The image that travels is no other state's."""
+
     def wait_sealed(self) -> None:
         """States have no digests."""
 

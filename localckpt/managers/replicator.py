@@ -16,16 +16,12 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
-from localckpt.replication.agreement import Attempt
-from localckpt.replication.base import ReplicationStrategy
+from localckpt.replication.agreement import Attempt, forget_frames
+from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 
 __all__ = ["Replicator"]
 
 logger = logging.getLogger(__name__)
-
-# Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
-# each has the deadline once.
-_STEPS = 6
 
 
 class Replicator:
@@ -75,15 +71,21 @@ class Replicator:
             own: This rank's shard; ``None`` if it could not be staged.
             error: Why not; the others of the clique are told.
         """
+        turn = self._strategy.take_turn()
         if self.is_behind_training:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
+            try:
+                save.copies = self._thread.submit(self._replicate, turn, save, shelf, own, error)
+            except RuntimeError:
+                # The interpreter is leaving, or the manager is closed: nobody is to wait for it.
+                turn.end()
+                raise
             save.copies_come_later = True
-            save.copies = self._thread.submit(self._replicate, save, shelf, own, error)
             return
         save.copies = Future()
         try:
-            save.copies.set_result(self._replicate(save, shelf, own, error))
+            save.copies.set_result(self._replicate(turn, save, shelf, own, error))
         except BaseException as failure:
             save.copies.set_exception(failure)
             if own is not None:
@@ -102,14 +104,14 @@ class Replicator:
         if not save.copies.done():
             raise CheckpointingException(
                 f"replicating iteration {save.identity.iteration} has not ended after "
-                f"{_STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
+                f"{STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
             )
         return save.copies.result()
 
     def settle(self, save: SaveUnderWay) -> None:
         """Return when nothing is being sent or received for a save, or its deadlines are past."""
         if save.copies is not None:
-            wait_for_futures([save.copies], _STEPS * self._timeout_s)
+            wait_for_futures([save.copies], STEPS * self._timeout_s)
 
     def cancel(self) -> None:
         """End what is under way; the other ranks may not come any more."""
@@ -121,6 +123,29 @@ class Replicator:
             self._thread.shutdown()
 
     def _replicate(
+        self,
+        turn: Turn,
+        save: SaveUnderWay,
+        shelf: Shelf,
+        own: StagedShard | None,
+        error: str | None,
+    ) -> list[StagedShard]:
+        try:
+            if not turn.wait(STEPS * self._timeout_s):
+                raise CheckpointingException(
+                    f"iteration {save.identity.iteration} is not replicated: the replication "
+                    f"before it has not ended after {STEPS * self._timeout_s:g} s"
+                )
+            return self._exchange(save, shelf, own, error)
+        except Exception as failure:
+            # Else the frames, and with them the images, would stay until cycles are collected.
+            forget_frames(failure)
+            raise
+        finally:
+            shelf.was_sent(save.identity)
+            turn.end()
+
+    def _exchange(
         self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
     ) -> list[StagedShard]:
         began = time.monotonic()
@@ -144,15 +169,16 @@ class Replicator:
                 error=error or staging.told,
             )
             shards = [shelf.received(of(peer)) for peer in received]
-        except PeerLostError as failure:
-            if self._strict:
-                raise
+        except Exception as failure:
             shelf.drop_unfinished(rooms)
+            if self._strict or not isinstance(failure, PeerLostError):
+                raise
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
                 save.identity.iteration,
                 str(failure),
             )
+            forget_frames(failure)
             return []
         save.kept = [shard.identity.rank for shard in shards]
         save.replicate_s = time.monotonic() - began

@@ -96,6 +96,10 @@ class Shelf(ABC):
         """Return when everything that was staged is in host memory."""
 
     @abstractmethod
+    def was_sent(self, identity: ShardIdentity) -> None:
+        """What was staged to travel does so no more: other ranks have it, or will not get it."""
+
+    @abstractmethod
     def wait_sealed(self) -> None:
         """Return when everything that was staged can be kept."""
 

@@ -120,6 +120,12 @@ class StoreShelf(Shelf):
         for copies in self._copies:
             copies.wait()
 
+    def was_sent(self, identity: ShardIdentity) -> None:
+        with self._lock:
+            sent = [begun.buffer for begun in self._begun if begun.identity == identity]
+        for buffer in sent:
+            buffer.is_being_sent = False
+
     def wait_sealed(self) -> None:
         self.wait_staged()
         # Others compute theirs while they write.
@@ -146,6 +152,8 @@ class StoreShelf(Shelf):
             sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
             self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
             source = _StagedSource(image, capture, covered, sealing)
+            # Until was_sent: this node may have written it long before.
+            buffer.is_being_sent = True
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
         )

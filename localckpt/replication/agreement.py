@@ -5,6 +5,7 @@ Without it a rank that fails would leave the others to run into their deadlines,
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from localckpt import errors
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 
-__all__ = ["GRACE_S", "Attempt", "agree", "give_up", "require_same"]
+__all__ = ["GRACE_S", "Attempt", "agree", "forget_frames", "give_up", "require_same"]
 
 # A rank whose connections broke waits this long for the others to have noticed, and say why.
 GRACE_S = 10.0
@@ -115,6 +116,17 @@ def require_same(what: str, values: Mapping[int, str]) -> None:
         f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
         f"was saved before stands. Let all ranks call it with the same {what}."
     )
+
+
+def forget_frames(failure: BaseException | None) -> None:
+    """Drop the variables of the calls that failed, images among them; those that run keep theirs.
+
+    An exception that is kept in a variable of a call that it came through would keep all of them
+    until Python looks for cycles.
+    """
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__cause__ or failure.__context__
 
 
 def _describe(failure: Exception | None) -> list[str] | None:

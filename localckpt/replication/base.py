@@ -6,6 +6,7 @@ into images and back at the edge.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,13 +23,38 @@ from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.source import MemorySource, ShardSource
 
-__all__ = ["Accept", "ReplicationStrategy"]
+__all__ = ["STEPS", "Accept", "ReplicationStrategy", "Turn"]
+
+STEPS = 6
+"""Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
+how often a replication may need the deadline."""
 
 # Two steps of a replication that each wait until their deadline end before the manager's.
 _STEPS_IN_TIME = 3
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
+
+
+class Turn:
+    """One replication's place among all that a strategy makes, whichever threads make them.
+
+    Args:
+        before: Is set when the one before it is over; ``None`` for the first.
+    """
+
+    def __init__(self, before: threading.Event | None) -> None:
+        self._before = before
+        self.over = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for all before it; whether they are over."""
+        return self._before is None or self._before.wait(timeout_s)
+
+    def end(self) -> None:
+        """Let the next one begin."""
+        self._before = None
+        self.over.set()
 
 
 class ReplicationStrategy(ABC):
@@ -54,6 +80,15 @@ class ReplicationStrategy(ABC):
         self.target_device = target_device
         self._process_group = process_group
         self._everyone: Coordinator | None = None
+        self._last_turn: Turn | None = None
+
+    def take_turn(self) -> Turn:
+        """Announce a call of :meth:`replicate_image`; all ranks do so in the same order.
+
+        Managers may share a strategy, and each makes its copies in a thread of its own.
+        """
+        self._last_turn = Turn(None if self._last_turn is None else self._last_turn.over)
+        return self._last_turn
 
     def take_timeout(self, timeout_s: float) -> None:
         """Take a part of a manager's deadline, unless the strategy was given one."""
@@ -121,7 +156,7 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """End what another thread waits for here, with an error there."""
+        """End what other threads wait for here, with an error there, up to the next turn."""
 
     @abstractmethod
     def close(self) -> None:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from localckpt.coordination import default_store
 from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.replication.agreement import forget_frames
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import (
     CHUNK_NBYTES,
@@ -162,6 +163,9 @@ class HostTransport:
             self._disconnect()
         for receiver in receivers:
             receiver.join()
+        for failure in failures:
+            # Threads' frames hold each other's failures, and the images.
+            forget_frames(failure)
         if failures:
             # That a peer was lost may be the consequence of what went wrong here.
             own = [failure for failure in failures if not isinstance(failure, PeerFailed)]

@@ -141,6 +141,16 @@ class Membership:
             self._cliques = _places(told, self._everyone().global_ranks)
         return self._cliques
 
+    def begin_anew(self) -> None:
+        """Count what the members do from the beginning, with a new coordinator; all ranks call it.
+
+        A member that was left with an error may be some replications behind the others.
+        """
+        if self._group is not None:
+            self._coordinator = Coordinator(
+                "clique", None, self._timeout_s, ranks=self._group.ranks
+            )
+
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for good."""
         self._timeout_s = timeout_s

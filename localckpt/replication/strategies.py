@@ -17,7 +17,7 @@ import torch.distributed as dist
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
 from localckpt.replication.agreement import GRACE_S, Attempt, agree, require_same
-from localckpt.replication.base import Accept, ReplicationStrategy
+from localckpt.replication.base import STEPS, Accept, ReplicationStrategy, Turn
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import CHUNK_NBYTES
 from localckpt.replication.membership import Membership
@@ -231,8 +231,15 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         )  # fmt: skip
         return [peer.id_ for peer in senders]
 
-    def take_domains(self, domains: Sequence[str]) -> None:
+    def take_turn(self) -> Turn:
         self._members.wait_again()
+        return super().take_turn()
+
+    def take_domains(self, domains: Sequence[str]) -> None:
+        if self._last_turn is not None:
+            # Other ranks, too, had theirs over or given up before they came here.
+            self._last_turn.over.wait(STEPS * self.timeout_s)
+        self._members.begin_anew()
         self._members.take_domains(domains)
 
     @property

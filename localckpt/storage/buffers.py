@@ -40,6 +40,8 @@ class Buffer(ABC):
     """All bytes, writable; a whole number of pages."""
     lease = 0
     """How often it has been taken: tells a save whether the buffer is still its own."""
+    is_being_sent = False
+    """Whether other ranks still get its bytes; it is not free before they have them."""
 
     @property
     @abstractmethod
@@ -107,7 +109,7 @@ class PrivateBuffer(Buffer):
 
     @property
     def in_use(self) -> bool:
-        return self._in_use
+        return self._in_use or self.is_being_sent
 
     def take(self) -> None:
         super().take()

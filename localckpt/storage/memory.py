@@ -70,7 +70,6 @@ class MemoryStore(Store):
         self._keep_last = keep_last
         self._owners: set[int] = set()
         self._preparing: threading.Thread | None = None
-        self._closed = False
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}
@@ -184,9 +183,10 @@ class MemoryStore(Store):
                 buffer.pin(pin)
             # Who closed the store may not have waited for this.
             if not self._closed:
-                with storage_errors("keep memory ready in", self.folder):
+                # At once, or a save that claims it meanwhile would map it a second time.
+                with self._lock, storage_errors("keep memory ready in", self.folder):
                     os.rename(path, spare)
-                self._spares[spare.name] = buffer
+                    self._spares[spare.name] = buffer
                 kept = True
         except StorageError as error:
             logger.warning("memory could not be had ahead of time: %s", error)

@@ -105,6 +105,7 @@ class Store(ABC):
         self._session = self.root / session_name(session_id)
         self.folder = self._session / str(rank)
         self._lock = threading.RLock()
+        self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
         self._owner = Owner.me()
         # A process may have several: the last one that was opened has the folder.
@@ -360,6 +361,7 @@ class Store(ABC):
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         """Remove the spares, and what was begun of shards that are not written, and leave."""
+        self._closed = True
         with storage_errors("clean up", self.folder):
             for path in map(self._dirty, unfinished):
                 path.unlink(missing_ok=True)
@@ -409,12 +411,13 @@ class Store(ABC):
     def _to_spare(self, identity: ShardIdentity, path: Path) -> None:
         spare = self.folder / f"{path.stem}.{secrets.token_hex(4)}{SPARE}"
         with storage_errors("retire", path):
-            try:
-                os.rename(path, spare)
-            except FileNotFoundError:
-                pass
+            if self._closed:
+                # No save of this rank will want it.
+                path.unlink(missing_ok=True)
             else:
-                self._became_spare(identity, spare)
+                with suppress(FileNotFoundError):
+                    os.rename(path, spare)
+                    self._became_spare(identity, spare)
         self._shards.pop(identity, None)
 
     @abstractmethod

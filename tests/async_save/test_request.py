@@ -36,6 +36,7 @@ def test_the_fields_stand_in_the_order_that_other_queues_expect() -> None:
         "is_frozen",
         "call_idx",
         "failure_fns",
+        "stop_fns",
     )
 
 

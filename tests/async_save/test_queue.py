@@ -338,6 +338,42 @@ def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
     assert not our_children()
 
 
+@pytest.mark.parametrize("how", ["left with an error", "aborted"])
+def test_calls_are_told_not_to_wait_for_others_before_the_queue_waits_for_them(how: str) -> None:
+    begun, told, over = threading.Event(), threading.Event(), list[bool]()
+    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
+
+    @runs_in_trainer
+    def wait_for_a_peer() -> None:
+        begun.set()
+        over.append(told.wait(PATIENCE_S))
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    # A function that fails keeps no other call from being told.
+    queue.schedule_async_request(AsyncRequest(None, (), [], stop_fns=[fail]))
+    queue.schedule_async_request(AsyncRequest(wait_for_a_peer, (), [], stop_fns=[told.set]))
+    assert begun.wait(PATIENCE_S)
+    if how == "aborted":
+        queue.close(abort=True)
+    else:
+        with pytest.raises(ZeroDivisionError), queue:
+            fail()
+
+    assert over == [True]
+
+
+def test_a_queue_that_is_closed_tells_no_call_to_stop(queue: AsyncCallsQueue) -> None:
+    told, finalized = list[str](), list[str]()
+    stop, finalize = (lambda: told.append("stop")), (lambda: finalized.append("finalized"))
+
+    queue.schedule_async_request(AsyncRequest(None, (), [finalize], stop_fns=[stop]))
+    queue.close()
+
+    assert (told, finalized) == ([], ["finalized"])
+
+
 def test_warm_up_has_the_worker_ready_before_the_first_call(
     queue: AsyncCallsQueue, tmp_path: Path, our_children: Children
 ) -> None:

@@ -48,13 +48,14 @@ def root(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Path:
 
 
 def _save_more_than_there_is_room_for(
-    rank: int, world_size: int, kind: str, policy: str, worker: str
+    rank: int, world_size: int, kind: str, policy: str, worker: str, replicated: bool = False
 ) -> list[Any]:
     """Two buffers, and saves that nobody carries out on rank 1 until all have been tried."""
     told: list[Any] = []
     options = {"on_busy": policy, "async_worker": worker, "keep_last": 9}
     with (
-        make_manager(kind, node_store(), "job", **options) as manager,
+        cliques(1, 2) if replicated else nullcontext() as repl,
+        make_manager(kind, node_store(), "job", repl, **options) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         requests = []
@@ -82,17 +83,20 @@ def _save_more_than_there_is_room_for(
         save(manager, state_of(rank, 3), 3, queue)
         assert resume(manager, rank, 3) == "own node"
         assert iterations_on(node_store()) == {1, 2, 3}
+        assert (manager.degraded, manager.degraded_saves) == (0, 0)
     return told
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("worker", "replicated"), [("thread", False), ("process", False), ("thread", True)]
+)
 def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say_so(
-    kind: str, worker: str, node_dirs: Dirs, shm_roots: Dirs
+    kind: str, worker: str, replicated: bool, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)
 
     told = run_ranks(
-        _save_more_than_there_is_room_for, 2, kind, "skip", worker, store_per_node=nodes
+        _save_more_than_there_is_room_for, 2, kind, "skip", worker, replicated, store_per_node=nodes
     )
 
     assert told == [[(True, 3), (True, 4), 2]] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from localckpt.storage.aside import why_set_aside
 from localckpt.storage.owner import Owner
 from tests.storage.conftest import Node
 from tests.storage.shards import (
+    PATIENCE_S,
     another_process,
     assert_loads,
     found,
@@ -531,3 +533,38 @@ def test_a_store_whose_directory_is_removed_says_so(node: Node) -> None:
         store.scan()
     with pytest.raises(StorageError):
         save(store, identity(2))
+
+
+def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(node: Node) -> None:
+    store = node()
+    count = 40
+    over: dict[int, int] = {}
+
+    def keep(rank: int) -> None:
+        for iteration in range(1, count + 1):
+            # With memory made ahead of time, and by turns larger, so that files are taken over.
+            who, nbytes = identity(iteration, rank), 50_000 * (1 + iteration % 3)
+            store.prepare(rank, nbytes + 10_000)
+            save(store, who, nbytes)
+            if iteration % 5 == 0:
+                # As a copy that did not come.
+                job = staged(store, identity(1000 + iteration, rank))
+                store.drop_unfinished(job.buffer, job.buffer.lease, job.identity)
+            if rank == 0:
+                store.retire(identity(max(1, iteration - 1)).version, set())
+            else:
+                store.scan()
+            over[rank] = iteration
+
+    with ThreadPoolExecutor(2) as threads:
+        for thread in [threads.submit(keep, rank) for rank in (0, 1)]:
+            thread.result(PATIENCE_S)
+
+    assert over == {0: count, 1: count}
+    store.retire(identity(count).version, set())
+    assert found(store) == {identity(count, rank) for rank in (0, 1)}
+    for rank in (0, 1):
+        assert_loads(store, identity(count, rank), 50_000 * (1 + count % 3))
+    assert "dirty" not in names(store.folder)
+    store.close()
+    assert names(store.folder) <= {"safetensors", "epoch"}

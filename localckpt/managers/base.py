@@ -34,7 +34,12 @@ from localckpt.managers.coverage import (
     judge_newest,
     save_problems,
 )
-from localckpt.managers.durability import Durability, durability_found, durability_saved
+from localckpt.managers.durability import (
+    Durability,
+    chances_of_loss,
+    durability_found,
+    durability_saved,
+)
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.hooks import HookShelf
@@ -51,6 +56,7 @@ from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
+from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -390,6 +396,20 @@ class BaseCheckpointManager(ABC):
             for iteration in reversed(self._under_way)
         ]
         return captured + [self._standing[c] for c in self._complete if c in self._standing]
+
+    def survivability(self) -> list[LossChance]:
+        """How likely 1, 2, 3 and 4 lost nodes lose data, as ranks are on nodes; all ranks call it.
+
+        It is of a checkpoint with all its copies. ``localckpt survive`` compares other schemes.
+
+        Raises:
+            MismatchError: The ranks do not belong together.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._finish_copies()
+        self._join()
+        assert self._domains is not None
+        return chances_of_loss(self._domains, self._strategy.keepers)
 
     def _finish_copies(self) -> None:
         if self._redundancy is not None:

@@ -13,8 +13,17 @@ from typing import Literal
 from localckpt.ids import Checkpoint
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.holdings import Holdings
+from localckpt.replication.survival import LossChance, loss_of_groups
 
-__all__ = ["Durability", "durability_found", "durability_saved", "spared"]
+__all__ = [
+    "Durability",
+    "chances_of_loss",
+    "durability_found",
+    "durability_saved",
+    "spared",
+]
+
+_MOST_LOST = 4
 
 Rung = Literal["captured", "local", "replicated"]
 
@@ -78,6 +87,22 @@ def durability_found(
         [len(held_on[rank]) for rank in ranks],
         [1 + len(keepers.get(rank, ())) for rank in ranks],
     )
+
+
+def chances_of_loss(nodes: Sequence[str], keepers: Mapping[int, Sequence[int]]) -> list[LossChance]:
+    """How likely data is lost with 1, 2, ... nodes, for a checkpoint with all its copies.
+
+    Args:
+        nodes: For each rank of the job its node.
+        keepers: For each rank those that keep a copy of its shard.
+    """
+    groups = [
+        frozenset(nodes[keeper] for keeper in (rank, *keepers.get(rank, ())))
+        for rank in range(len(nodes))
+    ]
+    most = min(_MOST_LOST, len(set(nodes)))
+    spare = [len(group) - 1 for group in groups]
+    return [loss_of_groups(groups, spare, lost) for lost in range(1, most + 1)]
 
 
 def spared(

@@ -22,6 +22,7 @@ from localckpt.replication.parity.gf import (
     Bytes,
     Scratch,
     scale_xor_into,
+    xor_into,
     xtime_xor_into,
 )
 from localckpt.replication.parity.stripes import Strip

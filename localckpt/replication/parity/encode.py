@@ -12,18 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from localckpt.errors import MismatchError
-from localckpt.replication.connections import HostConnections
 from localckpt.replication.parity.chains import Chain, Hop, Term
-from localckpt.replication.parity.relay import relay
+from localckpt.replication.parity.relay import Relay
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["encode", "encoding_chains"]
+__all__ = ["clear_unused", "encode", "encoding_chains"]
 
 
 def encode(
     layout: ParityLayout,
-    connections: HostConnections,
+    relay: Relay,
     source: ShardSource,
     parity: memoryview,
     timeout_s: float,
@@ -37,7 +36,7 @@ def encode(
 
     Args:
         layout: The same on all ranks; they agree on it beforehand.
-        connections: Between the members, in their order.
+        relay: Over connections between the members, in their order.
         source: This member's image. It must not change meanwhile.
         parity: Writable memory for ``layout.parity_nbytes``.
         timeout_s: Deadline of it all, in seconds.
@@ -45,10 +44,11 @@ def encode(
 
     Raises:
         MismatchError: The connections, the image or the memory do not fit the layout.
-        PeerLostError: A member died, stopped or failed; see :func:`relay`. What ``parity`` holds
-            then is of no use.
+        PeerLostError: A member died, stopped or failed; see :meth:`Relay.run`. What ``parity``
+            holds then is of no use.
         CheckpointingException: The source failed.
     """
+    connections = relay.connections
     if len(connections.ranks) != layout.members:
         raise MismatchError(
             f"{len(connections.ranks)} ranks cannot encode the parity of {layout.members} members"
@@ -65,13 +65,10 @@ def encode(
             f"{parity.nbytes}"
         )
     parity = parity.cast("B")
-    for row in range(layout.parity):
-        strip = layout.row((member - row) % layout.members, row)
-        _clear(parity[strip.start + strip.nbytes : strip.start + layout.chunk_nbytes])
-    relay(
+    clear_unused(layout, member, parity)
+    relay.run(
         "encoding parity",
         encoding_chains(layout, connections.ranks),
-        connections,
         {(Kind.IMAGE, member): source},
         {(Kind.PARITY, member): parity},
         timeout_s,
@@ -98,6 +95,9 @@ def encoding_chains(layout: ParityLayout, ranks: Sequence[int]) -> list[Chain]:
     return chains
 
 
-def _clear(view: memoryview) -> None:
-    """Zeros, as no sum reaches so far; at most one chunk's worth."""
-    np.frombuffer(view, np.uint8)[:] = 0
+def clear_unused(layout: ParityLayout, member: int, parity: memoryview) -> None:
+    """Zeros where no chunk of a stripe reaches, so no sum comes there."""
+    for row in range(layout.parity):
+        strip = layout.row((member - row) % layout.members, row)
+        unused = parity[strip.start + strip.nbytes : strip.start + layout.chunk_nbytes]
+        np.frombuffer(unused, np.uint8)[:] = 0

@@ -12,6 +12,7 @@ A rank that is lost stops the whole relay, so most ranks lose peers that only ga
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ from localckpt.replication.parity.chains import (
 )
 from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
+from localckpt.state_dict.host_memory import address_of, prefer_huge_pages
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["Landed", "Sinks", "Sources", "relay"]
+__all__ = ["Landed", "Relay", "Sinks", "Sources"]
 
 Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
 """Where a rank reads what a member keeps."""
@@ -49,56 +51,102 @@ Landed: TypeAlias = Callable[[Strip, int, int], None]
 # Tags of a chain's messages; connections keep the fourth for themselves.
 _DATA, _MARK, _ANSWER, _TAGS = 0, 1, 2, 4
 # Messages that need no room are asked for so far ahead.
-_AHEAD = 16
+_AHEAD = 64
 # Answers are sent at once where the peer waits for them; they are looked at later.
 _MOST_ANSWERS = 64
 
 
-def relay(
-    what: str,
-    chains: Sequence[Chain],
-    connections: HostConnections,
-    sources: Sources,
-    sinks: Sinks,
-    timeout_s: float,
-    *,
-    landed: Landed = lambda place, start, stop: None,
-    message_nbytes: int | None = None,
-) -> None:
-    """Compute sums on their way; the ranks of the connections call it together.
-
-    When it raises, the connections are cut, and nothing is read from or written to the memory any
-    more. When it returns, this rank has done its part and all that it sent has arrived.
+class Relay:
+    """Computes sums on their way over some connections, again and again with the same memory.
 
     Args:
-        what: What this is for, as "encoding parity", for messages.
-        chains: The same on all ranks.
-        connections: Made by :meth:`HostConnections.connect`.
-        sources: What this rank's hops read.
-        sinks: Where the sums go that end on this rank.
-        timeout_s: Deadline of the whole relay, in seconds. Finding out who is to blame takes at
-            most four more.
-        landed: Told of every part of a sum that has come to its sink, each chain's in order.
-        message_nbytes: Size of a message, if it is not to be chosen.
-
-    Raises:
-        PeerLostError: A peer died, stopped or failed. It is named, and how far it came.
-        CheckpointingException: A source failed; the peers see this rank as lost, with the reason.
+        connections: Made by :meth:`HostConnections.connect`. They stay the caller's.
     """
-    if connections.store is None:
-        raise MismatchError("a relay needs connections of its own, made by HostConnections.connect")
-    under_way = _Relay(chains, connections, sources, sinks, timeout_s, landed, message_nbytes)
-    try:
-        under_way.run()
-    except PeerFailed as failed:
-        raise _give_up(what, connections, under_way.ledger, failed) from failed.__cause__
-    except BaseException as error:
-        _leave(connections, LastWord(reason=f"{type(error).__name__}: {error}"), error)
-        raise
+
+    def __init__(self, connections: HostConnections) -> None:
+        if connections.store is None:
+            raise MismatchError(
+                "a relay needs connections of its own, made by HostConnections.connect"
+            )
+        self.connections = connections
+        self.broken = False
+        self._memory = _Memory()
+
+    def run(
+        self,
+        what: str,
+        chains: Sequence[Chain],
+        sources: Sources,
+        sinks: Sinks,
+        timeout_s: float,
+        *,
+        landed: Landed = lambda place, start, stop: None,
+        message_nbytes: int | None = None,
+    ) -> None:
+        """Carry out chains; the ranks of the connections call it together.
+
+        When it raises, the connections are cut, and nothing is read from or written to the memory
+        any more. When it returns, this rank has done its part and all that it sent has arrived.
+
+        Args:
+            what: What this is for, as "encoding parity", for messages.
+            chains: The same on all ranks.
+            sources: What this rank's hops read.
+            sinks: Where the sums go that end on this rank.
+            timeout_s: Deadline of it all, in seconds. Finding out who is to blame takes at most
+                eight more.
+            landed: Told of every part of a sum that has come to its sink, each chain's in order.
+            message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
+
+        Raises:
+            PeerLostError: A peer died, stopped or failed. It is named, and how far it came.
+            CheckpointingException: A source failed; the peers hear the reason.
+        """
+        if self.broken:
+            raise PeerLostError(
+                f"rank {self.connections.rank} was {what}, and cannot: these connections broke "
+                f"before"
+            )
+        job = _Job(
+            *(chains, self.connections, sources, sinks, landed),
+            *(self._memory, timeout_s, message_nbytes),
+        )
+        try:
+            job.run()
+        except BaseException as error:
+            self.broken = True
+            if not isinstance(error, PeerFailed):
+                word = LastWord(reason=f"{type(error).__name__}: {error}")
+                _leave(self.connections, word, error)
+                raise
+            raise _give_up(what, self.connections, job.ledger, error) from error.__cause__
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.broken = True
+        self._memory = _Memory()
 
 
-class _Relay:
-    """One relay as this rank sees it."""
+class _Memory:
+    """Rooms for messages under way, and what the arithmetic needs; kept from run to run."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self._map: mmap.mmap | None = None
+
+    def rooms(self, count: int, nbytes: int) -> list[memoryview]:
+        """So many rooms of so many bytes; what they held before is lost."""
+        if not count * nbytes:
+            return []
+        if self._map is None or len(self._map) < count * nbytes:
+            self._map = mmap.mmap(-1, count * nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            prefer_huge_pages(address_of(memoryview(self._map)), count * nbytes)
+        whole = memoryview(self._map)
+        return [whole[start : start + nbytes] for start in range(0, count * nbytes, nbytes)]
+
+
+class _Job:
+    """One run of a relay as this rank sees it."""
 
     def __init__(
         self,
@@ -106,8 +154,9 @@ class _Relay:
         connections: HostConnections,
         sources: Sources,
         sinks: Sinks,
-        timeout_s: float,
         landed: Landed,
+        memory: _Memory,
+        timeout_s: float,
         message_nbytes: int | None,
     ) -> None:
         self.ledger = Ledger(connections.rank, timeout_s)
@@ -116,14 +165,12 @@ class _Relay:
         self._sources = sources
         self._sinks = sinks
         self._landed = landed
-        self._scratch = Scratch()
+        self._scratch = memory.scratch
         when = schedule(chains, message_nbytes)
         self._tasks = tasks_of(connections.rank, chains, when)
         self._next = next(self._tasks, None)
         longest = max((c.spans[-1][1] for c in chains if c.spans), default=0)
-        self._room_nbytes = min(when.message_nbytes, longest)
-        self._unmade_rooms = when.rooms
-        self._free: list[memoryview] = []
+        self._free = memory.rooms(when.rooms, min(when.message_nbytes, longest))
         self._ready: deque[_Ready] = deque()
         self._unanswered: deque[_Sent] = deque()
         self._answers: deque[tuple[int, dist.Work]] = deque()
@@ -182,9 +229,6 @@ class _Relay:
             return _Ready(task, sink[start : start + nbytes])
         if not task.hop and (view := self._lasting(chain.hops[0], task)) is not None:
             return _Ready(task, view, is_summed=True)
-        if not self._free and self._unmade_rooms:
-            self._unmade_rooms -= 1
-            self._free.append(memoryview(bytearray(self._room_nbytes)))
         if not self._free:
             return None
         room = self._free.pop()

@@ -78,23 +78,24 @@ def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> lis
     for want in wants:
         for stripe, place in _places(layout, want):
             symbols = _Symbols.of(layout, stripe)
+            # The same sum of the same parts is one chain, wherever in the stripe it is needed.
             spans: dict[tuple[tuple[Strip, int], ...], list[tuple[int, int]]] = {}
             for start, stop in _spans(symbols, left, want, place):
                 lost = symbols.lost(left, start)
-                parts = symbols.express(place, lost)
+                parts = symbols.express(place, lost, start)
                 if parts is None:
                     hopeless.append(_describe(stripe, place, lost, start, stop))
                 else:
                     spans.setdefault(tuple(parts.items()), []).append((start, stop))
-            for parts, where in spans.items():
-                hops = _hops(parts, left, want.rank, stripe)
+            for terms, where in spans.items():
+                hops = _hops(terms, left, want.rank, turn=len(chains))
                 chains.append(Chain(hops, place, tuple(where)))
     if hopeless:
         more = f", and {len(hopeless) - _NAMED} more places" if len(hopeless) > _NAMED else ""
         raise NoReplicasAvailableError(
-            f"more is lost than {layout.parity} parities of a group of {layout.members} can make up "
-            f"for: {'; '.join(hopeless[:_NAMED])}{more}. What is left is untouched. Bring back a "
-            f"node that holds what is missing, or load an older checkpoint."
+            f"more is lost than {layout.parity} parities of a group of {layout.members} can make "
+            f"up for: {'; '.join(hopeless[:_NAMED])}{more}. What is left is untouched. Bring back "
+            f"a node that holds what is missing, or load an older checkpoint."
         )
     return chains
 
@@ -133,8 +134,10 @@ class _Symbols:
             )
         )
 
-    def express(self, wanted: Strip, lost: frozenset[Strip]) -> dict[Strip, int] | None:
-        """What is wanted as a sum of what can be read, each with a factor that is not 0.
+    def express(self, wanted: Strip, lost: frozenset[Strip], start: int) -> dict[Strip, int] | None:
+        """A block of a strip as a sum of what can be read, each with a factor that is not 0.
+
+        Strips that have only zeros there are no part of it, whether they can be read or not.
 
         Returns:
             ``None`` if there is no such sum.
@@ -151,7 +154,7 @@ class _Symbols:
         else:
             for number, factor in enumerate(self.factors[self.rows.index(wanted)]):
                 self._add_chunk(sums, number, factor, unknown, known_rows)
-        return {strip: factor for strip, factor in sums.items() if factor}
+        return {strip: factor for strip, factor in sums.items() if factor and start < strip.nbytes}
 
     def _add_chunk(
         self,
@@ -181,11 +184,12 @@ class _Symbols:
             return [(row, inverse(self.factors[row][number]))]
         first, second = known_rows
         (other,) = (chunk for chunk in unknown if chunk != number)
-        ours, theirs = (
-            [self.factors[row][chunk] for row in known_rows] for chunk in (number, other)
-        )
-        scale = inverse(multiply(ours[0], theirs[1]) ^ multiply(ours[1], theirs[0]))
-        return [(first, multiply(scale, theirs[1])), (second, multiply(scale, theirs[0]))]
+        # Cramer's rule; subtracting is adding.
+        theirs = self.factors[second][other], self.factors[first][other]
+        determinant = multiply(self.factors[first][number], theirs[0])
+        determinant ^= multiply(self.factors[second][number], theirs[1])
+        scale = inverse(determinant)
+        return [(first, multiply(scale, theirs[0])), (second, multiply(scale, theirs[1]))]
 
 
 def _places(layout: ParityLayout, want: Want) -> Iterator[tuple[int, Strip]]:

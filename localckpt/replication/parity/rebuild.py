@@ -61,9 +61,10 @@ def rebuild(
     """
     rank = relay.connections.rank
     _require_fit(layout, chains, rank, sources, sinks)
-    for kind, member in sinks:
+    sinks = {place: sink.cast("B") for place, sink in sinks.items()}
+    for (kind, member), sink in sinks.items():
         if kind is Kind.PARITY:
-            clear_unused(layout, member, sinks[kind, member])
+            clear_unused(layout, member, sink)
     refused: list[tuple[int, str]] = []
 
     def landed(place: Strip, start: int, stop: int) -> None:
@@ -86,9 +87,8 @@ def rebuild(
         message_nbytes=message_nbytes,
     )
     if refused:
-        named = ", ".join(
-            f"block {block} of the {what}" for block, what in sorted(refused)[:_NAMED]
-        )
+        refused.sort()
+        named = ", ".join(f"block {block} of the {what}" for block, what in refused[:_NAMED])
         more = f", and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
         raise CorruptShardError(
             f"rank {rank} rebuilt what is not what was lost: {named}{more}. Something that it was "
@@ -120,7 +120,7 @@ def _require_fit(
             )
     for kind, member in sorted(written | set(sinks)):
         sink = sinks.get((kind, member))
-        if sink is None or sink.readonly or len(sink.cast("B")) != nbytes_of(kind, member):
+        if sink is None or sink.readonly or sink.nbytes != nbytes_of(kind, member):
             raise MismatchError(
                 f"rank {rank} needs writable memory of {nbytes_of(kind, member)} bytes for the "
                 f"{kind.name.lower()} of member {member}"

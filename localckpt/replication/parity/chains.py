@@ -44,9 +44,9 @@ ROOM_NBYTES = 32 << 20
 
 _LARGEST_MESSAGE_NBYTES = 4 << 20
 _SMALLEST_MESSAGE_NBYTES = 512 << 10
-# Rooms for each message that a rank sends in one step: two are needed, see above, and with a third
-# the messages of the next step can come meanwhile.
-_STEPS_OF_ROOM = 3
+# Rooms for each message that a rank sends in one step: fewer could lock ranks up, see above; with
+# more, messages would have to be smaller, which measured slower.
+_STEPS_OF_ROOM = 2
 _MOST_AT_ONCE = ROOM_NBYTES // _SMALLEST_MESSAGE_NBYTES // _STEPS_OF_ROOM
 
 

@@ -56,11 +56,16 @@ def measure(options: Options) -> Report:
             f"encode, {shape}", "bare ring of the same messages", parity * _NBYTES, _ENCODE
         )
         rebuilt = report.compared(
+            f"rebuild one image, {shape}", "bare chain of the same messages", _NBYTES
+        )
+        # Here the survivors share one machine, so this is about as often slower as they are many.
+        beside_replica = report.compared(
             f"rebuild one image, {shape}", "fetch a replica of it", _NBYTES, _REBUILD
         )
         for comparison, limit, ours in (
             (encoded, "ring", "encode"),
-            (rebuilt, "fetch", "rebuild"),
+            (rebuilt, "chain", "rebuild"),
+            (beside_replica, "fetch", "rebuild"),
         ):
             # The slowest rank counts.
             slowest = [
@@ -124,15 +129,25 @@ class _Rank:
         self._plan = plan_rebuild(self.layout, Left(left, left), [Want(0, 0)])
 
     def ring(self) -> None:
-        """As many bytes as encoding sends, in the same messages, all asked for at the start."""
-        size = self.layout.members
+        """As many bytes as encoding sends, in the same messages."""
+        self._pass_on(len(self.sent), sends=True, receives=True)
+
+    def chain(self) -> None:
+        """As many bytes as rebuilding sends: each survivor one image, the last to rank 0."""
+        self._pass_on(_NBYTES, sends=self.rank != 0, receives=self.rank != 1)
+
+    def _pass_on(self, nbytes: int, sends: bool, receives: bool) -> None:
+        """To the next rank and from the one before; all is asked for at the start."""
+        size, message = self.layout.members, self._message_nbytes
         after, before = (self.rank + 1) % size, (self.rank - 1) % size
-        starts = range(0, len(self.sent), self._message_nbytes)
-        stop = self._message_nbytes
-        works = [
-            self.bare.receive(as_tensor(self.received[s : s + stop]), before, 0) for s in starts
-        ]
-        works += [self.bare.send(as_tensor(self.sent[s : s + stop]), after, 0) for s in starts]
+        starts = range(0, nbytes, message)
+        works = []
+        for start in starts if receives else ():
+            place = as_tensor(self.received[start : start + message])
+            works.append(self.bare.receive(place, before, 0))
+        for start in starts if sends else ():
+            content = as_tensor(self.sent[start : start + message])
+            works.append(self.bare.send(content, after, 0))
         for work in works:
             work.wait(timedelta(seconds=_DEADLINE_S))
 
@@ -167,7 +182,13 @@ def _buffer(nbytes: int) -> memoryview:
 def _run_rank(rounds: int, members: int, parity: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=_DEADLINE_S))
     me = _Rank(members, parity)
-    kinds = {"ring": me.ring, "encode": me.encode, "fetch": me.fetch, "rebuild": me.rebuild}
+    kinds = {
+        "ring": me.ring,
+        "encode": me.encode,
+        "chain": me.chain,
+        "rebuild": me.rebuild,
+        "fetch": me.fetch,
+    }
     samples: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):
         for kind, run in kinds.items():

@@ -30,7 +30,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import ShardIdentity, ShardRecord
-from localckpt.state_dict.identify import read_verified_identity
+from localckpt.state_dict.identify import read_verified_record
 from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
@@ -425,8 +425,7 @@ class Store(ABC):
         try:
             source = FileSource(path)
             try:
-                identity = read_verified_identity(source)
-                record = ShardRecord(identity, source.nbytes)
+                record = read_verified_record(source)
             finally:
                 source.close()
         except CheckpointingException as error:
@@ -437,7 +436,7 @@ class Store(ABC):
             else:
                 logger.warning("%s is not counted: %s", path, error)
             return None
-        if identity.session_id != self.session_id:
+        if record.identity.session_id != self.session_id:
             logger.warning("%s is not counted: it belongs to another session", path)
             return None
         return record

@@ -17,14 +17,12 @@ from enum import IntEnum
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.replication.parity.gf import ORDER
+from localckpt.ids import MOST_MEMBERS
 from localckpt.state_dict.digests import BLOCK_NBYTES
 
 __all__ = ["MOST_PARITIES", "Kind", "ParityLayout", "Strip"]
 
 MOST_PARITIES = 2
-# Exponents of x repeat after ORDER.
-_MOST_MEMBERS = ORDER
 # Far above any image, and sums of it stay exact in whatever reads the JSON.
 _MOST_NBYTES = 1 << 50
 
@@ -76,9 +74,9 @@ class ParityLayout:
             raise MismatchError(
                 f"a parity group has 1 to {MOST_PARITIES} parities, not {self.parity!r:.200}"
             )
-        if not self.parity + 2 <= self.members <= _MOST_MEMBERS:
+        if not self.parity + 2 <= self.members <= MOST_MEMBERS:
             raise MismatchError(
-                f"a group with {self.parity} parities has {self.parity + 2} to {_MOST_MEMBERS} "
+                f"a group with {self.parity} parities has {self.parity + 2} to {MOST_MEMBERS} "
                 f"members, not {self.members}"
             )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
 
 __all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
@@ -81,6 +82,7 @@ class MemoryPlan:
         staging_nbytes: Buffers that saves pass through.
         kept_nbytes: Checkpoints that stay in memory; 0 where they are on disk.
         shared: Whether it is shared memory (``/dev/shm``).
+        parity_nbytes: The parity that this rank keeps of other ranks' images; 0 without.
     """
 
     image_nbytes: int
@@ -88,6 +90,23 @@ class MemoryPlan:
     staging_nbytes: int
     kept_nbytes: int
     shared: bool
+    parity_nbytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        images: Mapping[Series, int],
+        rank: int,
+        staging_nbytes: int,
+        kept_nbytes: int,
+        *,
+        shared: bool,
+    ) -> MemoryPlan:
+        """The plan of a rank for images of these sizes."""
+        replicas = sum(not series.is_parity and series.rank != rank for series in images)
+        parity_nbytes = images.get(Series(rank, is_parity=True), 0)
+        own_nbytes = images[Series(rank)]
+        return cls(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, parity_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -95,10 +114,11 @@ class MemoryPlan:
         return self.staging_nbytes + self.kept_nbytes
 
     def __str__(self) -> str:
+        parity = f", {self.parity_nbytes / 1e6:.1f} MB of parity," if self.parity_nbytes else ""
         return (
-            f"an image of {self.image_nbytes / 1e6:.1f} MB and {self.replicas} replicas of other "
-            f"ranks' take {self.nbytes / 1e6:.1f} MB of {'shared' if self.shared else 'private'} "
-            f"memory, {self.kept_nbytes / 1e6:.1f} MB of it to keep checkpoints in"
+            f"an image of {self.image_nbytes / 1e6:.1f} MB{parity} and {self.replicas} replicas of "
+            f"other ranks' take {self.nbytes / 1e6:.1f} MB of "
+            f"{'shared' if self.shared else 'private'} memory, {self.kept_nbytes / 1e6:.1f} MB of it to keep checkpoints in"
         )
 
 

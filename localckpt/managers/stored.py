@@ -18,20 +18,22 @@ from localckpt.errors import (
     MismatchError,
     StorageError,
 )
-from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.ids import Series, ShardIdentity, ShardRecord
 from localckpt.managers.guard import Guard
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.identify import read_header, verify
 from localckpt.state_dict.image import Capture, ImagePlanner, seal
+from localckpt.state_dict.parity_image import ParityFrame, ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
-from localckpt.storage.write import write_shards
+from localckpt.storage.write import Digests, write_shards
 
 __all__ = ["StoreShelf"]
 
@@ -85,8 +87,8 @@ class StoreShelf(Shelf):
         # Shards that may have left something unfinished in the store.
         self._unsettled: set[ShardIdentity] = set()
         self._arrival: Buffer | None = None
-        self.image_nbytes: dict[int, int] = {}
-        """Size of the last image of each rank that this one keeps shards of."""
+        self.image_nbytes: dict[Series, int] = {}
+        """Size of the last image of each series that this rank keeps."""
 
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
@@ -107,8 +109,8 @@ class StoreShelf(Shelf):
         capture = self.planner.capture(state)
         nbytes = capture.nbytes(like)
         with self._lock:
-            self.image_nbytes = {**self.image_nbytes, like.rank: nbytes}
-        self.store.prepare(like.rank, nbytes, capture.gpu)
+            self.image_nbytes = {**self.image_nbytes, like.series: nbytes}
+        self.store.prepare(like.series, nbytes, capture.gpu)
 
     def is_busy(self) -> bool:
         """Whether a save would have to wait for an older one."""
@@ -145,15 +147,21 @@ class StoreShelf(Shelf):
         if travels:
             sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
             self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
-            source = _StagedSource(image, capture, covered, sealing)
+            source = _StagedSource(buffer, image, capture, covered, sealing)
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
         )
-        self.store.prepare(identity.rank, nbytes, capture.gpu)
+        self.store.prepare(identity.series, nbytes, capture.gpu)
         return StagedShard(identity, nbytes, job, source, capture.gpu is not None)
 
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         return self._begin(identity, nbytes).view[:nbytes]
+
+    def make_parity_room(
+        self, identity: ShardIdentity, of: ParityOf, heads_nbytes: int, parity_nbytes: int
+    ) -> ParityRoom:
+        frame = ParityFrame.of(identity, of, heads_nbytes, parity_nbytes)
+        return frame.put(self.make_room(identity, frame.nbytes))
 
     def received(self, identity: ShardIdentity) -> StagedShard:
         begun = next(b for b in self._begun if b.identity == identity)
@@ -163,10 +171,11 @@ class StoreShelf(Shelf):
                 f"expected a replica of {identity}, and {header.identity} arrived: the ranks have "
                 f"not called save() equally often"
             )
+        digests: Digests = "compute" if identity.is_parity else "check"
         job = self.store.write_job(
-            begun.buffer, identity, begun.nbytes, header.digests_start, "check"
+            begun.buffer, identity, begun.nbytes, header.digests_start, digests
         )
-        self.store.prepare(identity.rank, begun.nbytes)
+        self.store.prepare(identity.series, begun.nbytes)
         return StagedShard(identity, begun.nbytes, job)
 
     def worker_call(
@@ -266,7 +275,7 @@ class StoreShelf(Shelf):
             self._unsettled.add(identity)
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
         with self._lock:
-            self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}
+            self.image_nbytes = {**self.image_nbytes, identity.series: nbytes}
             self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 
@@ -289,12 +298,15 @@ class _StagedSource(MemorySource):
 
     def __init__(
         self,
+        buffer: Buffer,
         image: memoryview,
         capture: Capture,
         covered_nbytes: int,
         sealing: Future[None],
     ) -> None:
         super().__init__(image)
+        buffer.is_read = True
+        self._buffer = buffer
         self._capture = capture
         self._data_start = covered_nbytes - len(capture.skeleton) - capture.data_nbytes
         self._covered_nbytes = covered_nbytes
@@ -304,6 +316,10 @@ class _StagedSource(MemorySource):
         if stop > self._covered_nbytes:
             self._sealing.result()
         return super().read(start, stop)
+
+    def close(self) -> None:
+        super().close()
+        self._buffer.is_read = False
 
     def fill(self, bucket: torch.Tensor, start: int, stop: int) -> None:
         """Put bytes ``[start, stop)`` into device memory."""

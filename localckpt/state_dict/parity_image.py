@@ -25,7 +25,13 @@ from localckpt.state_dict.header import (
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import Layout, TensorSlot, round_up
 from localckpt.state_dict.parity_of import ParityOf
-from localckpt.state_dict.source import Filled, Places, ShardSource
+from localckpt.state_dict.source import (
+    PIECE_NBYTES,
+    Filled,
+    Places,
+    ShardSource,
+    scatter,
+)
 
 __all__ = [
     "ImageHead",
@@ -150,7 +156,11 @@ class ParityPart:
         return self._source.read(self._start + start, self._start + stop)
 
     def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        raise NotImplementedError("a parity is read piece by piece")
+        for start in range(0, stop, PIECE_NBYTES):
+            end = min(start + PIECE_NBYTES, stop)
+            parts = places(start, end)
+            scatter(self.read(start, end), parts)
+            filled(start, parts)
 
     def close(self) -> None:
         self._source.close()

@@ -40,6 +40,8 @@ class Buffer(ABC):
     """All bytes, writable; a whole number of pages."""
     lease = 0
     """How often it has been taken: tells a save whether the buffer is still its own."""
+    is_read = False
+    """Whether its bytes still travel to other ranks; until then a save must not overwrite them."""
 
     @property
     @abstractmethod
@@ -107,7 +109,7 @@ class PrivateBuffer(Buffer):
 
     @property
     def in_use(self) -> bool:
-        return self._in_use
+        return self._in_use or self.is_read
 
     def take(self) -> None:
         super().take()

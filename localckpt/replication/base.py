@@ -20,12 +20,16 @@ from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
 
-__all__ = ["Accept", "ReplicationStrategy"]
+__all__ = ["Accept", "AcceptParity", "ReplicationStrategy"]
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
+AcceptParity = Callable[[ParityOf, int, int], ParityRoom]
+"""``accept_parity(of, heads_nbytes, parity_nbytes)``"""
 
 
 class ReplicationStrategy(ABC):
@@ -70,6 +74,7 @@ class ReplicationStrategy(ABC):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
+        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         """Give this rank's image to its peers, and take theirs; all ranks call it together.
 
@@ -80,6 +85,8 @@ class ReplicationStrategy(ABC):
                 caller's to throw away when this raises.
             tensors_on_gpu: Whether the state is in GPU memory.
             error: Why this rank has no image to give, if so; its peers then raise it, too.
+            accept_parity: Gives writable memory for the parity that this rank is to keep, where the
+                strategy keeps parity instead of others' shards; see :attr:`parity`.
 
         Returns:
             The shards that were received.
@@ -118,7 +125,12 @@ class ReplicationStrategy(ABC):
     @property
     @abstractmethod
     def copies(self) -> int:
-        """On how many nodes this rank's shard is kept, its own included."""
+        """On how many nodes this rank's shard is kept, its own included; with parity, as if."""
+
+    @property
+    def parity(self) -> int:
+        """How many parities each group has; 0 where ranks keep each other's whole shards."""
+        return 0
 
     @abstractmethod
     def give_up(self) -> None:

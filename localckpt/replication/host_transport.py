@@ -60,8 +60,8 @@ class HostTransport:
     ) -> None:
         if not isinstance(group, HostConnections):
             group = HostConnections.of(group)
-        self._connections = group
-        self._rank = self._connections.rank
+        self.connections = group
+        self._rank = self.connections.rank
         self._chunk_nbytes = chunk_nbytes
         self.timeout_s = timeout_s
         self.broken = False
@@ -129,7 +129,7 @@ class HostTransport:
         self._disconnect()
 
     def close(self) -> None:
-        self._connections.close()
+        self.connections.close()
         self.broken = True
 
     def _ask(
@@ -222,14 +222,14 @@ class HostTransport:
         ledger.count(sent.peer, sent=sent.nbytes)
 
     def _send_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
-        return self._connections.send(tensor, peer, number * len(_Kind) + kind)
+        return self.connections.send(tensor, peer, number * len(_Kind) + kind)
 
     def _receive_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
-        return self._connections.receive(tensor, peer, number * len(_Kind) + kind)
+        return self.connections.receive(tensor, peer, number * len(_Kind) + kind)
 
     def _disconnect(self) -> None:
         self.broken = True
-        self._connections.disconnect()
+        self.connections.disconnect()
 
 
 class _Kind(IntEnum):

@@ -23,6 +23,7 @@ from localckpt.async_save.request import AsyncRequest, runs_in_trainer
 from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
+    MismatchError,
     NoReplicasAvailableError,
     SaveFailedError,
 )
@@ -88,6 +89,9 @@ class BaseCheckpointManager(ABC):
         degraded_saves: How many saves are complete with fewer replicas than asked for.
     """
 
+    _keeps_images = False
+    """Whether what is kept is the image of a shard, byte for byte."""
+
     def __init__(
         self,
         session_id: str = "",
@@ -130,6 +134,12 @@ class BaseCheckpointManager(ABC):
             background=False if async_worker == "process" else background,
             strict=strict,
         )
+        if self._strategy.parity and not self._keeps_images:
+            raise MismatchError(
+                f"parity is of images, and {type(self).__name__} keeps states: use "
+                f"CliqueReplicationStrategy, or LocalCheckpointManager or "
+                f"InMemoryCheckpointManager"
+            )
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
@@ -510,6 +520,7 @@ class BaseCheckpointManager(ABC):
             tuple(missing),
             tuple(save.kept),
             self._strategy.copies,
+            save.group,
         )
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
@@ -547,7 +558,9 @@ class BaseCheckpointManager(ABC):
 
     def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far a checkpoint has climbed."""
-        standing = durability_found(checkpoint, holdings, self._strategy.cliques())
+        standing = durability_found(
+            checkpoint, holdings, self._strategy.cliques(), self._strategy.parity
+        )
         self._standing[checkpoint] = standing
 
     def _take_back(self, save: SaveUnderWay) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 from localckpt.ids import Checkpoint
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.parity_coverage import least_losses
 
 __all__ = ["Durability", "durability_found", "durability_saved", "spared"]
 
@@ -28,6 +29,7 @@ class Durability:
         rung: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more.
         copies: On how many nodes each shard is at least, the owner's included; 0 while captured.
+            With parity as if: of so many nodes any one may stay, and it can be had.
         wanted: On how many each is to be.
         lacking: How many shards are on fewer nodes than wanted.
     """
@@ -57,30 +59,40 @@ class Durability:
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
     """Of a save that is complete, by what each rank says that it keeps."""
     kept = Counter(owner for outcome in outcomes for owner in outcome.kept)
+    parities = Counter(outcome.group for outcome in outcomes if outcome.group is not None)
+    for group, count in parities.items():
+        # Each that is missing may be the one that counts.
+        spare = max(0, group.parity - (len(group.ranks) - count))
+        kept.update(dict.fromkeys(group.ranks, spare))
     copies = [1 + kept[rank] for rank in range(len(outcomes))]
     return _judged(iteration, copies, [outcome.wanted for outcome in outcomes])
 
 
 def durability_found(
-    checkpoint: Checkpoint, holdings: Holdings, cliques: Iterable[Sequence[int]]
+    checkpoint: Checkpoint,
+    holdings: Holdings,
+    cliques: Iterable[Sequence[int]],
+    parity: int = 0,
 ) -> Durability:
     """Of a complete checkpoint, by what the nodes hold.
 
     Args:
         checkpoint: Which.
         holdings: What each node holds.
-        cliques: Groups of ranks that are to keep each other's shards.
+        cliques: Groups of ranks that are to keep each other's shards, or parity of them.
+        parity: How many parities each group is to have; 0 for shards.
     """
-    held_on = holdings.holders(checkpoint)
     wanted = {
-        rank: len({holdings.node_of(member) for member in clique})
+        rank: 1 + parity if parity else len({holdings.node_of(member) for member in clique})
         for clique in cliques
         for rank in clique
     }
     ranks = range(checkpoint.world_size)
+    # A shard is on as many nodes as must be lost to lose it.
+    held = least_losses(ranks, holdings.holders(checkpoint), holdings.parities(checkpoint))
     return _judged(
         checkpoint.iteration,
-        [len(held_on[rank]) for rank in ranks],
+        [held[rank] for rank in ranks],
         [wanted.get(rank, 1) for rank in ranks],
     )
 

@@ -13,19 +13,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ids import CkptID, ShardIdentity
+from localckpt.ids import CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
 from localckpt.replication.base import ReplicationStrategy
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 
 __all__ = ["Replicator"]
 
 logger = logging.getLogger(__name__)
 
-# Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
-# each has the deadline once.
-_STEPS = 6
+# Announcing, making room (after an older save), connecting (twice), sending (and with parity heads,
+# too), telling the outcome: each has the deadline once.
+_STEPS = 7
 
 
 class Replicator:
@@ -125,25 +127,30 @@ class Replicator:
     ) -> list[StagedShard]:
         began = time.monotonic()
         rooms: list[ShardIdentity] = []
-
-        def of(peer: CkptID) -> ShardIdentity:
-            return dataclasses.replace(save.identity, rank=peer.rank)
+        group: ParityGroup | None = None
 
         def make_room(peer: CkptID, nbytes: int) -> memoryview:
-            rooms.append(of(peer))
-            return shelf.make_room(of(peer), nbytes)
+            rooms.append(dataclasses.replace(save.identity, rank=peer.rank))
+            return shelf.make_room(rooms[-1], nbytes)
+
+        def make_parity_room(of: ParityOf, heads_nbytes: int, parity_nbytes: int) -> ParityRoom:
+            nonlocal group
+            group = of.group
+            rooms.append(save.identity.parity)
+            return shelf.make_parity_room(rooms[-1], of, heads_nbytes, parity_nbytes)
 
         with Attempt() as staging:
             shelf.wait_staged()
         try:
-            received = self._strategy.replicate_image(
+            self._strategy.replicate_image(
                 own.source if own else None,
                 save.identity.ckpt_id,
                 make_room,
                 tensors_on_gpu=bool(own and own.on_gpu) and not self.is_behind_training,
                 error=error or staging.told,
+                accept_parity=make_parity_room,
             )
-            shards = [shelf.received(of(peer)) for peer in received]
+            shards = [shelf.received(identity) for identity in rooms]
         except PeerLostError as failure:
             if self._strict:
                 raise
@@ -154,6 +161,10 @@ class Replicator:
                 str(failure),
             )
             return []
-        save.kept = [shard.identity.rank for shard in shards]
+        finally:
+            if own is not None and own.source is not None:
+                own.source.close()
+        save.kept = [s.identity.rank for s in shards if not s.identity.is_parity]
+        save.group = group
         save.replicate_s = time.monotonic() - began
         return shards

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from localckpt.ids import Series, ShardIdentity
+from localckpt.ids import ParityGroup, Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
 
 __all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
@@ -118,7 +118,8 @@ class MemoryPlan:
         return (
             f"an image of {self.image_nbytes / 1e6:.1f} MB{parity} and {self.replicas} replicas of "
             f"other ranks' take {self.nbytes / 1e6:.1f} MB of "
-            f"{'shared' if self.shared else 'private'} memory, {self.kept_nbytes / 1e6:.1f} MB of it to keep checkpoints in"
+            f"{'shared' if self.shared else 'private'} memory, {self.kept_nbytes / 1e6:.1f} MB of "
+            f"it to keep checkpoints in"
         )
 
 
@@ -131,6 +132,7 @@ class SaveUnderWay:
         copies: What comes of replicating it.
         copies_come_later: Whether that is behind training.
         kept: Ranks whose shards have come here and are kept, too.
+        group: The ranks whose parity is kept here, too.
     """
 
     identity: ShardIdentity
@@ -140,6 +142,7 @@ class SaveUnderWay:
     copies: Future[list[StagedShard]] | None = None
     copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
+    group: ParityGroup | None = None
     error: str | None = None
     staged: float = 0.0
     replicate_s: float | None = None

@@ -38,6 +38,8 @@ OnBusy = Literal["wait", "skip", "error"]
 class StoreCheckpointManager(BaseCheckpointManager):
     """A manager whose five hooks work on a store; made by its subclasses."""
 
+    _keeps_images = True
+
     def __init__(
         self,
         session_id: str,

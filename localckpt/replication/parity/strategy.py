@@ -21,7 +21,7 @@ from localckpt.replication.membership import Membership
 from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
 from localckpt.replication.parity.stripes import MOST_PARITIES
 from localckpt.replication.placement import place_cliques
-from localckpt.state_dict.parity_image import ParityRoom, head_nbytes
+from localckpt.state_dict.parity_image import head_nbytes
 from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import ShardSource
 

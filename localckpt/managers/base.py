@@ -341,7 +341,9 @@ class BaseCheckpointManager(ABC):
             logger.info("loaded %s", self.last_load)
             self._take_stock(checkpoint, self._holdings)
             if self._redundancy is not None:
-                self._redundancy.restore(checkpoint, self._holdings)
+                self._redundancy.restore(
+                    checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
+                )
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(

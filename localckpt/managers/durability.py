@@ -89,7 +89,7 @@ def durability_found(
     }
     ranks = range(checkpoint.world_size)
     # A shard is on as many nodes as must be lost to lose it.
-    held = least_losses(ranks, holdings.holders(checkpoint), holdings.parities(checkpoint))
+    held = least_losses(checkpoint, holdings)
     return _judged(
         checkpoint.iteration,
         [held[rank] for rank in ranks],

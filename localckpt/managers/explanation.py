@@ -20,7 +20,7 @@ from localckpt.ids import (
 )
 from localckpt.managers.coverage import complete_checkpoints, judge_newest
 from localckpt.managers.holdings import Holdings
-from localckpt.managers.parity_coverage import breaking_sets, computable, minimal
+from localckpt.managers.parity_coverage import breaking_sets, computable
 from localckpt.storage.names import shard_named
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
@@ -289,13 +289,7 @@ def _breaking(
 ) -> tuple[tuple[str, ...], ...]:
     """A checkpoint is lost exactly when some rank's shard is."""
     place = {node: number for number, node in enumerate(nodes)}
-    holders, parities = holdings.holders(checkpoint), holdings.parities(checkpoint)
-    breaking = minimal(
-        lost
-        for rank in range(checkpoint.world_size)
-        for lost in breaking_sets(rank, holders, parities)
-    )
-    numbers = (sorted(place[node] for node in lost) for lost in breaking)
+    numbers = (sorted(place[n] for n in lost) for lost in breaking_sets(checkpoint, holdings))
     return tuple(
         tuple(nodes[number] for number in lost)
         for lost in sorted(numbers, key=lambda numbers: (len(numbers), numbers))

@@ -17,7 +17,15 @@ from localckpt.ids import Checkpoint, ParityGroup
 from localckpt.managers.holdings import Holdings
 from localckpt.replication.parity.stripes import ParityLayout
 
-__all__ = ["breaking_sets", "can_rebuild", "computable", "group_for", "least_losses", "minimal"]
+__all__ = [
+    "breaking_sets",
+    "can_rebuild",
+    "computable",
+    "group_for",
+    "groups_of",
+    "least_losses",
+    "minimal",
+]
 
 Nodes: TypeAlias = frozenset[str]
 
@@ -48,6 +56,7 @@ def can_rebuild(
 def group_for(
     rank: int,
     images: Collection[int],
+    groups: Iterable[ParityGroup],
     parities: Mapping[ParityGroup, Collection[int]],
 ) -> ParityGroup | None:
     """A group from which a rank's image can be computed, the same for the same arguments.
@@ -55,66 +64,63 @@ def group_for(
     Args:
         rank: Whose image.
         images: Ranks whose images can be read.
+        groups: Those that the rank is in; see :func:`groups_of`.
         parities: For each group the ranks whose parity can be read.
     """
-    for group in sorted(parities, key=lambda group: (group.ranks, group.parity)):
-        if rank in group.ranks and can_rebuild(group, rank, images, parities[group]):
+    for group in sorted(groups, key=lambda group: (group.ranks, group.parity)):
+        if can_rebuild(group, rank, images, parities[group]):
             return group
     return None
+
+
+def groups_of(groups: Iterable[ParityGroup]) -> dict[int, list[ParityGroup]]:
+    """For each rank the groups that it is in."""
+    of_rank: dict[int, list[ParityGroup]] = {}
+    for group in groups:
+        for rank in group.ranks:
+            of_rank.setdefault(rank, []).append(group)
+    return of_rank
 
 
 def computable(checkpoint: Checkpoint, holdings: Holdings) -> set[int]:
     """Ranks whose shards of a checkpoint no node holds, and which can be computed."""
     parities = holdings.parities(checkpoint)
     images = holdings.shards(checkpoint).keys()
-    wanted = {rank for group in parities for rank in group.ranks} - images
-    return {rank for rank in wanted if group_for(rank, images, parities) is not None}
+    return {
+        rank
+        for rank, groups in groups_of(parities).items()
+        if rank not in images and group_for(rank, images, groups, parities) is not None
+    }
 
 
-def breaking_sets(
-    rank: int,
-    holders: Mapping[int, Iterable[str]],
-    parities: Mapping[ParityGroup, Mapping[int, Iterable[str]]],
-) -> list[Nodes]:
-    """The smallest sets of nodes with which a rank's shard is lost; an empty one if it is lost.
-
-    Args:
-        rank: Whose shard.
-        holders: For each rank the nodes that hold its image.
-        parities: For each group the nodes that hold each rank's parity.
-    """
-    own = frozenset(holders.get(rank, ()))
-    of_groups = [
-        minimal(_losses(group, rank, holders, parities[group]))
-        for group in parities
-        if rank in group.ranks
-    ]
-    # It is lost with its image and what it could be computed from, in every group.
-    return minimal(own.union(*sets) for sets in product(*of_groups))
+def breaking_sets(checkpoint: Checkpoint, holdings: Holdings) -> list[Nodes]:
+    """The smallest sets of nodes with which some shard of a complete checkpoint is lost."""
+    holders, parities = holdings.holders(checkpoint), holdings.parities(checkpoint)
+    of_rank = groups_of(parities)
+    return minimal(
+        lost
+        for rank in range(checkpoint.world_size)
+        for lost in _breaking(rank, holders, {g: parities[g] for g in of_rank.get(rank, ())})
+    )
 
 
-def least_losses(
-    ranks: Iterable[int],
-    holders: Mapping[int, Sequence[str]],
-    parities: Mapping[ParityGroup, Mapping[int, Sequence[str]]],
-) -> dict[int, int]:
-    """For each rank, how many nodes must be lost at least for its shard to be lost.
-
-    Arguments as for :func:`breaking_sets`.
-    """
-    groups_of: dict[int, list[ParityGroup]] = {}
-    for group in parities:
-        for rank in group.ranks:
-            groups_of.setdefault(rank, []).append(group)
+def least_losses(checkpoint: Checkpoint, holdings: Holdings) -> dict[int, int]:
+    """For each rank, how many nodes must be lost at least for its shard to be lost."""
+    holders, parities = holdings.holders(checkpoint), holdings.parities(checkpoint)
+    of_rank = groups_of(parities)
+    of_group: dict[ParityGroup, tuple[int, ...]] = {}
     least: dict[int, int] = {}
-    for rank in ranks:
-        groups = groups_of.get(rank, [])
-        if len(groups) == 1:
-            shape = _shape(groups[0], holders, parities[groups[0]])
-            least[rank] = _least_losses(groups[0].parity, shape)[groups[0].ranks.index(rank)]
-        else:
-            of_rank = {group: parities[group] for group in groups}
-            least[rank] = min(map(len, breaking_sets(rank, holders, of_rank)))
+    for rank in range(checkpoint.world_size):
+        groups = of_rank.get(rank, [])
+        if len(groups) != 1:
+            sets = _breaking(rank, holders, {group: parities[group] for group in groups})
+            least[rank] = min(map(len, sets))
+            continue
+        (group,) = groups
+        if group not in of_group:
+            shape = _shape(group, holders, parities[group])
+            of_group[group] = _least_losses(group.parity, shape)
+        least[rank] = of_group[group][group.ranks.index(rank)]
     return least
 
 
@@ -128,6 +134,24 @@ def minimal(sets: Iterable[Nodes]) -> list[Nodes]:
         smaller = list(smallest)
         smallest += [one for one in by_size[size] if not any(s <= one for s in smaller)]
     return smallest
+
+
+def _breaking(
+    rank: int,
+    holders: Mapping[int, Iterable[str]],
+    parities: Mapping[ParityGroup, Mapping[int, Iterable[str]]],
+) -> list[Nodes]:
+    """The smallest sets of nodes with which one rank's shard is lost; an empty one if it is lost.
+
+    Args:
+        rank: Whose shard.
+        holders: For each rank the nodes that hold its image.
+        parities: For each group that the rank is in, the nodes that hold each rank's parity.
+    """
+    own = frozenset(holders.get(rank, ()))
+    of_groups = [minimal(_losses(group, rank, holders, kept)) for group, kept in parities.items()]
+    # It is lost with its image and what it could be computed from, in every group.
+    return minimal(own.union(*sets) for sets in product(*of_groups))
 
 
 def _losses(

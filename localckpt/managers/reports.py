@@ -57,7 +57,7 @@ class LoadReport:
         iteration: What was loaded.
         nbytes: Bytes of this rank's image.
         seconds: From the call of ``load`` to its return.
-        source: ``"own node"`` or ``"peer rank <n>"``.
+        source: ``"own node"``, ``"peer rank <n>"``, or ``"parity"``.
     """
 
     iteration: int

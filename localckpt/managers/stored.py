@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +233,12 @@ class StoreShelf(Shelf):
 
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         self.store.set_aside(identity, why)
+
+    @contextmanager
+    def replacing(self, identity: ShardIdentity, why: str | None) -> Iterator[None]:
+        """Inside, a shard is written anew; ``why`` says what is wrong with the one that is here."""
+        with nullcontext() if why is None else self.store.replacing(identity, why):
+            yield
 
     def doubt(self, identity: ShardIdentity, why: str) -> None:
         # A rank with bad memory must not talk the others out of their good copies.

@@ -6,9 +6,9 @@ that other members keep, and lies then where a shard to be kept lies: it is writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import (
@@ -20,14 +20,14 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.managers.repairs import Findings, Repair, Seen, require_group, take_together
+from localckpt.managers.repairs import NOTHING_FOUND, Repair, Seen, require_group, take_together
 from localckpt.managers.shelf import Shelf
 from localckpt.managers.watched import WatchedSource
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.chains import Chain
 from localckpt.replication.parity.encode_group import layout_of
-from localckpt.replication.parity.planning import plan_rebuild
+from localckpt.replication.parity.planning import Want, plan_rebuild
 from localckpt.replication.parity.rebuild import rebuild
 from localckpt.replication.parity.relay import Relay
 from localckpt.replication.parity.stripes import Kind
@@ -35,18 +35,10 @@ from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.digests import BLOCK_NBYTES
 from localckpt.state_dict.identify import find_bad_blocks
 from localckpt.state_dict.parity_image import ImageHead, ParityPart, read_heads
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
 
 __all__ = ["Rebuilding"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A repair that can be carried out."""
-
-    repair: Repair
-    findings: Findings
-    chains: Sequence[Chain]
 
 
 class Rebuilding:
@@ -74,11 +66,9 @@ class Rebuilding:
         self._shelf = shelf
         self._checkpoint = checkpoint
         self._session_id = session_id
-        self._repairs = repairs
         self._timeout_s = timeout_s
         self._rank = coordinator.rank
-        self._sources: list[dict[tuple[Kind, int], WatchedSource]] = []
-        self._heads: list[dict[int, bytes]] = []
+        self._groups = [_Group(repair) for repair in repairs]
         self.gone: list[tuple[Kind, int, int, str]] = []
         """What is of no use at all: kind, owner, the rank that read it, and why."""
         self.damaged: list[tuple[Kind, int, int, str]] = []
@@ -102,65 +92,64 @@ class Rebuilding:
             CheckpointingException: What went wrong on some rank; the same on all.
         """
         with ExitStack() as opened:
-            name, findings = self._look(opened)
-            wanted = {(Kind.IMAGE, rank) for repair in self._repairs for rank in repair.wanted}
-            for found in findings:
-                self.gone += found.gone
-                self.damaged += found.damaged
-            new = [
-                (k, o) for k, o, _, _ in self.damaged if k is Kind.IMAGE and (k, o) not in wanted
-            ]
+            name = self._look(opened)
+            for group in self._groups:
+                self.gone += group.findings.gone
+                self.damaged += group.findings.damaged
+            wanted = {rank for group in self._groups for rank in group.repair.wanted}
+            new = [o for kind, o, _, _ in self.damaged if kind is Kind.IMAGE and o not in wanted]
             if self.gone or new:
                 return False
-            planned = [self._plan(*both) for both in zip(self._repairs, findings, strict=True)]
-            if self.hopeless:
-                return False
-            return self._carry_out(name, [p for p in planned if p is not None])
+            usual_s = self._coordinator.timeout_s
+            # A rank that is in several groups takes one after the other.
+            self._coordinator.timeout_s = max(usual_s, 3 * self._timeout_s * len(self._groups))
+            try:
+                return self._carry_out(name, opened)
+            finally:
+                self._coordinator.timeout_s = usual_s
 
     def _identity(self, kind: Kind, owner: int) -> ShardIdentity:
         shard = self._checkpoint.shard(owner, self._session_id)
         return shard.parity if kind is Kind.PARITY else shard
 
-    def _look(self, opened: ExitStack) -> tuple[str, list[Findings]]:
-        """Verify all that is to be read, and tell each other."""
-        mine = []
-        for number, repair in enumerate(self._repairs):
-            self._sources.append({})
-            self._heads.append({})
-            for kind, owner in repair.reads(self._rank):
-                seen = self._look_at(number, kind, owner, opened)
-                mine.append([number, seen.to_json()])
+    def _look(self, opened: ExitStack) -> str:
+        """Verify all that is to be read, and tell each other; returns a name for connections."""
+        mine = [
+            [number, self._look_at(group, kind, owner, opened).to_json()]
+            for number, group in enumerate(self._groups)
+            for kind, owner in group.repair.reads(self._rank)
+        ]
         told = self._coordinator.all_gather(
             f"see what is left of iteration {self._checkpoint.iteration}", [new_name(), mine]
         )
-        seen_by: list[list[tuple[int, Seen]]] = [[] for _ in self._repairs]
+        seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, (_, found) in enumerate(told):
             for number, fields in found:
-                seen_by[number].append((rank, Seen.from_json(fields)))
-        findings = [take_together(*both) for both in zip(self._repairs, seen_by, strict=True)]
-        return told[0][0], findings
+                seen[number].append((rank, Seen.from_json(fields)))
+        for group, of_group in zip(self._groups, seen, strict=True):
+            group.findings = take_together(group.repair, of_group)
+        return str(told[0][0])
 
-    def _look_at(self, number: int, kind: Kind, owner: int, opened: ExitStack) -> Seen:
+    def _look_at(self, group: _Group, kind: Kind, owner: int, opened: ExitStack) -> Seen:
         identity = self._identity(kind, owner)
         try:
             source: ShardSource = self._shelf.open(identity)
             opened.callback(source.close)
             bad = find_bad_blocks(source, identity)
             if kind is Kind.IMAGE:
-                self._sources[number][kind, owner] = WatchedSource(source)
+                group.sources[kind, owner] = WatchedSource(source)
                 return Seen(kind, owner, bad_blocks=tuple(sorted(bad)), nbytes=source.nbytes)
             part = ParityPart(source)
-            group = self._repairs[number].group
-            require_group(part.of, group)
+            require_group(part.of, group.repair.group)
             layout = layout_of(part.of)
             if part.nbytes != layout.parity_nbytes:
                 raise CorruptShardError(f"{identity} has {part.nbytes} bytes of parity")
             heads: list[bytes] = []
             if min(bad, default=part.first_block) >= part.first_block:
-                behind = [group.ranks.index(rank) for rank in group.behind(owner)]
+                behind = [group.place[rank] for rank in group.repair.group.behind(owner)]
                 heads = read_heads(source, [part.of.image_nbytes[place] for place in behind])
-                self._heads[number][owner] = b"".join(heads)
-            self._sources[number][kind, owner] = WatchedSource(part)
+                group.kept_heads[owner] = b"".join(heads)
+            group.sources[kind, owner] = WatchedSource(part)
             blocks = range(layout.parity_nbytes // BLOCK_NBYTES)
             of_parity = (block - part.first_block for block in sorted(bad))
             return Seen(
@@ -173,69 +162,148 @@ class Rebuilding:
         except (StorageError, CorruptShardError, MismatchError) as error:
             return Seen(kind, owner, problem=str(error))
 
-    def _plan(self, repair: Repair, found: Findings) -> _Planned | None:
-        try:
-            if found.of is None:
-                raise NoReplicasAvailableError("none of their parity can be read")
-            chains = plan_rebuild(layout_of(found.of), found.left, found.wants(repair))
-        except NoReplicasAvailableError as error:
-            self.hopeless |= dict.fromkeys(repair.wanted, str(error))
-            return None
-        return _Planned(repair, found, chains)
-
-    def _carry_out(self, name: str, planned: Sequence[_Planned]) -> bool:
+    def _carry_out(self, name: str, opened: ExitStack) -> bool:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"
+        with Attempt() as sharing:
+            self._for_each_group(lambda group: self._share_heads(name, group, opened))
+        agree(self._coordinator, f"connect to {what}", sharing)
+        if any(group.findings.doubtful for group in self._groups):
+            self._settle_doubts()
+        for group in self._groups:
+            self._plan(group)
+        if self.hopeless:
+            return False
         sizes = {
-            rank: planned_one.findings.of.image_nbytes[planned_one.repair.group.ranks.index(rank)]
-            for planned_one in planned
-            for rank in planned_one.repair.wanted
-            if planned_one.findings.of is not None
+            rank: group.of.image_nbytes[group.place[rank]]
+            for group in self._groups
+            for rank in group.repair.wanted
         }
-        mine = self._identity(Kind.IMAGE, self._rank)
         with Attempt() as accepting:
             if self._rank in sizes:
+                mine = self._identity(Kind.IMAGE, self._rank)
                 self.room = self._shelf.make_room(mine, sizes[self._rank])
         agree(self._coordinator, f"make room to {what}", accepting)
-        usual_s = self._coordinator.timeout_s
-        # A rank that is in several groups rebuilds one after the other.
-        self._coordinator.timeout_s = max(usual_s, 3 * self._timeout_s * len(planned))
+        with Attempt() as rebuilding:
+            self._for_each_group(self._rebuild)
         try:
-            with Attempt() as rebuilding:
-                failures = [
-                    failure
-                    for number, one in enumerate(planned)
-                    if self._rank in one.repair.ranks
-                    and (failure := self._attempt(f"{name}/{number}", number, one)) is not None
-                ]
-                if failures:
-                    raise failures[0]
-            try:
-                agree(self._coordinator, what, rebuilding, grace_s=self._coordinator.timeout_s)
-            except PeerLostError:
-                raise
-            except CheckpointingException as error:
-                if not self._found_what_failed(what, error, sizes):
-                    raise
+            agree(self._coordinator, what, rebuilding, grace_s=self._coordinator.timeout_s)
+        except PeerLostError:
+            raise
+        except CheckpointingException as error:
+            if self._found_what_failed(what, error, sizes):
                 return False
-        finally:
-            self._coordinator.timeout_s = usual_s
+            raise
         self.nbytes = sizes
         return True
 
-    def _attempt(self, name: str, number: int, one: _Planned) -> Exception | None:
-        """Rebuild in one group; what goes wrong must not keep this rank from the next."""
-        with Attempt() as rebuilding:
-            self._rebuild(name, number, one)
-        return rebuilding.failure
+    def _for_each_group(self, act: Callable[[_Group], None]) -> None:
+        """Act in each group of this rank; what goes wrong in one does not keep it from the next."""
+        failures = []
+        for group in self._groups:
+            if self._rank in group.repair.ranks:
+                with Attempt() as acting:
+                    act(group)
+                failures += [acting.failure] if acting.failure is not None else []
+        if failures:
+            raise failures[0]
+
+    def _share_heads(self, name: str, group: _Group, opened: ExitStack) -> None:
+        """Heads go from the members that keep them to whoever computes, or doubts, an image."""
+        repair, name = group.repair, f"{name}/{self._groups.index(group)}"
+        transport = HostTransport.connect(name, repair.ranks, self._rank, self._timeout_s)
+        opened.callback(transport.close)
+        group.transport = transport
+        sends: list[tuple[int, ShardSource]] = []
+        receives: list[tuple[int, memoryview]] = []
+        heads: dict[int, memoryview] = {}
+        for rank, (keeper, start, nbytes) in group.findings.heads.items():
+            sender = repair.parities[keeper]
+            for receiver in sorted({rank, repair.images.get(rank, rank)}):
+                if self._rank == sender:
+                    kept = memoryview(bytearray(group.kept_heads[keeper][start : start + nbytes]))
+                    if receiver == sender:
+                        heads[rank] = kept
+                    else:
+                        sends.append((receiver, MemorySource(kept)))
+                elif self._rank == receiver:
+                    heads[rank] = memoryview(bytearray(nbytes))
+                    receives.append((sender, heads[rank]))
+        transport.exchange(sends, receives)
+        for rank, head in heads.items():
+            identity = self._identity(Kind.IMAGE, rank)
+            nbytes = group.of.image_nbytes[group.place[rank]]
+            group.heads[rank] = ImageHead(bytes(head), identity, nbytes)
+
+    def _settle_doubts(self) -> None:
+        """Find out by their heads which blocks of images are really bad, and tell each other.
+
+        An image alone cannot tell whether a block is bad or its digest.
+        """
+        mine = [
+            [number, rank, sorted(self._bad_blocks(group, rank))]
+            for number, group in enumerate(self._groups)
+            for rank in group.findings.doubtful
+            if group.repair.images[rank] == self._rank and rank in group.heads
+        ]
+        phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
+        for found in self._coordinator.all_gather(phase, mine):
+            for number, rank, blocks in found:
+                group = self._groups[number]
+                bad = group.findings.left.bad_blocks
+                group.bad_blocks = {**(group.bad_blocks or bad)}
+                group.bad_blocks[Kind.IMAGE, group.place[rank]] = frozenset(blocks)
+
+    def _bad_blocks(self, group: _Group, rank: int) -> set[int]:
+        source, bad = group.sources[Kind.IMAGE, rank], set()
+        for block in group.findings.left.bad_blocks[Kind.IMAGE, group.place[rank]]:
+            start = block * BLOCK_NBYTES
+            content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
+            if not group.heads[rank].matches(block, content):
+                bad.add(block)
+        return bad
+
+    def _plan(self, group: _Group) -> None:
+        left = group.findings.left
+        try:
+            if group.bad_blocks is not None:
+                left = replace(left, bad_blocks=group.bad_blocks)
+            wants = [Want(rank, group.place[rank]) for rank in group.repair.wanted]
+            group.chains = plan_rebuild(layout_of(group.of), left, wants)
+        except NoReplicasAvailableError as error:
+            self.hopeless |= dict.fromkeys(group.repair.wanted, str(error))
+
+    def _rebuild(self, group: _Group) -> None:
+        assert group.transport is not None, "the ranks are connected before"
+        sinks: dict[tuple[Kind, int], memoryview] = {}
+        if self._rank in group.repair.wanted and self.room is not None:
+            sinks[Kind.IMAGE, group.place[self._rank]] = self.room
+        head = group.heads.get(self._rank)
+
+        def is_good(kind: Kind, member: int, block: int, content: memoryview) -> bool:
+            return head is None or head.matches(block, content)
+
+        relay = Relay(group.transport.connections)
+        try:
+            rebuild(
+                layout_of(group.of),
+                group.chains,
+                relay,
+                {(k, group.place[o]): source for (k, o), source in group.sources.items()},
+                sinks,
+                self._timeout_s,
+                verify=is_good,
+            )
+        finally:
+            relay.close()
 
     def _found_what_failed(
-        self, what: str, error: CheckpointingException, wanted: Sequence[int] | dict[int, int]
+        self, what: str, error: CheckpointingException, wanted: Iterable[int]
     ) -> bool:
         """Tell each other which sources failed; whether it is any use to plan again."""
         refused = [
             [kind, owner, str(source.refused)]
-            for sources in self._sources
-            for (kind, owner), source in sources.items()
+            for group in self._groups
+            for (kind, owner), source in group.sources.items()
             if source.refused is not None
         ]
         told = self._coordinator.all_gather(f"say why it failed to {what}", refused)
@@ -249,53 +317,23 @@ class Rebuilding:
             self.hopeless = dict.fromkeys(wanted, str(error))
         return bool(self.gone or self.hopeless)
 
-    def _rebuild(self, name: str, number: int, one: _Planned) -> None:
-        repair, found = one.repair, one.findings
-        assert found.of is not None
-        place = {rank: at for at, rank in enumerate(repair.group.ranks)}
-        with ExitStack() as opened:
-            transport = HostTransport.connect(name, repair.ranks, self._rank, self._timeout_s)
-            opened.callback(transport.close)
-            head = self._fetch_head(transport, number, one)
-            relay = Relay(transport.connections)
-            opened.callback(relay.close)
 
-            def is_good(kind: Kind, member: int, block: int, content: memoryview) -> bool:
-                return head is None or head.matches(block, content)
+class _Group:
+    """A repair under way, as this rank sees it; ranks are told by their numbers in the job."""
 
-            rebuild(
-                layout_of(found.of),
-                one.chains,
-                relay,
-                {(k, place[o]): source for (k, o), source in self._sources[number].items()},
-                {(Kind.IMAGE, place[self._rank]): self.room}
-                if self._rank in repair.wanted and self.room is not None
-                else {},
-                self._timeout_s,
-                verify=is_good,
-            )
+    def __init__(self, repair: Repair) -> None:
+        self.repair = repair
+        self.place = {rank: number for number, rank in enumerate(repair.group.ranks)}
+        self.findings = NOTHING_FOUND
+        self.bad_blocks: dict[tuple[Kind, int], frozenset[int]] | None = None
+        self.sources: dict[tuple[Kind, int], WatchedSource] = {}
+        self.kept_heads: dict[int, bytes] = {}
+        self.heads: dict[int, ImageHead] = {}
+        self.transport: HostTransport | None = None
+        self.chains: Sequence[Chain] = ()
 
-    def _fetch_head(self, transport: HostTransport, number: int, one: _Planned) -> ImageHead | None:
-        """Heads go from the members that keep them to those whose images are computed."""
-        sends: list[tuple[int, ShardSource]] = []
-        receives: list[tuple[int, memoryview]] = []
-        head: memoryview | None = None
-        for rank, (keeper, start, nbytes) in one.findings.heads.items():
-            sender = one.repair.parities[keeper]
-            if rank == self._rank:
-                head = memoryview(bytearray(nbytes))
-            if sender == self._rank:
-                kept = memoryview(bytearray(self._heads[number][keeper]))[start : start + nbytes]
-                if rank != self._rank:
-                    sends.append((rank, MemorySource(kept)))
-                elif head is not None:
-                    head[:] = kept
-            elif head is not None and rank == self._rank:
-                receives.append((sender, head))
-        transport.exchange(sends, receives)
-        if head is None:
-            return None
-        assert one.findings.of is not None
-        at = one.repair.group.ranks.index(self._rank)
-        identity = self._identity(Kind.IMAGE, self._rank)
-        return ImageHead(bytes(head), identity, one.findings.of.image_nbytes[at])
+    @property
+    def of(self) -> ParityOf:
+        """What the parities are of."""
+        assert self.findings.of is not None, "without any parity nothing is to be computed"
+        return self.findings.of

@@ -14,11 +14,20 @@ from localckpt.errors import MismatchError, NoReplicasAvailableError
 from localckpt.ids import Checkpoint, ParityGroup
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.parity_coverage import group_for, groups_of
-from localckpt.replication.parity.planning import Left, Want
+from localckpt.replication.parity.planning import Left
 from localckpt.replication.parity.stripes import Kind
 from localckpt.state_dict.parity_of import ParityOf
 
-__all__ = ["Findings", "Repair", "Seen", "plan_repairs", "reader_on", "take_together"]
+__all__ = [
+    "NOTHING_FOUND",
+    "Findings",
+    "Repair",
+    "Seen",
+    "plan_repairs",
+    "reader_on",
+    "require_group",
+    "take_together",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +162,14 @@ class Findings:
     left: Left
     heads: Mapping[int, tuple[int, int, int]]
 
-    def wants(self, repair: Repair) -> list[Want]:
-        """What is to be computed, for :func:`plan_rebuild`."""
-        return [Want(rank, repair.group.ranks.index(rank)) for rank in repair.wanted]
+    @property
+    def doubtful(self) -> list[int]:
+        """Ranks whose images may have fewer bad blocks than was found without their heads."""
+        return [owner for kind, owner, _, _ in self.damaged if kind is Kind.IMAGE]
+
+
+NOTHING_FOUND = Findings((), (), None, Left({}, {}), {})
+"""Before anybody has looked."""
 
 
 def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.replication.parity import chains as module
-from localckpt.replication.parity.chains import Chain, Hop, Schedule, Task, schedule, tasks_of
+from localckpt.replication.parity.chains import (
+    ROOM_NBYTES,
+    Chain,
+    Hop,
+    Schedule,
+    Task,
+    schedule,
+    tasks_of,
+)
 from localckpt.replication.parity.stripes import Kind, Strip
 
 _RANKS = 5
@@ -56,20 +63,18 @@ def _run(chains: Sequence[Chain], when: Schedule) -> dict[int, list[Task]]:
     return done
 
 
+@settings(max_examples=60, deadline=None)
 @given(_chains())
-def test_no_chains_lock_up_ranks_and_every_byte_is_handled_once(chains: list[Chain]) -> None:
+def test_no_chains_lock_up_ranks_or_outgrow_the_room_and_every_byte_is_handled_once(
+    chains: list[Chain],
+) -> None:
     done = _run(chains, schedule(chains, _MESSAGE))
 
+    when = schedule(chains)
+    assert when.rooms * when.message_nbytes <= ROOM_NBYTES
     for number, chain in enumerate(chains):
         for hop, by in enumerate(chain.hops):
             tasks = [t for t in done[by.rank] if (t.chain, t.hop) == (number, hop)]
             handled = [place for task in tasks for place in range(task.start, task.stop)]
             assert handled == [place for span in chain.spans for place in range(*span)]
             assert all(task.stop - task.start <= _MESSAGE for task in tasks)
-
-
-@given(_chains())
-def test_rooms_stay_within_their_memory(chains: list[Chain]) -> None:
-    when = schedule(chains)
-
-    assert when.rooms * when.message_nbytes <= module.ROOM_NBYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,9 @@ from localckpt.replication.parity.chains import (
     schedule,
     tasks_of,
 )
-from localckpt.replication.parity.stripes import Kind, Strip
+from localckpt.replication.parity.encode import encoding_chains
+from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.state_dict.digests import BLOCK_NBYTES
 
 _RANKS = 5
 _MESSAGE = 10
@@ -65,7 +68,7 @@ def _run(chains: Sequence[Chain], when: Schedule) -> dict[int, list[Task]]:
 
 @settings(max_examples=60, deadline=None)
 @given(_chains())
-def test_no_chains_lock_up_ranks_or_outgrow_the_room_and_every_byte_is_handled_once(
+def test_no_chains_lock_up_ranks_or_outgrow_the_room(
     chains: list[Chain],
 ) -> None:
     done = _run(chains, schedule(chains, _MESSAGE))
@@ -78,3 +81,11 @@ def test_no_chains_lock_up_ranks_or_outgrow_the_room_and_every_byte_is_handled_o
             handled = [place for task in tasks for place in range(task.start, task.stop)]
             assert handled == [place for span in chain.spans for place in range(*span)]
             assert all(task.stop - task.start <= _MESSAGE for task in tasks)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_encoding_in_which_every_rank_does_the_same_does_not_lock_up(m: int) -> None:
+    layout = ParityLayout((50 * BLOCK_NBYTES,) * _RANKS, m)
+    chains = encoding_chains(layout, range(_RANKS))
+
+    _run(chains, schedule(chains, BLOCK_NBYTES))

@@ -186,8 +186,8 @@ def _run_rank(rounds: int, members: int, parity: int) -> None:
         "ring": me.ring,
         "encode": me.encode,
         "chain": me.chain,
-        "rebuild": me.rebuild,
         "fetch": me.fetch,
+        "rebuild": me.rebuild,
     }
     samples: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):

@@ -55,9 +55,16 @@ def leave_word(store: Store, rank: int, word: LastWord) -> None:
 
 
 def ask_whom_to_blame(
-    store: Store, ranks: Sequence[int], rank: int, own: LastWord
+    store: Store, ranks: Sequence[int], rank: int, own: LastWord, *, grace_s: float = _GRACE_S
 ) -> dict[int, LastWord | None]:
     """Read what other ranks said, until it is known who is to blame or a grace is over.
+
+    Args:
+        store: Where words were left.
+        ranks: Who may have left one.
+        rank: This rank.
+        own: Why it gives up.
+        grace_s: How long to wait for the words of ranks that are only late, in seconds.
 
     Returns:
         The ranks to blame, with the words of those that left any.
@@ -67,7 +74,7 @@ def ask_whom_to_blame(
     """
 
     def ask() -> dict[int, LastWord | None]:
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + grace_s
         while True:
             words = {peer: word for peer in ranks if (word := _word_of(store, peer)) is not None}
             blamed, is_sure = whom_to_blame(rank, words | {rank: own})
@@ -75,7 +82,7 @@ def ask_whom_to_blame(
                 return {peer: words.get(peer) for peer in blamed}
             time.sleep(_NAP_S)
 
-    return ask_store("ask why others gave up", _STORE_TIMES * _GRACE_S, ask)
+    return ask_store("ask why others gave up", _STORE_TIMES * max(grace_s, _GRACE_S), ask)
 
 
 def whom_to_blame(rank: int, words: Mapping[int, LastWord]) -> tuple[list[int], bool]:

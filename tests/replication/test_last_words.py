@@ -67,4 +67,6 @@ def test_words_are_read_from_the_store_without_waiting_where_it_is_sure(store: d
 
 
 def test_a_late_rank_that_says_nothing_is_blamed_after_a_grace(store: dist.Store) -> None:
-    assert ask_whom_to_blame(store, range(3), 0, LastWord((1,), late=True)) == {1: None}
+    own = LastWord((1,), late=True)
+
+    assert ask_whom_to_blame(store, range(3), 0, own, grace_s=0.1) == {1: None}

@@ -31,8 +31,9 @@ def encode(
 ) -> None:
     """Compute this member's parity; the members of the group call it together.
 
-    It needs at most :data:`ROOM_NBYTES` of memory more. That it returned says that this member's
-    part is done, not that every other's is.
+    It needs at most :data:`ROOM_NBYTES` for messages and less than 1 MiB for the arithmetic, which
+    the relay keeps for the next time. That it returned says that this member's part is done, not
+    that every other's is.
 
     Args:
         layout: The same on all ranks; they agree on it beforehand.

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localckpt.replication.parity import chains as module
-from localckpt.replication.parity.chains import Chain, Hop, Schedule, Task, schedule, tasks_of
-from localckpt.replication.parity.stripes import Kind, Strip
+from localckpt.replication.parity.chains import (
+    ROOM_NBYTES,
+    Chain,
+    Hop,
+    Schedule,
+    Task,
+    schedule,
+    tasks_of,
+)
+from localckpt.replication.parity.encode import encoding_chains
+from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from localckpt.state_dict.digests import BLOCK_NBYTES
 
 _RANKS = 5
 _MESSAGE = 10
@@ -56,10 +66,15 @@ def _run(chains: Sequence[Chain], when: Schedule) -> dict[int, list[Task]]:
     return done
 
 
+@settings(max_examples=60, deadline=None)
 @given(_chains())
-def test_no_chains_lock_up_ranks_and_every_byte_is_handled_once(chains: list[Chain]) -> None:
+def test_no_chains_lock_up_ranks_or_outgrow_the_room(
+    chains: list[Chain],
+) -> None:
     done = _run(chains, schedule(chains, _MESSAGE))
 
+    when = schedule(chains)
+    assert when.rooms * when.message_nbytes <= ROOM_NBYTES
     for number, chain in enumerate(chains):
         for hop, by in enumerate(chain.hops):
             tasks = [t for t in done[by.rank] if (t.chain, t.hop) == (number, hop)]
@@ -68,8 +83,9 @@ def test_no_chains_lock_up_ranks_and_every_byte_is_handled_once(chains: list[Cha
             assert all(task.stop - task.start <= _MESSAGE for task in tasks)
 
 
-@given(_chains())
-def test_rooms_stay_within_their_memory(chains: list[Chain]) -> None:
-    when = schedule(chains)
+@pytest.mark.parametrize("m", [1, 2])
+def test_encoding_in_which_every_rank_does_the_same_does_not_lock_up(m: int) -> None:
+    layout = ParityLayout((50 * BLOCK_NBYTES,) * _RANKS, m)
+    chains = encoding_chains(layout, range(_RANKS))
 
-    assert when.rooms * when.message_nbytes <= module.ROOM_NBYTES
+    _run(chains, schedule(chains, BLOCK_NBYTES))

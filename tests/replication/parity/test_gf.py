@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.replication.parity import gf
@@ -56,6 +56,7 @@ _LENGTHS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(_LENGTHS, st.integers(0, 80), st.integers(0, 9), st.integers(0, 9), _ELEMENTS)
 def test_kernels_are_what_the_table_of_products_gives(
     nbytes: int, shorter: int, acc_offset: int, data_offset: int, factor: int

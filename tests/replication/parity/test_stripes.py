@@ -92,7 +92,7 @@ def test_a_byte_is_found_in_its_stripe(layout: ParityLayout, data: st.DataObject
         assert (member, offset - position) in [(r.member, r.start) for r in layout.rows(stripe)]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 2),
     st.lists(st.sampled_from([0, 1, 1000, BLOCK_NBYTES, BLOCK_NBYTES + 1]), min_size=4, max_size=6),

@@ -28,6 +28,7 @@ from localckpt.state_dict.parity_of import ParityOf
 __all__ = [
     "DIGESTS",
     "FORMAT_VERSION",
+    "PARITY_OF",
     "RESERVED_NAMES",
     "SKELETON",
     "ImageHeader",
@@ -44,7 +45,7 @@ SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
 # Only in the header of a parity.
-_PARITY_OF = "parity_of"
+PARITY_OF = "parity_of"
 _BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
@@ -113,7 +114,7 @@ def render_header(
         "world_size": str(identity.world_size),
     }
     if parity_of is not None:
-        claims[_PARITY_OF] = parity_of.to_json()
+        claims[PARITY_OF] = parity_of.to_json()
     metadata = json.dumps(claims).encode()
     start = round_up(8 + len(metadata) + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
     start = max(start, at_least_nbytes)
@@ -271,10 +272,10 @@ def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
     if not rank < world_size <= MOST_RANKS:
         _refuse(f"it says that it is of rank {rank} of {world_size}")
     identity = ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
-    if _PARITY_OF not in metadata:
+    if PARITY_OF not in metadata:
         return identity, None
     try:
-        parity_of = ParityOf.from_json(metadata[_PARITY_OF])
+        parity_of = ParityOf.from_json(metadata[PARITY_OF])
     except MismatchError as error:
         _refuse(str(error), error)
     if rank not in parity_of.group.ranks or max(parity_of.group.ranks) >= world_size:

@@ -14,7 +14,7 @@ import pytest
 import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
 from localckpt.managers import rebuilding
-from tests.managers.jobs import KINDS, MAX_S, error_of, files, make_manager, resume, state_of
+from tests.managers.jobs import KINDS, MAX_S, error_of, files, make_manager, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import DeadRank, node_store, run_ranks
 

@@ -26,6 +26,7 @@ _SECTIONS = {
     "load": "benchmarks.load",
     "in-memory": "benchmarks.in_memory",
     "replicate": "benchmarks.replicate",
+    "parity": "benchmarks.parity",
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",
     "poll": "benchmarks.poll",

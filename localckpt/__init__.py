@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
     from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
+    from localckpt.replication.parity.strategy import (
+        ParityReplicationStrategy as ParityReplicationStrategy,
+    )
     from localckpt.replication.strategies import (
         CliqueReplicationStrategy as CliqueReplicationStrategy,
     )
@@ -87,6 +90,7 @@ _HOMES = {
     "LocalCheckpointManager": "managers.local",
     "MismatchError": "errors",
     "NoReplicasAvailableError": "errors",
+    "ParityReplicationStrategy": "replication.parity.strategy",
     "PeerLostError": "errors",
     "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",

@@ -6,16 +6,21 @@ records that ranks exchange.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from localckpt.errors import MismatchError
 
 __all__ = [
     "MOST_DIGITS",
+    "MOST_MEMBERS",
     "MOST_RANKS",
     "SAVES_AN_ATTEMPT",
     "Checkpoint",
     "CkptID",
     "Generation",
+    "ParityGroup",
+    "Series",
     "ShardIdentity",
     "ShardRecord",
 ]
@@ -28,6 +33,9 @@ MOST_DIGITS = 19
 
 MOST_RANKS = 1 << 20
 """Far above any job: whoever looks for the shards of all ranks counts up to what is claimed."""
+
+MOST_MEMBERS = 255
+"""No parity group has more: so many different powers x has in the field of its arithmetic."""
 
 
 class CkptID(NamedTuple):
@@ -57,15 +65,29 @@ class Generation(NamedTuple):
         return f"{self.epoch}.{self.sequence % SAVES_AN_ATTEMPT}"
 
 
+class Series(NamedTuple):
+    """What a rank keeps at every save: one rank's shard, or its own parity.
+
+    Images of one series are of about one size, and use each other's memory.
+    """
+
+    rank: int
+    is_parity: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Everything that tells one shard from another; kept in the image's header."""
+    """Everything that tells one shard from another; kept in the image's header.
+
+    The parity that a rank keeps for its group has an identity of the same form.
+    """
 
     session_id: str
     generation: Generation
     iteration: int
     rank: int
     world_size: int
+    is_parity: bool = False
 
     @property
     def ckpt_id(self) -> CkptID:
@@ -77,10 +99,21 @@ class ShardIdentity:
         return Checkpoint(self.generation, self.iteration, self.world_size)
 
     @property
+    def series(self) -> Series:
+        """What it is one of."""
+        return Series(self.rank, self.is_parity)
+
+    @property
+    def parity(self) -> ShardIdentity:
+        """The parity that its rank keeps beside it."""
+        return replace(self, is_parity=True)
+
+    @property
     def seed(self) -> str:
         """Seeds the digests of its blocks."""
         generation = f"{self.generation.epoch}.{self.generation.sequence}"
-        return f"{generation}/{self.iteration}/{self.rank}/{self.session_id}"
+        kind = "parity/" if self.is_parity else ""
+        return f"{kind}{generation}/{self.iteration}/{self.rank}/{self.session_id}"
 
     @property
     def version(self) -> tuple[int, int, int, int]:
@@ -96,8 +129,9 @@ class ShardIdentity:
         )
 
     def __str__(self) -> str:
+        kind = "the parity of " if self.is_parity else ""
         return (
-            f"iteration {self.iteration} of rank {self.rank} (session {self.session_id!r}, "
+            f"{kind}iteration {self.iteration} of rank {self.rank} (session {self.session_id!r}, "
             f"generation {self.generation})"
         )
 
@@ -121,8 +155,53 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ParityGroup:
+    """Ranks that keep parity of each other's shards.
+
+    Args:
+        ranks: In the order of their ring.
+        parity: How many of them may be lost.
+
+    Raises:
+        MismatchError: No group can be so.
+    """
+
+    ranks: tuple[int, ...]
+    parity: int
+
+    def __post_init__(self) -> None:
+        # JSON's true is an int to Python.
+        if set(map(type, (*self.ranks, self.parity))) != {int}:
+            raise MismatchError("the ranks of a parity group, and its parities, are whole numbers")
+        if not 1 <= self.parity <= len(self.ranks) - 2 < MOST_MEMBERS - 1:
+            raise MismatchError(
+                f"a group of {len(self.ranks)} ranks with {self.parity} parities cannot be: there "
+                f"are at least two ranks more than parities, and at most {MOST_MEMBERS}"
+            )
+        if len(set(self.ranks)) < len(self.ranks) or not (
+            0 <= min(self.ranks) <= max(self.ranks) < MOST_RANKS
+        ):
+            raise MismatchError(
+                f"a parity group has different ranks, from 0 to {MOST_RANKS - 1}: not "
+                f"{self.ranks!r:.200}"
+            )
+
+    def behind(self, rank: int) -> tuple[int, ...]:
+        """The ranks that come before a member in the ring, the nearest first: one a parity.
+
+        It keeps what is needed to tell that their shards are what was lost.
+        """
+        place = self.ranks.index(rank)
+        return tuple(self.ranks[place - step] for step in range(1, self.parity + 1))
+
+
+@dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard that is kept somewhere, and the size of its image."""
+    """A shard that is kept somewhere, and the size of its image.
+
+    For parity, the group that it is of.
+    """
 
     identity: ShardIdentity
     nbytes: int
+    group: ParityGroup | None = None

@@ -25,8 +25,10 @@ from localckpt.cli.output import (
 )
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.header import DIGESTS, METADATA, SKELETON
+from localckpt.managers.explanation import ranges
+from localckpt.state_dict.header import DIGESTS, METADATA, PARITY_OF, SKELETON
 from localckpt.state_dict.identify import read_verified_identity
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.storage.catalog import split_claim
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, SPARE
@@ -98,7 +100,7 @@ class _Seen:
     @property
     def kind(self) -> str:
         if self.metadata and _FORMAT.fullmatch(str(self.metadata.get("format"))):
-            return "shard"
+            return "parity" if PARITY_OF in self.metadata else "shard"
         return "safetensors" if self.metadata or self.tensors else "unknown"
 
     @property
@@ -167,7 +169,7 @@ def _look(path: Path) -> _Seen:
         elif start is None:
             seen.problems.append(f"its header would take {told_start} bytes")
         _take_entries(seen, entries)
-        if seen.kind == "shard":
+        if seen.kind in ("shard", "parity"):
             _judge_shard(seen, source)
         elif start is not None and problem is None:
             _judge_length(seen, start)
@@ -264,6 +266,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
 def _say(seen: _Seen) -> None:
     kinds = {
         "shard": "a shard of localckpt",
+        "parity": "parity of shards of localckpt",
         "safetensors": "a safetensors file, and no shard of localckpt",
         "unknown": "no safetensors file, as far as it can be read",
     }
@@ -282,6 +285,9 @@ def _say(seen: _Seen) -> None:
             f"generation  {i.generation}",
             f"rank        {i.rank} of {i.world_size}",
         )
+        if i.is_parity and seen.metadata is not None:
+            group = ParityOf.from_json(seen.metadata[PARITY_OF]).group
+            say(f"parity      {group.parity} of ranks {ranges(group.ranks)}")
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:

@@ -60,6 +60,7 @@ class _Row:
     checkpoint: Checkpoint
     ranks: tuple[int, ...]
     copies: int
+    parities: int
     nbytes: int
     is_complete: bool
 
@@ -72,6 +73,7 @@ class _Row:
             "world_size": self.checkpoint.world_size,
             "ranks": list(self.ranks),
             "copies": self.copies,
+            "parities": self.parities,
             "nbytes": self.nbytes,
             "complete_here": self.is_complete,
         }
@@ -137,8 +139,9 @@ def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
     return tuple(
         _Row(
             checkpoint,
-            tuple(sorted({record.identity.rank for record in found})),
-            len(found),
+            tuple(sorted({r.identity.rank for r in found if not r.identity.is_parity})),
+            sum(not record.identity.is_parity for record in found),
+            sum(record.identity.is_parity for record in found),
             sum(record.nbytes for record in found),
             checkpoint in complete,
         )
@@ -161,19 +164,23 @@ def _by_kind(leftovers: Iterable[Leftover]) -> dict[str, list[Leftover]]:
 def _say_listing(listing: _Listing) -> None:
     say("", f"session {listing.session_id!r}")
     if listing.rows:
-        names = ("iteration", "generation", "ranks here", "copies", "size", "complete here")
+        # Only where there is any.
+        parity = ["parities"] if any(row.parities for row in listing.rows) else []
+        names = ["iteration", "generation", "ranks here", "copies", *parity]
         rows = [
             (
                 str(row.checkpoint.iteration),
                 str(row.checkpoint.generation),
-                f"{ranges(row.ranks)} of {row.checkpoint.world_size}",
+                f"{ranges(row.ranks) or 'none'} of {row.checkpoint.world_size}",
                 str(row.copies),
+                *([str(row.parities)] if parity else []),
                 size(row.nbytes),
                 "yes" if row.is_complete else "no",
             )
             for row in listing.rows
         ]
-        say_table(names, rows, right=("iteration", "generation", "copies", "size"))
+        numbers = ("iteration", "generation", "copies", *parity, "size")
+        say_table([*names, "size", "complete here"], rows, right=numbers)
     else:
         say("no shard")
     for file in listing.uncounted:

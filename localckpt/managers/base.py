@@ -23,6 +23,7 @@ from localckpt.async_save.request import AsyncRequest, runs_in_trainer
 from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
+    MismatchError,
     NoReplicasAvailableError,
     SaveFailedError,
 )
@@ -94,6 +95,9 @@ class BaseCheckpointManager(ABC):
         degraded_saves: How many saves are complete with fewer replicas than asked for.
     """
 
+    _keeps_images = False
+    """Whether what is kept is the image of a shard, byte for byte."""
+
     def __init__(
         self,
         session_id: str = "",
@@ -136,6 +140,12 @@ class BaseCheckpointManager(ABC):
             background=False if async_worker == "process" else background,
             strict=strict,
         )
+        if self._strategy.parity and not self._keeps_images:
+            raise MismatchError(
+                f"parity is of images, and {type(self).__name__} keeps states: use "
+                f"CliqueReplicationStrategy, or LocalCheckpointManager or "
+                f"InMemoryCheckpointManager"
+            )
         self._allowed = SafeGlobals(safe_globals)
         self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
         self._domains: list[str] | None = None
@@ -337,7 +347,9 @@ class BaseCheckpointManager(ABC):
             logger.info("loaded %s", self.last_load)
             self._take_stock(checkpoint, self._holdings)
             if self._redundancy is not None:
-                self._redundancy.restore(checkpoint, self._holdings)
+                self._redundancy.restore(
+                    checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
+                )
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
@@ -383,7 +395,7 @@ class BaseCheckpointManager(ABC):
 
     @property
     def _copies_wanted(self) -> int:
-        return 1 + len(self._strategy.keepers.get(self.rank, ()))
+        return 1 + (self._strategy.parity or len(self._strategy.keepers.get(self.rank, ())))
 
     def status(self) -> list[Durability]:
         """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
@@ -538,6 +550,7 @@ class BaseCheckpointManager(ABC):
             tuple(missing),
             tuple(save.kept),
             self._copies_wanted,
+            save.group,
         )
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
@@ -580,7 +593,9 @@ class BaseCheckpointManager(ABC):
 
     def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far a checkpoint has climbed."""
-        standing = durability_found(checkpoint, holdings, self._strategy.keepers)
+        standing = durability_found(
+            checkpoint, holdings, self._strategy.keepers, self._strategy.parity
+        )
         self._standing[checkpoint] = standing
 
     def _take_back(self, save: SaveUnderWay) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.ids import Checkpoint, CkptID, Generation
+from localckpt.ids import Checkpoint, CkptID, Generation, ParityGroup
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.parity_coverage import computable
 
 __all__ = [
     "JoinRecord",
@@ -22,8 +23,8 @@ __all__ = [
 
 
 def complete_checkpoints(holdings: Holdings) -> list[Checkpoint]:
-    """Checkpoints of which every rank's shard is held somewhere, the newest first."""
-    held = {checkpoint: holdings.shards(checkpoint) for checkpoint in holdings.checkpoints}
+    """Checkpoints of which every rank's shard is held, or can be computed, the newest first."""
+    held = {checkpoint: _available(checkpoint, holdings) for checkpoint in holdings.checkpoints}
     found = [
         checkpoint
         for checkpoint, shards in held.items()
@@ -39,9 +40,14 @@ def describe_incomplete(holdings: Holdings) -> str:
         f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
         f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
         for checkpoint in sorted(holdings.checkpoints, key=lambda c: c.version, reverse=True)
-        if (gone := _lacking(checkpoint, holdings.shards(checkpoint)))
+        if (gone := _lacking(checkpoint, _available(checkpoint, holdings)))
     ]
     return "; ".join(lines) or "no shard of this session was found on any node"
+
+
+def _available(checkpoint: Checkpoint, holdings: Holdings) -> set[int]:
+    """Ranks whose shards can be had."""
+    return holdings.shards(checkpoint).keys() | computable(checkpoint, holdings)
 
 
 def _lacking(checkpoint: Checkpoint, held: Container[int]) -> list[int]:
@@ -118,7 +124,9 @@ class SaveOutcome:
     kept: tuple[int, ...] = ()
     """Other ranks whose shards it keeps."""
     wanted: int = 1
-    """On how many nodes its own shard is to be."""
+    """On how many nodes its own shard is to be; with parity, as if."""
+    group: ParityGroup | None = None
+    """The ranks whose parity it keeps, too."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -128,11 +136,12 @@ class SaveOutcome:
             self.missing,
             self.kept,
             self.wanted,
+            self.group and [self.group.ranks, self.group.parity],
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted = fields
+        iteration, generation, error, missing, kept, wanted, group = fields
         return cls(
             iteration,
             Generation(*generation),
@@ -140,6 +149,7 @@ class SaveOutcome:
             tuple(CkptID(*ckpt_id) for ckpt_id in missing),
             tuple(kept),
             wanted,
+            group and ParityGroup(tuple(group[0]), group[1]),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from localckpt.ids import Checkpoint
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.parity_coverage import least_losses
 from localckpt.replication.survival import LossChance, loss_of_groups
 
 __all__ = [
@@ -37,6 +38,7 @@ class Durability:
         rung: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more.
         copies: On how many nodes each shard is at least, the owner's included; 0 while captured.
+            With parity as if: of so many nodes any one may stay, and it can be had.
         wanted: On how many each is to be.
         lacking: How many shards are on fewer nodes than wanted.
     """
@@ -66,12 +68,20 @@ class Durability:
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
     """Of a save that is complete, by what each rank says that it keeps."""
     kept = Counter(owner for outcome in outcomes for owner in outcome.kept)
+    parities = Counter(outcome.group for outcome in outcomes if outcome.group is not None)
+    for group, count in parities.items():
+        # Each that is missing may be the one that counts.
+        spare = max(0, group.parity - (len(group.ranks) - count))
+        kept.update(dict.fromkeys(group.ranks, spare))
     copies = [1 + kept[rank] for rank in range(len(outcomes))]
     return _judged(iteration, copies, [outcome.wanted for outcome in outcomes])
 
 
 def durability_found(
-    checkpoint: Checkpoint, holdings: Holdings, keepers: Mapping[int, Sequence[int]]
+    checkpoint: Checkpoint,
+    holdings: Holdings,
+    keepers: Mapping[int, Sequence[int]],
+    parity: int = 0,
 ) -> Durability:
     """Of a complete checkpoint, by what the nodes hold.
 
@@ -79,13 +89,15 @@ def durability_found(
         checkpoint: Which.
         holdings: What each node holds.
         keepers: For each rank those that are to keep a copy of its shard.
+        parity: How many parities its group is to have, where there are no copies.
     """
-    held_on = holdings.holders(checkpoint)
     ranks = range(checkpoint.world_size)
+    # A shard is on as many nodes as must be lost to lose it.
+    held = least_losses(checkpoint, holdings)
     return _judged(
         checkpoint.iteration,
-        [len(held_on[rank]) for rank in ranks],
-        [1 + len(keepers.get(rank, ())) for rank in ranks],
+        [held[rank] for rank in ranks],
+        [1 + (parity or len(keepers.get(rank, ()))) for rank in ranks],
     )
 
 

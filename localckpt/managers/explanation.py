@@ -20,6 +20,7 @@ from localckpt.ids import (
 )
 from localckpt.managers.coverage import complete_checkpoints, judge_newest
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.parity_coverage import breaking_sets, computable
 from localckpt.storage.names import shard_named
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
@@ -51,6 +52,7 @@ class Standing:
         damaged: For each rank, the nodes with a file that bears the shard's name and is no good.
         is_complete: Whether every shard can be had.
         lacks: Why not.
+        computed: Ranks whose shards no node holds, and are computed from parity.
         is_by_name: Whether no header tells of it any more, only the names of its files. Its number
             of ranks is that of the same attempt's other checkpoints; without any, there may be more
             ranks than the names tell of.
@@ -62,6 +64,7 @@ class Standing:
     is_complete: bool
     lacks: tuple[Lack, ...]
     is_by_name: bool = False
+    computed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,6 +74,7 @@ class Standing:
             "damaged": [list(nodes) for nodes in self.damaged],
             "lacks": [lack.to_json() for lack in self.lacks],
             "by_name": self.is_by_name,
+            "computed": list(self.computed),
         }
 
 
@@ -163,7 +167,9 @@ def explain(
     held = {checkpoint: holdings.holders(checkpoint) for checkpoint in holdings.checkpoints}
     damaged = _damaged(bad)
     standings = [
-        _standing(checkpoint, held, damaged, checkpoint in complete)
+        _standing(
+            checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, holdings)
+        )
         for checkpoint in sorted(
             [*held, *_by_name(damaged, held)], key=lambda c: c.version, reverse=True
         )
@@ -174,7 +180,7 @@ def explain(
         tuple(standings),
         loaded.checkpoint if loaded else None,
         refusal,
-        _breaking(loaded.holders, nodes) if loaded else (),
+        _breaking(loaded.checkpoint, holdings, nodes) if loaded else (),
         {node: tuple(texts) for node, texts in bad.items() if texts},
     )
 
@@ -231,7 +237,11 @@ def _attempt(generation: Generation) -> tuple[int, int]:
 
 
 def _standing(
-    checkpoint: Checkpoint, held: _Held, damaged: _Damaged, is_complete: bool
+    checkpoint: Checkpoint,
+    held: _Held,
+    damaged: _Damaged,
+    is_complete: bool,
+    computed: Collection[int],
 ) -> Standing:
     ranks = range(checkpoint.world_size)
     of_ranks = held.get(checkpoint, {})
@@ -245,7 +255,7 @@ def _standing(
             if other.iteration == checkpoint.iteration and other != checkpoint
         ]
         for rank in ranks:
-            if not holders[rank]:
+            if not holders[rank] and rank not in computed:
                 reason = _reason(bad[rank], [(o, s[rank]) for o, s in others if rank in s])
                 lacks.setdefault(reason, []).append(rank)
     return Standing(
@@ -255,6 +265,7 @@ def _standing(
         is_complete,
         tuple(Lack(tuple(on), why, nodes) for (why, nodes), on in lacks.items()),
         checkpoint not in held,
+        tuple(sorted(computed)),
     )
 
 
@@ -274,16 +285,15 @@ def _reason(
 
 
 def _breaking(
-    holders: Iterable[Collection[str]], nodes: Sequence[str]
+    checkpoint: Checkpoint, holdings: Holdings, nodes: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """A checkpoint is lost exactly when all holders of some rank's shard are."""
+    """A checkpoint is lost exactly when some rank's shard is."""
     place = {node: number for number, node in enumerate(nodes)}
-    smallest: list[frozenset[int]] = []
-    distinct = {frozenset(place[node] for node in on) for on in holders}
-    for numbers in sorted(distinct, key=lambda numbers: (len(numbers), sorted(numbers))):
-        if not any(smaller <= numbers for smaller in smallest):
-            smallest.append(numbers)
-    return tuple(tuple(nodes[number] for number in sorted(numbers)) for numbers in smallest)
+    numbers = (sorted(place[n] for n in lost) for lost in breaking_sets(checkpoint, holdings))
+    return tuple(
+        tuple(nodes[number] for number in lost)
+        for lost in sorted(numbers, key=lambda numbers: (len(numbers), numbers))
+    )
 
 
 def _matrix(standings: Sequence[Standing], keys: Mapping[str, str]) -> list[list[str]]:
@@ -313,7 +323,8 @@ def _cell(standing: Standing, rank: int, keys: Mapping[str, str]) -> str:
     if rank >= len(standing.holders):
         return ""
     bad = [f"{keys[n]}!" for n in standing.damaged[rank] if n not in standing.holders[rank]]
-    return "+".join([*(keys[node] for node in standing.holders[rank]), *bad]) or "none"
+    parity = ["parity"] if rank in standing.computed else []
+    return "+".join([*(keys[node] for node in standing.holders[rank]), *bad, *parity]) or "none"
 
 
 def _padded(column: Sequence[str]) -> list[str]:

@@ -7,12 +7,20 @@ in it. Plain data of one session, the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from localckpt.errors import MismatchError
-from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation, ShardRecord
+from localckpt.ids import (
+    MOST_DIGITS,
+    MOST_MEMBERS,
+    MOST_RANKS,
+    Checkpoint,
+    Generation,
+    ParityGroup,
+    ShardRecord,
+)
 
 __all__ = ["Holdings", "NodeShards", "ranks_by_node", "tell"]
 
@@ -27,11 +35,15 @@ class NodeShards:
     """The shards of one checkpoint on one node, as that node tells the others.
 
     In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
-    bytes, and 30 more for each shard. The session is left out: all ranks of a job share it.
+    bytes, and 30 more for each shard. Where there is parity, a list of ``[rank, parities, first,
+    step, count]`` follows, 40 bytes for each at most; where a group's ranks are not evenly spaced,
+    a list of them stands in place of the last three. The session is left out: all ranks of a job
+    share it.
 
     Attributes:
         checkpoint: What they are shards of.
         nbytes: The size of each one's image, by the rank that it belongs to.
+        parities: The group of each parity, by the rank that it belongs to.
 
     Raises:
         MismatchError: There are no such shards.
@@ -39,11 +51,12 @@ class NodeShards:
 
     checkpoint: Checkpoint
     nbytes: Mapping[int, int]
+    parities: Mapping[int, ParityGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.checkpoint
         own = (*c.generation, c.iteration, c.world_size)
-        numbers = (*own, *self.nbytes, *self.nbytes.values())
+        numbers = (*own, *self.nbytes, *self.nbytes.values(), *self.parities)
         # JSON's true is an int to Python.
         if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
             raise MismatchError(
@@ -56,29 +69,45 @@ class NodeShards:
                 f"{c.world_size} is told of, with shards up to that of rank "
                 f"{max(self.nbytes, default=0)}"
             )
-        if not self.nbytes:
+        if not self.nbytes and not self.parities:
             raise MismatchError(f"iteration {c.iteration} is told of without any shard")
+        for owner, group in self.parities.items():
+            if owner not in group.ranks or max(group.ranks) >= c.world_size:
+                raise MismatchError(
+                    f"rank {owner} of {c.world_size} keeps no parity of {_shown(group.ranks)}"
+                )
 
     def to_json(self) -> list[Any]:
         c = self.checkpoint
+        shards = [list(self.nbytes), list(self.nbytes.values())]
+        parities = [
+            [owner, group.parity, *_packed(group.ranks)] for owner, group in self.parities.items()
+        ]
         return [
             *c.generation,
             c.iteration,
             c.world_size,
-            list(self.nbytes),
-            list(self.nbytes.values()),
+            *shards,
+            *([parities] if parities else ()),
         ]
 
     @classmethod
     def from_json(cls, fields: Any) -> NodeShards:
         try:
-            epoch, sequence, iteration, world_size, ranks, sizes = fields
+            epoch, sequence, iteration, world_size, ranks, sizes, *more = fields
             nbytes = dict(zip(ranks, sizes, strict=True))
+            (told,) = more or [[]]
+            if more and not (isinstance(told, list) and told):
+                raise ValueError("what stands for parities is no list of any")
+            parities = {
+                owner: ParityGroup(_unpacked(packed), parity) for owner, parity, *packed in told
+            }
         except (TypeError, ValueError) as error:
             raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error
-        if len(nbytes) != len(ranks):
+        if len(nbytes) != len(ranks) or len(parities) != len(told):
             raise MismatchError(f"a rank's shard of iteration {_shown([iteration])} is told twice")
-        return cls(Checkpoint(Generation(epoch, sequence), iteration, world_size), nbytes)
+        checkpoint = Checkpoint(Generation(epoch, sequence), iteration, world_size)
+        return cls(checkpoint, nbytes, parities)
 
 
 def tell(records: Iterable[ShardRecord]) -> list[list[Any]]:
@@ -114,6 +143,7 @@ class Holdings:
         """The nodes, each with its ranks: all of them can read what the node holds."""
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
         self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
+        self._parities: dict[Checkpoint, dict[str, dict[int, ParityGroup]]] = {}
 
     @classmethod
     def found(cls, records: Mapping[str, Iterable[ShardRecord]]) -> Holdings:
@@ -184,6 +214,22 @@ class Holdings:
         on = (self.ranks_on[node] for node, on_node in held.items() if owner in on_node)
         return sorted(chain.from_iterable(on))
 
+    def parities(self, checkpoint: Checkpoint) -> dict[ParityGroup, dict[int, list[str]]]:
+        """For each group, whose parity of a checkpoint is held, and on which nodes."""
+        groups: dict[ParityGroup, dict[int, list[str]]] = {}
+        for node, on_node in self._parities.get(checkpoint, {}).items():
+            for owner, group in on_node.items():
+                groups.setdefault(group, {}).setdefault(owner, []).append(node)
+        return groups
+
+    def add_parity(self, checkpoint: Checkpoint, owner: int, node: str, group: ParityGroup) -> None:
+        """A node has got the parity that a rank keeps."""
+        self._parities.setdefault(checkpoint, {}).setdefault(node, {})[owner] = group
+
+    def remove_parity(self, checkpoint: Checkpoint, owner: int, node: str) -> None:
+        """The parity of a rank on a node is no good, or gone; it may be known already."""
+        self._parities.get(checkpoint, {}).get(node, {}).pop(owner, None)
+
     def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
         """A node has got a copy of a shard."""
         self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
@@ -200,16 +246,47 @@ class Holdings:
 
     def _put(self, node: str, there: Iterable[NodeShards]) -> None:
         for held in there:
-            self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
+            if held.nbytes:
+                self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
+            if held.parities:
+                self._parities.setdefault(held.checkpoint, {})[node] = dict(held.parities)
 
 
 def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
-    by_checkpoint: dict[Checkpoint, dict[int, int]] = {}
+    shards: dict[Checkpoint, dict[int, int]] = {}
+    parities: dict[Checkpoint, dict[int, ParityGroup]] = {}
     for record in records:
-        shards = by_checkpoint.setdefault(record.identity.checkpoint, {})
+        checkpoint, rank = record.identity.checkpoint, record.identity.rank
         # A node may have several copies of a shard; each is as good as the first.
-        shards.setdefault(record.identity.rank, record.nbytes)
-    return [NodeShards(checkpoint, shards) for checkpoint, shards in by_checkpoint.items()]
+        of_checkpoint = shards.setdefault(checkpoint, {})
+        if record.group is None:
+            of_checkpoint.setdefault(rank, record.nbytes)
+        else:
+            parities.setdefault(checkpoint, {}).setdefault(rank, record.group)
+    return [NodeShards(c, nbytes, parities.get(c, {})) for c, nbytes in shards.items()]
+
+
+def _packed(ranks: Sequence[int]) -> list[Any]:
+    """Ranks as ``first, step, count`` if they are evenly spaced."""
+    step = ranks[1] - ranks[0]
+    if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:
+        return [ranks[0], step, len(ranks)]
+    return [list(ranks)]
+
+
+def _unpacked(packed: Sequence[Any]) -> tuple[int, ...]:
+    """The inverse of :func:`_packed`.
+
+    Raises:
+        TypeError, ValueError: That is none.
+    """
+    if len(packed) == 1 and isinstance(packed[0], list):
+        return tuple(packed[0])
+    first, step, count = packed
+    # Counted up to what is claimed, if that can be.
+    if {type(first), type(step), type(count)} != {int} or not 2 < count <= MOST_MEMBERS:
+        raise ValueError("a parity group is told in another way")
+    return tuple(first + step * place for place in range(count))
 
 
 def _shown(values: Iterable[Any]) -> str:

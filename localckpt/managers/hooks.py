@@ -15,6 +15,8 @@ from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
@@ -91,6 +93,13 @@ class HookShelf(Shelf):
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         self._rooms[identity] = memoryview(bytearray(nbytes))
         return self._rooms[identity]
+
+    def make_parity_room(
+        self, identity: ShardIdentity, of: ParityOf, heads_nbytes: int, parity_nbytes: int
+    ) -> ParityRoom:
+        raise MismatchError(
+            f"{identity} cannot be kept: the hooks of a manager keep states, and parity is of bytes"
+        )
 
     def received(self, identity: ShardIdentity) -> StagedShard:
         source = MemorySource(self._rooms.pop(identity))

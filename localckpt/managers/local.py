@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.ids import Series
 from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
@@ -91,7 +92,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
             )
         )
 
-    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
+    def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
         staging_nbytes = self.num_buffers * sum(map(buffer_nbytes, images.values()))
         shared = self.async_worker == "process"
-        return MemoryPlan(images[self.rank], len(images) - 1, staging_nbytes, 0, shared)
+        return MemoryPlan.of(images, self.rank, staging_nbytes, 0, shared=shared)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.ids import Series
 from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
@@ -91,9 +92,9 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             )
         )
 
-    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
+    def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
         total_nbytes = sum(images.values())
         # What is staged is what is kept; each save under way has a file of its own.
         kept_nbytes = self.keep_last * total_nbytes
         staging_nbytes = self.num_buffers * total_nbytes
-        return MemoryPlan(images[self.rank], len(images) - 1, staging_nbytes, kept_nbytes, True)
+        return MemoryPlan.of(images, self.rank, staging_nbytes, kept_nbytes, shared=True)

@@ -1,15 +1,16 @@
-"""Reads one checkpoint on all ranks: own node first, else a peer, until every shard is good.
+"""Reads one checkpoint on all ranks: own node first, else a peer, else computed from parity.
 
-Works in rounds. In each, all ranks make the same plan, move what has to move, verify, and tell each
-other how it went; bad copies are left out of the next round's plan.
+Works in rounds, until every shard is good. In each, all ranks make the same plan, move what has to
+move, verify, and tell each other how it went; bad copies are left out of the next round's plan.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from localckpt import errors
 from localckpt.coordination import Coordinator
@@ -24,13 +25,18 @@ from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.managers.coverage import describe_incomplete
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.rebuilding import Rebuilding
+from localckpt.managers.repairs import Repair, plan_repairs, reader_on
 from localckpt.managers.shelf import LoadOptions, Shelf
+from localckpt.managers.watched import WatchedSource
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
+from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
 from localckpt.storage.names import shard_named
 
 __all__ = ["Loaded", "Recovery", "plan_shards", "why_nothing_loads"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,22 +48,34 @@ class Loaded:
     came_from: str
 
 
+class _Bad(NamedTuple):
+    """A bad copy; ranks of the job."""
+
+    holder: int
+    owner: int
+    why: str
+    is_damaged: bool
+    """Whether some of its bytes may be good."""
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """How a round went on one rank: which copies it found bad, or why it can load none at all."""
 
-    bad: tuple[tuple[int, int, str], ...] = ()
-    """(holder, owner, what was wrong) of each bad copy; ranks of the job."""
+    bad: tuple[_Bad, ...] = ()
     refused: tuple[str, str] | None = None
     """Name of the exception's type, and its text."""
+    unfit: str | None = None
+    """Why its shard, which was computed from parity, is no good."""
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> _Outcome:
-        bad, refused = fields
-        return cls(tuple((h, o, w) for h, o, w in bad), tuple(refused) if refused else None)
+        bad, refused, unfit = fields
+        copies = tuple(_Bad(*copy) for copy in bad)
+        return cls(copies, tuple(refused) if refused else None, unfit)
 
     def to_json(self) -> list[Any]:
-        return [self.bad, self.refused]
+        return [self.bad, self.refused, self.unfit]
 
 
 class Recovery:
@@ -81,8 +99,20 @@ class Recovery:
         self._strategy = strategy
         self._shelf = shelf
         self._holdings = holdings
+        self._repairs: list[Repair] = []
+        # Nodes with copies that are good in part, by rank, and what is wrong with them.
+        self._damaged: dict[int, dict[str, str]] = {}
+        self._hopeless: set[int] = set()
+        self._room: memoryview | None = None
         self.bad: list[tuple[ShardIdentity, int, str]] = []
         """Copies that could not be read, on whose nodes, and why; the same on all ranks."""
+        self.rebuilt: dict[int, int] = {}
+        """The sizes of the shards that were computed from parity, by rank; the same on all ranks.
+
+        This rank's is on its shelf as if a peer had sent it, for the caller to keep or to drop.
+        """
+        self.to_replace: dict[ShardIdentity, str] = {}
+        """What is damaged on this node and is to be replaced by a good one, and why."""
 
     def load(self, checkpoint: Checkpoint, session_id: str, options: LoadOptions) -> Loaded | None:
         """Read this rank's shard; ``None`` on all ranks when some shard has no good copy left.
@@ -91,22 +121,99 @@ class Recovery:
             CheckpointingException: A rank cannot load it for a reason that no other copy would
                 cure; raised on all ranks.
         """
-        while True:
-            try:
-                plan = self._plan(checkpoint, session_id)
-            except NoReplicasAvailableError:
-                return None
-            arrived = self._fetch(plan, checkpoint, session_id) if plan.transfers else []
-            if arrived is None:
-                continue
-            loaded, outcome = self._restore(plan, checkpoint, session_id, arrived, options)
-            phase = f"load iteration {checkpoint.iteration}"
-            if self._all_well(phase, outcome, checkpoint, session_id):
-                return loaded
+        self._damaged, self._hopeless, self.rebuilt, self.to_replace = {}, set(), {}, {}
+        mine = checkpoint.shard(self._coordinator.rank, session_id)
+        try:
+            while True:
+                self._drop_room(mine)
+                try:
+                    plan = self._plan(checkpoint, session_id)
+                except NoReplicasAvailableError:
+                    self._set_damaged_aside(checkpoint, session_id)
+                    return None
+                if self._repairs and not self._rebuild(checkpoint, session_id):
+                    continue
+                arrived = self._fetch(plan, checkpoint, session_id) if plan.transfers else []
+                if arrived is None:
+                    continue
+                if self._room is not None:
+                    arrived = [self._room]
+                loaded, outcome = self._restore(plan, checkpoint, session_id, arrived, options)
+                phase = f"load iteration {checkpoint.iteration}"
+                if self._all_well(phase, outcome, checkpoint, session_id):
+                    self._set_damaged_aside(checkpoint, session_id)
+                    return loaded
+        except BaseException:
+            self._drop_room(mine)
+            raise
 
     def _plan(self, checkpoint: Checkpoint, session_id: str) -> ExchangePlan[CkptID]:
-        wanted = {rank: [rank] for rank in range(self._coordinator.world_size)}
+        self._repairs = plan_repairs(checkpoint, self._holdings, self._damaged, self._hopeless)
+        computed = {rank for repair in self._repairs for rank in repair.wanted}
+        ranks = range(self._coordinator.world_size)
+        wanted = {rank: [rank] for rank in ranks if rank not in computed}
         return plan_shards(checkpoint, session_id, self._holdings, wanted)
+
+    def _rebuild(self, checkpoint: Checkpoint, session_id: str) -> bool:
+        """Compute what is on no node; whether that was done, on all ranks."""
+        rebuilding = Rebuilding(
+            self._coordinator,
+            self._shelf,
+            checkpoint,
+            session_id,
+            self._repairs,
+            self._strategy.timeout_s,
+        )
+        try:
+            done = rebuilding.run()
+        finally:
+            self._room = rebuilding.room
+        self.rebuilt = rebuilding.nbytes
+        for rank, why in rebuilding.hopeless.items():
+            logger.error("%s cannot be computed: %s", checkpoint.shard(rank, session_id), why)
+        self._hopeless |= rebuilding.hopeless.keys()
+        for kind, owner, reader, why in [*rebuilding.gone, *rebuilding.damaged]:
+            node = self._holdings.node_of(reader)
+            identity = checkpoint.shard(owner, session_id)
+            if kind is Kind.IMAGE:
+                self._take_out(checkpoint, identity, reader, why)
+                if (kind, owner, reader, why) in rebuilding.gone:
+                    self._damaged.get(owner, {}).pop(node, None)
+                else:
+                    self._damaged.setdefault(owner, {}).setdefault(node, why)
+                continue
+            if (kind, owner, reader, why) in rebuilding.gone or done:
+                # What is good of it was of use; it is to be made anew.
+                self._holdings.remove_parity(checkpoint, owner, node)
+            if reader == self._coordinator.rank:
+                self.to_replace[identity.parity] = why
+        return done
+
+    def _take_out(
+        self, checkpoint: Checkpoint, identity: ShardIdentity, holder: int, why: str
+    ) -> None:
+        """A copy is not to be read again as if it were good."""
+        node = self._holdings.node_of(holder)
+        if identity.rank in self._holdings.shards_on(checkpoint, node):
+            self.bad.append((identity, holder, why))
+        self._holdings.remove(checkpoint, identity.rank, node)
+
+    def _set_damaged_aside(self, checkpoint: Checkpoint, session_id: str) -> None:
+        """Those that nobody needs any more; one that was mended stays until it is replaced."""
+        for owner, nodes in self._damaged.items():
+            identity = checkpoint.shard(owner, session_id)
+            for node, why in nodes.items():
+                if reader_on([node], owner, self._holdings) != self._coordinator.rank:
+                    continue
+                if owner not in self.rebuilt:
+                    self._shelf.set_aside(identity, why)
+                elif owner == self._coordinator.rank:
+                    self.to_replace[identity] = why
+
+    def _drop_room(self, mine: ShardIdentity) -> None:
+        if self._room is not None:
+            self._shelf.drop_unfinished([mine])
+        self._room, self.rebuilt = None, {}
 
     def _fetch(
         self, plan: ExchangePlan[CkptID], checkpoint: Checkpoint, session_id: str
@@ -117,12 +224,12 @@ class Recovery:
             The image of this rank's shard, if a peer sent it; ``None`` on all ranks when a copy
             could not be read, and is out of the next plan.
         """
-        sources: dict[CkptID, _Watched] = {}
+        sources: dict[CkptID, WatchedSource] = {}
         refused: dict[CkptID, CheckpointingException] = {}
         for entry in plan.sends(self._coordinator.rank):
             identity = checkpoint.shard(entry.id_.rank, session_id)
             try:
-                sources[entry.id_] = _Watched(self._shelf.open(identity))
+                sources[entry.id_] = WatchedSource(self._shelf.open(identity))
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
         arrived: list[memoryview] = []
@@ -164,7 +271,7 @@ class Recovery:
         for id_, error in refused.items():
             if isinstance(error, CorruptShardError):
                 self._shelf.set_aside(checkpoint.shard(id_.rank, session_id), str(error))
-            bad.append((self._coordinator.rank, id_.rank, str(error)))
+            bad.append(_Bad(self._coordinator.rank, id_.rank, str(error), is_damaged=False))
         return _Outcome(tuple(bad))
 
     def _restore(
@@ -182,13 +289,18 @@ class Recovery:
         if senders:
             holder = senders[0]
             came_from = f"peer rank {holder}"
+        if self._room is not None:
+            came_from = "parity"
         try:
             state, nbytes = self._shelf.restore(identity, arrived[0] if arrived else None, options)
         except (StorageError, CorruptShardError) as error:
+            if self._room is not None:
+                return None, _Outcome(unfit=str(error))
             # What the node refused once it may give the next time: only bad bytes are set aside.
-            if not senders and isinstance(error, CorruptShardError):
+            is_bad = isinstance(error, CorruptShardError)
+            if is_bad and not senders and not self._may_be_mended(checkpoint, identity.rank):
                 self._shelf.set_aside(identity, str(error))
-            return None, _Outcome(((holder, identity.rank, str(error)),))
+            return None, _Outcome((_Bad(holder, identity.rank, str(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
             return None, _Outcome(refused=(type(error).__name__, str(error)))
         return Loaded(state, nbytes, came_from), _Outcome()
@@ -205,14 +317,27 @@ class Recovery:
             kind = kinds.pop() if len(kinds) == 1 else ""
             raised = getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
             raise raised("; ".join(f"rank {rank}: {text}" for rank, (_, text) in refusals))
-        bad = [(rank, *copy) for rank, outcome in enumerate(outcomes) for copy in outcome.bad]
-        for rank, holder, owner, why in bad:
+        unfit = {rank: o.unfit for rank, o in enumerate(outcomes) if o.unfit is not None}
+        self._hopeless |= unfit.keys()
+        for rank, unfit_why in unfit.items():
+            logger.error("the shard of rank %d was computed in vain: %s", rank, unfit_why)
+        bad = [(rank, copy) for rank, outcome in enumerate(outcomes) for copy in outcome.bad]
+        for rank, (holder, owner, why, is_damaged) in bad:
             identity = checkpoint.shard(owner, session_id)
-            self._holdings.remove(checkpoint, owner, self._holdings.node_of(holder))
+            node = self._holdings.node_of(holder)
+            mendable = is_damaged and self._may_be_mended(checkpoint, owner)
+            self._holdings.remove(checkpoint, owner, node)
             self.bad.append((identity, holder, why))
-            if holder == self._coordinator.rank != rank:
+            if mendable:
+                # What is good of it may be needed yet.
+                self._damaged.setdefault(owner, {})[node] = why
+            elif holder == self._coordinator.rank != rank:
                 self._shelf.doubt(identity, f"sent to rank {rank}, where {why}")
-        return not bad
+        return not bad and not unfit
+
+    def _may_be_mended(self, checkpoint: Checkpoint, rank: int) -> bool:
+        """Whether there is parity of a rank's shard."""
+        return any(rank in group.ranks for group in self._holdings.parities(checkpoint))
 
 
 def plan_shards(
@@ -268,29 +393,3 @@ def why_nothing_loads(
         + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
         + " Start from the beginning, or from a checkpoint on shared storage"
     )
-
-
-class _Watched:
-    """A shard's source that remembers whether it could be read."""
-
-    def __init__(self, source: ShardSource) -> None:
-        self._source = source
-        self.views_last = isinstance(source, MemorySource)
-        self.refused: StorageError | CorruptShardError | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._source.nbytes
-
-    def read(self, start: int, stop: int) -> memoryview:
-        try:
-            return self._source.read(start, stop)
-        except (StorageError, CorruptShardError) as error:
-            self.refused = error
-            raise
-
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        self._source.stream(stop, places, filled)
-
-    def close(self) -> None:
-        self._source.close()

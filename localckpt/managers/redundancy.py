@@ -1,4 +1,4 @@
-"""Gives shards that lost copies new ones, behind training, once a restart has loaded.
+"""Gives shards that lost copies, or parity, new ones, behind training, once a restart has loaded.
 
 Until the next save is complete the loaded checkpoint is all there is, and a node that came back
 empty holds nothing of it.
@@ -10,26 +10,33 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.ids import Checkpoint, CkptID, ShardIdentity
+from localckpt.ids import Checkpoint, CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.recovery import plan_shards
 from localckpt.managers.shelf import StagedShard
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
 from localckpt.replication.retrieval import carry_out, new_name, ranks_of
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.transport import HostTransport
+from localckpt.state_dict.parity_image import head_nbytes
+from localckpt.state_dict.parity_of import ParityOf
+from localckpt.state_dict.source import ShardSource
 
-__all__ = ["Redundancy", "missing_copies"]
+__all__ = ["Redundancy", "missing_copies", "shards_away"]
 
 logger = logging.getLogger(__name__)
 
-# Opening, making room, connecting, sending, telling the outcome: each has the deadline once.
-_STEPS = 6
+# Keeping what was computed, opening, making room, sending, telling the outcome; then telling sizes,
+# parity, heads, telling the outcome: each has the deadline once, and connecting is over before.
+_STEPS = 10
 
 
 def missing_copies(
@@ -55,6 +62,15 @@ def missing_copies(
         if wanted := lacking[: max(0, len(wanting) - len(have))]:
             missing[owner] = wanted
     return missing
+
+
+def shards_away(checkpoint: Checkpoint, holdings: Holdings) -> dict[int, list[int]]:
+    """Ranks whose own node lacks their shard, though another has it: each is to get its own."""
+    return {
+        owner: [owner]
+        for owner, nodes in holdings.holders(checkpoint).items()
+        if holdings.node_of(owner) not in nodes
+    }
 
 
 class Redundancy:
@@ -87,40 +103,68 @@ class Redundancy:
         self._tell = tell
         self._thread: threading.Thread | None = None
         self._transport: HostTransport | None = None
+        self._ring: HostTransport | None = None
 
-    def restore(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
-        """Begin to make the copies that a checkpoint lacks; all ranks call it.
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        holdings: Holdings,
+        rebuilt: Mapping[int, int],
+        to_replace: Mapping[ShardIdentity, str],
+    ) -> None:
+        """Begin to make what a checkpoint lacks; all ranks call it.
 
         Args:
             checkpoint: What was loaded.
             holdings: What each node holds; copies that are made are added to it.
+            rebuilt: The sizes of the shards that were computed, by rank; this rank's is on its
+                shelf as if a peer had sent it.
+            to_replace: What is damaged on this node and may be written anew, and why.
 
         Raises:
             PeerLostError: A rank did not answer in time.
         """
-        missing = missing_copies(checkpoint, holdings, self._strategy.keepers)
-        if not missing:
+        for owner, nbytes in rebuilt.items():
+            holdings.add(checkpoint, owner, holdings.node_of(owner), nbytes)
+        parity = self._strategy.parity
+        if parity:
+            missing = shards_away(checkpoint, holdings)
+            groups = [ParityGroup(tuple(ranks), parity) for ranks in self._strategy.cliques()]
+            kept = holdings.parities(checkpoint)
+            groups = [g for g in groups if len(kept.get(g, ())) < len(g.ranks)]
+        else:
+            missing, groups = missing_copies(checkpoint, holdings, self._strategy.keepers), []
+        if not (missing or groups or rebuilt):
             return
         logger.info(
-            "%d shards of iteration %d have fewer copies than asked for: making them again",
-            len(missing),
-            checkpoint.iteration,
+            "iteration %d: %d shards have fewer copies than asked for, %d were computed, %d groups "
+            "lack parity: making them again",
+            *(checkpoint.iteration, len(missing), len(rebuilt), len(groups)),
         )
         wanted: dict[int, list[int]] = {}
         for owner, receivers in missing.items():
             for rank in receivers:
                 wanted.setdefault(rank, []).append(owner)
-        plan = plan_shards(checkpoint, self._session_id, holdings, wanted)
+        work = _Work(
+            checkpoint,
+            holdings,
+            missing,
+            plan_shards(checkpoint, self._session_id, holdings, wanted),
+            dict(rebuilt),
+            dict(to_replace),
+            groups,
+        )
         try:
-            self._transport = self._connect(plan)
+            self._connect(work)
         except CheckpointingException as error:
+            self._drop(work)
+            for owner in rebuilt:
+                holdings.remove(checkpoint, owner, holdings.node_of(owner))
             logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
         self._thread = threading.Thread(
-            target=self._make_copies,
-            args=(checkpoint, missing, plan, holdings),
-            name="localckpt-redundancy",
+            target=self._make_all, args=(work,), name="localckpt-redundancy"
         )
         self._thread.start()
 
@@ -145,93 +189,190 @@ class Redundancy:
         """Give up what is under way; :meth:`finish` then does not wait for other ranks."""
         if self._thread is not None and self._thread.is_alive():
             self._coordinator.stop_waiting()
-            if self._transport is not None:
-                self._transport.abort()
+            for transport in (self._transport, self._ring):
+                if transport is not None:
+                    transport.abort()
 
-    def _connect(self, plan: ExchangePlan[CkptID]) -> HostTransport | None:
+    def _connect(self, work: _Work) -> None:
         """Connect the ranks that take part; beforehand, so that :meth:`cancel` can cut them off."""
         coordinator = self._coordinator
-        transport = None
         name = coordinator.all_gather("name the connections for copies", new_name())[0]
+        self._transport = self._ring = None
         with Attempt() as connecting:
-            if coordinator.rank in (ranks := ranks_of(plan)):
-                transport = HostTransport.connect(
+            if coordinator.rank in (ranks := ranks_of(work.plan)):
+                self._transport = HostTransport.connect(
                     name, ranks, coordinator.rank, coordinator.timeout_s
+                )
+            if (group := work.group_of(coordinator.rank)) is not None:
+                ring = f"{name}/{group.ranks[0]}"
+                self._ring = HostTransport.connect(
+                    ring, group.ranks, coordinator.rank, coordinator.timeout_s
                 )
         try:
             agree(coordinator, "connect the ranks that make copies", connecting)
         except BaseException:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        for transport in (self._transport, self._ring):
             if transport is not None:
                 transport.close()
-            raise
-        return transport
 
-    def _make_copies(
-        self,
-        checkpoint: Checkpoint,
-        missing: Mapping[int, list[int]],
-        plan: ExchangePlan[CkptID],
-        holdings: Holdings,
-    ) -> None:
+    def _make_all(self, work: _Work) -> None:
         began = time.monotonic()
-        nbytes = 0
-        with Attempt() as copying:
-            nbytes = self._copy(checkpoint, plan)
-        with Attempt() as tidying:
-            coming = plan.receives(self._coordinator.rank)
-            self._shelf.drop_unfinished(
-                [checkpoint.shard(entry.id_.rank, self._session_id) for entry in coming]
-            )
-        if self._transport is not None:
-            self._transport.close()
-        phase = f"restore the copies of iteration {checkpoint.iteration}"
+        iteration = work.checkpoint.iteration
         try:
-            told = self._coordinator.all_gather(phase, copying.told or tidying.told)
+            problems = self._keep_rebuilt(work) if work.rebuilt else []
+            problems += self._make_copies(work) if work.missing else []
+            problems += self._encode(work) if work.groups else []
         except CheckpointingException as error:
-            logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
+            logger.warning("shards of iteration %d stay with fewer copies: %s", iteration, error)
             return
-        _add_copies(checkpoint, missing, told, holdings)
-        self._tell(checkpoint, holdings)
-        if degraded := sum(any(told[rank] for rank in ranks) for ranks in missing.values()):
+        finally:
+            self._disconnect()
+            self._drop(work)
+        self._tell(work.checkpoint, work.holdings)
+        if problems:
             # Ranks that failed together say the same.
-            why = "; ".join(dict.fromkeys(text for text in told if text))
+            why = "; ".join(dict.fromkeys(problems))
             logger.warning(
-                "%d shards of iteration %d have fewer copies than asked for until the next save: "
-                "%s",
-                degraded,
-                checkpoint.iteration,
+                "shards of iteration %d have fewer copies than asked for until the next save: %s",
+                iteration,
                 why,
             )
             return
         logger.info(
             "all shards of iteration %d have their copies again: %d bytes came here in %.3f s",
-            checkpoint.iteration,
-            nbytes,
-            time.monotonic() - began,
+            *(iteration, work.nbytes, time.monotonic() - began),
         )
 
-    def _copy(self, checkpoint: Checkpoint, plan: ExchangePlan[CkptID]) -> int:
-        """Carry out the plan, and keep what comes; how many bytes did."""
+    def _keep_rebuilt(self, work: _Work) -> list[str]:
+        """Write what was computed; what went wrong."""
+        with Attempt() as keeping:
+            if self._coordinator.rank in work.rebuilt:
+                self._receive(work, work.identity(self._coordinator.rank, self._session_id))
+        phase = f"keep what was computed of iteration {work.checkpoint.iteration}"
+        told = self._coordinator.all_gather(phase, keeping.told)
+        for owner in work.rebuilt:
+            if told[owner]:
+                node = work.holdings.node_of(owner)
+                work.holdings.remove(work.checkpoint, owner, node)
+        return [text for text in told if text]
+
+    def _make_copies(self, work: _Work) -> list[str]:
+        """Have shards sent to where they are missing; what went wrong."""
 
         def identity(id_: CkptID) -> ShardIdentity:
-            return checkpoint.shard(id_.rank, self._session_id)
+            return work.identity(id_.rank, self._session_id)
 
-        received = carry_out(
-            self._coordinator,
-            plan,
-            lambda id_: self._shelf.open(identity(id_)),
-            lambda id_, nbytes: self._shelf.make_room(identity(id_), nbytes),
-            self._coordinator.timeout_s,
-            self._transport,
-        )
-        nbytes = 0
-        for id_ in received:
-            shard = self._shelf.received(identity(id_))
+        with Attempt() as copying:
+            received = carry_out(
+                self._coordinator,
+                work.plan,
+                lambda id_: self._shelf.open(identity(id_)),
+                lambda id_, nbytes: self._shelf.make_room(identity(id_), nbytes),
+                self._coordinator.timeout_s,
+                self._transport,
+            )
+            for id_ in received:
+                self._receive(work, identity(id_))
+        phase = f"restore the copies of iteration {work.checkpoint.iteration}"
+        told = self._coordinator.all_gather(phase, copying.told)
+        _add_copies(work.checkpoint, work.missing, told, work.holdings)
+        return [text for text in told if text]
+
+    def _encode(self, work: _Work) -> list[str]:
+        """Compute the parity of groups that lack some; what went wrong."""
+        coordinator, rank = self._coordinator, self._coordinator.rank
+        group, iteration = work.group_of(rank), work.checkpoint.iteration
+        with ExitStack() as opened:
+            source: ShardSource | None = None
+            sizes: list[int] = []
+            with Attempt() as opening:
+                if group is not None:
+                    source = self._shelf.open(work.identity(rank, self._session_id))
+                    opened.callback(source.close)
+                    sizes = [source.nbytes, head_nbytes(source)]
+            phase = f"see whether parity of iteration {iteration} can be made"
+            told = coordinator.all_gather(phase, [opening.told, sizes])
+            problems = [text for text, _ in told if text]
+            # Members of a group to which one has nothing to add do not begin.
+            able = [g for g in work.groups if not any(told[r][0] for r in g.ranks)]
+            with Attempt() as encoding:
+                if group in able and group is not None and source is not None:
+                    of = ParityOf(group, tuple(told[r][1][0] for r in group.ranks))
+                    self._encode_group(work, of, source, [told[r][1][1] for r in group.ranks])
+        outcomes = coordinator.all_gather(f"make parity of iteration {iteration}", encoding.told)
+        for done in able:
+            for owner in done.ranks:
+                if not outcomes[owner]:
+                    node = work.holdings.node_of(owner)
+                    work.holdings.add_parity(work.checkpoint, owner, node, done)
+        return problems + [text for text in outcomes if text]
+
+    def _encode_group(
+        self, work: _Work, of: ParityOf, source: ShardSource, heads: Sequence[int]
+    ) -> None:
+        assert self._ring is not None, "the members are connected before this begins"
+        rank = self._coordinator.rank
+        identity = work.identity(rank, self._session_id).parity
+        encoder = GroupEncoder(self._ring)
+        try:
+            room = self._shelf.make_parity_room(
+                identity, of, heads_nbytes(of.group, rank, heads), layout_of(of).parity_nbytes
+            )
+            work.begun.append(identity)
+            encoder.run(of, source, room, heads, self._coordinator.timeout_s)
+        except BaseException:
+            # The other members are not to wait for this one until their deadline.
+            self._ring.abort()
+            raise
+        finally:
+            encoder.close()
+        self._receive(work, identity)
+
+    def _receive(self, work: _Work, identity: ShardIdentity) -> None:
+        """Write what has come to the room made for it."""
+        shard = self._shelf.received(identity)
+        with self._shelf.replacing(identity, work.to_replace.get(identity)):
             self._keep(shard)
-            if not self._shelf.holds(shard.identity):
-                raise StorageError(f"{shard.identity} was written, and is not there")
-            nbytes += shard.nbytes
-        return nbytes
+        if not self._shelf.holds(identity):
+            raise StorageError(f"{identity} was written, and is not there")
+        work.nbytes += shard.nbytes
+
+    def _drop(self, work: _Work) -> None:
+        """Give back all room that was made, whatever became of it."""
+        coming = work.plan.receives(self._coordinator.rank)
+        identities = [work.identity(entry.id_.rank, self._session_id) for entry in coming]
+        if self._coordinator.rank in work.rebuilt:
+            identities.append(work.identity(self._coordinator.rank, self._session_id))
+        try:
+            self._shelf.drop_unfinished([*identities, *work.begun])
+        except StorageError as error:
+            logger.warning("what is unfinished could not be removed: %s", error)
+
+
+@dataclass
+class _Work:
+    """What is to be made for one checkpoint; but for the last two the same on all ranks."""
+
+    checkpoint: Checkpoint
+    holdings: Holdings
+    missing: Mapping[int, list[int]]
+    plan: ExchangePlan[CkptID]
+    rebuilt: Mapping[int, int]
+    to_replace: Mapping[ShardIdentity, str]
+    groups: Sequence[ParityGroup]
+    begun: list[ShardIdentity] = field(default_factory=list)
+    nbytes: int = 0
+
+    def identity(self, rank: int, session_id: str) -> ShardIdentity:
+        return self.checkpoint.shard(rank, session_id)
+
+    def group_of(self, rank: int) -> ParityGroup | None:
+        """The group that this rank is to encode with."""
+        return next((group for group in self.groups if rank in group.ranks), None)
 
 
 def _add_copies(

@@ -13,11 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ids import CkptID, ShardIdentity
+from localckpt.ids import CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
 from localckpt.replication.agreement import Attempt, forget_frames
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 
 __all__ = ["Replicator"]
 
@@ -150,25 +152,30 @@ class Replicator:
     ) -> list[StagedShard]:
         began = time.monotonic()
         rooms: list[ShardIdentity] = []
-
-        def of(peer: CkptID) -> ShardIdentity:
-            return dataclasses.replace(save.identity, rank=peer.rank)
+        group: ParityGroup | None = None
 
         def make_room(peer: CkptID, nbytes: int) -> memoryview:
-            rooms.append(of(peer))
-            return shelf.make_room(of(peer), nbytes)
+            rooms.append(dataclasses.replace(save.identity, rank=peer.rank))
+            return shelf.make_room(rooms[-1], nbytes)
+
+        def make_parity_room(of: ParityOf, heads_nbytes: int, parity_nbytes: int) -> ParityRoom:
+            nonlocal group
+            group = of.group
+            rooms.append(save.identity.parity)
+            return shelf.make_parity_room(rooms[-1], of, heads_nbytes, parity_nbytes)
 
         with Attempt() as staging:
             shelf.wait_staged()
         try:
-            received = self._strategy.replicate_image(
+            self._strategy.replicate_image(
                 own.source if own else None,
                 save.identity.ckpt_id,
                 make_room,
                 tensors_on_gpu=bool(own and own.on_gpu) and not self.is_behind_training,
                 error=error or staging.told,
+                accept_parity=make_parity_room,
             )
-            shards = [shelf.received(of(peer)) for peer in received]
+            shards = [shelf.received(identity) for identity in rooms]
         except Exception as failure:
             shelf.drop_unfinished(rooms)
             if self._strict or not isinstance(failure, PeerLostError):
@@ -180,6 +187,7 @@ class Replicator:
             )
             forget_frames(failure)
             return []
-        save.kept = [shard.identity.rank for shard in shards]
+        save.kept = [s.identity.rank for s in shards if not s.identity.is_parity]
+        save.group = group
         save.replicate_s = time.monotonic() - began
         return shards

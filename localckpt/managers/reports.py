@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from localckpt.ids import ShardIdentity
+from localckpt.ids import ParityGroup, Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
 
 __all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
@@ -59,7 +60,7 @@ class LoadReport:
         iteration: What was loaded.
         nbytes: Bytes of this rank's image.
         seconds: From the call of ``load`` to its return.
-        source: ``"own node"`` or ``"peer rank <n>"``.
+        source: ``"own node"``, ``"peer rank <n>"``, or ``"parity"``.
     """
 
     iteration: int
@@ -84,6 +85,7 @@ class MemoryPlan:
         staging_nbytes: Buffers that saves pass through.
         kept_nbytes: Checkpoints that stay in memory; 0 where they are on disk.
         shared: Whether it is shared memory (``/dev/shm``).
+        parity_nbytes: The parity that this rank keeps of other ranks' images; 0 without.
     """
 
     image_nbytes: int
@@ -91,6 +93,23 @@ class MemoryPlan:
     staging_nbytes: int
     kept_nbytes: int
     shared: bool
+    parity_nbytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        images: Mapping[Series, int],
+        rank: int,
+        staging_nbytes: int,
+        kept_nbytes: int,
+        *,
+        shared: bool,
+    ) -> MemoryPlan:
+        """The plan of a rank for images of these sizes."""
+        replicas = sum(not series.is_parity and series.rank != rank for series in images)
+        parity_nbytes = images.get(Series(rank, is_parity=True), 0)
+        own_nbytes = images[Series(rank)]
+        return cls(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, parity_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -98,10 +117,12 @@ class MemoryPlan:
         return self.staging_nbytes + self.kept_nbytes
 
     def __str__(self) -> str:
+        parity = f", {self.parity_nbytes / 1e6:.1f} MB of parity," if self.parity_nbytes else ""
         return (
-            f"an image of {self.image_nbytes / 1e6:.1f} MB and {self.replicas} replicas of other "
-            f"ranks' take {self.nbytes / 1e6:.1f} MB of {'shared' if self.shared else 'private'} "
-            f"memory, {self.kept_nbytes / 1e6:.1f} MB of it to keep checkpoints in"
+            f"an image of {self.image_nbytes / 1e6:.1f} MB{parity} and {self.replicas} replicas of "
+            f"other ranks' take {self.nbytes / 1e6:.1f} MB of "
+            f"{'shared' if self.shared else 'private'} memory, {self.kept_nbytes / 1e6:.1f} MB of "
+            f"it to keep checkpoints in"
         )
 
 
@@ -114,6 +135,7 @@ class SaveUnderWay:
         copies: What comes of replicating it.
         copies_come_later: Whether that is behind training.
         kept: Ranks whose shards have come here and are kept, too.
+        group: The ranks whose parity is kept here, too.
     """
 
     identity: ShardIdentity
@@ -123,6 +145,7 @@ class SaveUnderWay:
     copies: Future[list[StagedShard]] | None = None
     copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
+    group: ParityGroup | None = None
     error: str | None = None
     staged: float = 0.0
     replicate_s: float | None = None

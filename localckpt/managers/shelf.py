@@ -14,6 +14,8 @@ import torch
 
 from localckpt.ids import ShardIdentity, ShardRecord
 from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import ShardSource
 
 __all__ = ["LoadOptions", "Shelf", "StagedShard"]
@@ -108,8 +110,24 @@ class Shelf(ABC):
         """Memory for a peer's image that is about to arrive, to be kept here."""
 
     @abstractmethod
+    def make_parity_room(
+        self, identity: ShardIdentity, of: ParityOf, heads_nbytes: int, parity_nbytes: int
+    ) -> ParityRoom:
+        """Memory for this rank's parity, which is about to be computed.
+
+        Args:
+            identity: What it is.
+            of: Of which shards.
+            heads_nbytes: Bytes of the heads that it keeps.
+            parity_nbytes: Bytes of the parity.
+
+        Raises:
+            MismatchError: Parity cannot be kept here.
+        """
+
+    @abstractmethod
     def received(self, identity: ShardIdentity) -> StagedShard:
-        """The image that has arrived in the room made for it.
+        """The image that has arrived in the room made for it; of parity, all but its digests.
 
         Raises:
             MismatchError: What arrived is another shard.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
-from localckpt.ids import CkptID, ShardIdentity
+from localckpt.ids import CkptID, Series, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
 from localckpt.managers.durability import spared
 from localckpt.managers.joining import JOINING
@@ -37,6 +37,8 @@ OnBusy = Literal["wait", "skip", "error"]
 
 class StoreCheckpointManager(BaseCheckpointManager):
     """A manager whose five hooks work on a store; made by its subclasses."""
+
+    _keeps_images = True
 
     def __init__(
         self,
@@ -154,15 +156,15 @@ class StoreCheckpointManager(BaseCheckpointManager):
             CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
         """
         images = self._stored.image_nbytes
-        if self.rank not in images:
+        if Series(self.rank) not in images:
             raise CheckpointingException(
                 "nothing is known of the state yet: call warm_up(state) or save() first"
             )
         return self._memory_plan(images)
 
     @abstractmethod
-    def _memory_plan(self, images: Mapping[int, int]) -> MemoryPlan:
-        """:meth:`memory_plan` for images of these sizes, by rank."""
+    def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
+        """:meth:`memory_plan` for images of these sizes."""
 
     def _may_start(self, iteration: int) -> bool:
         if self.on_busy == "wait":
@@ -195,7 +197,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
             self._is_first_save = False
 
     def _my_ckpt_ids(self) -> Iterable[CkptID]:
-        return [record.identity.ckpt_id for record in self._stored.inventory()]
+        found = [record.identity for record in self._stored.inventory()]
+        return [identity.ckpt_id for identity in found if not identity.is_parity]
 
     def _load(self, ckpt_id: CkptID) -> Any:
         return self._stored.restore(self._newest(ckpt_id), None, LoadOptions())[0]
@@ -226,7 +229,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
         return self.store.ranks_with_folders() - set(here) if self.rank == here[0] else set()
 
     def _newest(self, ckpt_id: CkptID) -> ShardIdentity:
-        found = [r.identity for r in self._stored.inventory() if r.identity.ckpt_id == ckpt_id]
+        there = [record.identity for record in self._stored.inventory()]
+        found = [i for i in there if i.ckpt_id == ckpt_id and not i.is_parity]
         if not found:
             raise StorageError(f"this node does not hold {ckpt_id}")
         return max(found, key=lambda identity: identity.version)

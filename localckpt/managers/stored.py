@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +18,22 @@ from localckpt.errors import (
     MismatchError,
     StorageError,
 )
-from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.ids import Series, ShardIdentity, ShardRecord
 from localckpt.managers.guard import Guard
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.identify import read_header, verify
 from localckpt.state_dict.image import Capture, ImagePlanner, seal
+from localckpt.state_dict.parity_image import ParityFrame, ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
-from localckpt.storage.write import write_shards
+from localckpt.storage.write import Digests, write_shards
 
 __all__ = ["StoreShelf"]
 
@@ -85,8 +87,8 @@ class StoreShelf(Shelf):
         # Shards that may have left something unfinished in the store.
         self._unsettled: set[ShardIdentity] = set()
         self._arrival: Buffer | None = None
-        self.image_nbytes: dict[int, int] = {}
-        """Size of the last image of each rank that this one keeps shards of."""
+        self.image_nbytes: dict[Series, int] = {}
+        """Size of the last image of each series that this rank keeps."""
 
     def inventory(self) -> list[ShardRecord]:
         return self.store.scan()
@@ -107,8 +109,8 @@ class StoreShelf(Shelf):
         capture = self.planner.capture(state)
         nbytes = capture.nbytes(like)
         with self._lock:
-            self.image_nbytes = {**self.image_nbytes, like.rank: nbytes}
-        self.store.prepare(like.rank, nbytes, capture.gpu)
+            self.image_nbytes = {**self.image_nbytes, like.series: nbytes}
+        self.store.prepare(like.series, nbytes, capture.gpu)
 
     def is_busy(self) -> bool:
         """Whether a save would have to wait for an older one."""
@@ -157,11 +159,17 @@ class StoreShelf(Shelf):
         job = self.store.write_job(
             buffer, identity, nbytes, covered, "done" if travels else "compute"
         )
-        self.store.prepare(identity.rank, nbytes, capture.gpu)
+        self.store.prepare(identity.series, nbytes, capture.gpu)
         return StagedShard(identity, nbytes, job, source, capture.gpu is not None)
 
     def make_room(self, identity: ShardIdentity, nbytes: int) -> memoryview:
         return self._begin(identity, nbytes).view[:nbytes]
+
+    def make_parity_room(
+        self, identity: ShardIdentity, of: ParityOf, heads_nbytes: int, parity_nbytes: int
+    ) -> ParityRoom:
+        frame = ParityFrame.of(identity, of, heads_nbytes, parity_nbytes)
+        return frame.put(self.make_room(identity, frame.nbytes))
 
     def received(self, identity: ShardIdentity) -> StagedShard:
         begun = next(b for b in self._begun if b.identity == identity)
@@ -171,10 +179,11 @@ class StoreShelf(Shelf):
                 f"expected a replica of {identity}, and {header.identity} arrived: the ranks have "
                 f"not called save() equally often"
             )
+        digests: Digests = "compute" if identity.is_parity else "check"
         job = self.store.write_job(
-            begun.buffer, identity, begun.nbytes, header.digests_start, "check"
+            begun.buffer, identity, begun.nbytes, header.digests_start, digests
         )
-        self.store.prepare(identity.rank, begun.nbytes)
+        self.store.prepare(identity.series, begun.nbytes)
         return StagedShard(identity, begun.nbytes, job)
 
     def worker_call(
@@ -233,6 +242,12 @@ class StoreShelf(Shelf):
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         self.store.set_aside(identity, why)
 
+    @contextmanager
+    def replacing(self, identity: ShardIdentity, why: str | None) -> Iterator[None]:
+        """Inside, a shard is written anew; ``why`` says what is wrong with the one that is here."""
+        with nullcontext() if why is None else self.store.replacing(identity, why):
+            yield
+
     def doubt(self, identity: ShardIdentity, why: str) -> None:
         # A rank with bad memory must not talk the others out of their good copies.
         try:
@@ -274,7 +289,7 @@ class StoreShelf(Shelf):
             self._unsettled.add(identity)
         buffer = self.store.stage(identity, nbytes, self._timeout_s)
         with self._lock:
-            self.image_nbytes = {**self.image_nbytes, identity.rank: nbytes}
+            self.image_nbytes = {**self.image_nbytes, identity.series: nbytes}
             self._begun.append(_Begun(identity, buffer, buffer.lease, nbytes))
         return buffer
 

@@ -21,19 +21,23 @@ from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.parity_image import ParityRoom
+from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
 
-__all__ = ["STEPS", "Accept", "ReplicationStrategy", "Turn"]
+__all__ = ["STEPS", "Accept", "AcceptParity", "ReplicationStrategy", "Turn"]
 
-STEPS = 6
-"""Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
-how often a replication may need the deadline."""
+STEPS = 7
+"""Announcing, making room (after an older save), connecting (twice), sending (with parity the heads,
+too), telling the outcome: how often a replication may need the deadline."""
 
 # Two steps of a replication that each wait until their deadline end before the manager's.
 _STEPS_IN_TIME = 3
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
+AcceptParity = Callable[[ParityOf, int, int], ParityRoom]
+"""``accept_parity(of, heads_nbytes, parity_nbytes)``"""
 
 
 class Turn:
@@ -109,6 +113,7 @@ class ReplicationStrategy(ABC):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
+        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         """Give this rank's image to its peers, and take theirs; all ranks call it together.
 
@@ -119,6 +124,8 @@ class ReplicationStrategy(ABC):
                 caller's to throw away when this raises.
             tensors_on_gpu: Whether the state is in GPU memory.
             error: Why this rank has no image to give, if so; its peers then raise it, too.
+            accept_parity: Gives writable memory for the parity that this rank is to keep, where the
+                strategy keeps parity instead of others' shards; see :attr:`parity`.
 
         Returns:
             The shards that were received.
@@ -153,6 +160,15 @@ class ReplicationStrategy(ABC):
     @abstractmethod
     def sends_from_devices(self) -> bool:
         """Whether images of states on GPUs travel from GPU to GPU, and not through the host."""
+
+    @property
+    def parity(self) -> int:
+        """How many parities each group has; 0 where ranks keep each other's whole shards."""
+        return 0
+
+    def cliques(self) -> list[list[int]]:
+        """The groups of ranks of the job that keep parity, or copies, for each other."""
+        return []
 
     @abstractmethod
     def give_up(self) -> None:

@@ -8,7 +8,6 @@ the chunk is, and the receiver answers with another empty message.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -17,31 +16,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
-from localckpt.coordination import default_store
-from localckpt.deadline import within
-from localckpt.errors import MismatchError, PeerLostError
+from localckpt.errors import PeerLostError
 from localckpt.replication.agreement import forget_frames
-from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.ledger import (
-    CHUNK_NBYTES,
-    Ledger,
-    PeerFailed,
-    chunks,
-    first_line,
-    numbered,
+from localckpt.replication.connections import (
+    NEVER,
+    HostConnections,
+    as_tensor,
+    nothing,
+    views_last,
 )
-from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
+from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.ledger import CHUNK_NBYTES, Ledger, PeerFailed, chunks, numbered
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
 __all__ = ["HostTransport"]
 
-# gloo waits as long as it is told for other ranks, and without end for the store.
-_CONNECTING_TIMES = 2
 # One chunk travels while the next is read.
 _BOUNCES = 2
 
@@ -65,16 +58,16 @@ class HostTransport:
 
     def __init__(
         self,
-        group: GroupWrapper | dist.ProcessGroup | _OwnGloo | None = None,
+        group: GroupWrapper | dist.ProcessGroup | HostConnections | None = None,
         timeout_s: float = 300.0,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
-        members = group if isinstance(group, _OwnGloo) else GroupWrapper.wrap(group)
-        self._connections: Any = members.group
-        self._ranks = list(members.ranks)
-        self._rank = members.my_global_rank
+        if not isinstance(group, HostConnections):
+            group = HostConnections.of(group)
+        self.connections = group
+        self._rank = self.connections.rank
         self._chunk_nbytes = chunk_nbytes
         self._rate_limit = math.inf if rate_limit is None else rate_limit
         self.timeout_s = timeout_s
@@ -105,26 +98,8 @@ class HostTransport:
         Raises:
             PeerLostError: Some rank did not come.
         """
-
-        def make() -> Any:
-            # A client of its own: it waits for other ranks, and nobody else could ask meanwhile.
-            client = default_store().clone()  # type: ignore[attr-defined]
-            store = PrefixStore(f"localckpt/transport/{name}", client)
-            return dist.ProcessGroupGloo(
-                store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s)
-            )
-
-        try:
-            # The store's client, which it uses, waits for ever for a host that cannot be reached.
-            gloo = within(_CONNECTING_TIMES * timeout_s, make)
-        except (RuntimeError, TimeoutError) as error:
-            raise PeerLostError(
-                f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
-                f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
-                f"restart the job if one of these ranks has died."
-            ) from error
         return cls(
-            _OwnGloo(gloo, tuple(ranks), rank),
+            HostConnections.connect(name, ranks, rank, timeout_s),
             timeout_s,
             chunk_nbytes=chunk_nbytes,
             rate_limit=rate_limit,
@@ -179,8 +154,7 @@ class HostTransport:
         self._disconnect()
 
     def close(self) -> None:
-        # Connections of our own end with the last reference; a caller's group is the caller's.
-        self._connections = None
+        self.connections.close()
         self.broken = True
 
     def _ask(
@@ -192,8 +166,8 @@ class HostTransport:
             ledger.expect(peer, received=len(view))
             for start, stop in chunks(len(view), self._chunk_nbytes):
                 with ledger.blaming(peer):
-                    data = self._post("recv", _tensor(view[start:stop]), peer, number, _Kind.DATA)
-                    mark = self._post("recv", _nothing(), peer, number, _Kind.MARK)
+                    data = self._receive_one(as_tensor(view[start:stop]), peer, number, _Kind.DATA)
+                    mark = self._receive_one(nothing(), peer, number, _Kind.MARK)
                 asked.setdefault(peer, []).append(_Chunk(peer, number, stop - start, data, mark))
         return asked
 
@@ -210,7 +184,7 @@ class HostTransport:
                 ledger.wait(peer, chunk.data)
                 ledger.count(peer, received=chunk.nbytes)
                 with ledger.blaming(peer):
-                    answers.append(self._post("send", _nothing(), peer, chunk.number, _Kind.ANSWER))
+                    answers.append(self._send_one(nothing(), peer, chunk.number, _Kind.ANSWER))
             for answer in answers:
                 ledger.wait(peer, answer)
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
@@ -229,9 +203,9 @@ class HostTransport:
                 time.sleep(max(0.0, may_send_at - time.monotonic()))
                 may_send_at = max(may_send_at, time.monotonic()) + nbytes / self._rate_limit
                 with ledger.blaming(peer):
-                    answer = self._post("recv", _nothing(), peer, number, _Kind.ANSWER)
-                    data = self._post("send", _tensor(view), peer, number, _Kind.DATA)
-                    mark = self._post("send", _nothing(), peer, number, _Kind.MARK)
+                    answer = self._receive_one(nothing(), peer, number, _Kind.ANSWER)
+                    data = self._send_one(as_tensor(view), peer, number, _Kind.DATA)
+                    mark = self._send_one(nothing(), peer, number, _Kind.MARK)
                 unanswered.append(_Chunk(peer, number, nbytes, data, mark, answer))
             while unanswered:
                 self._settle(unanswered.popleft(), ledger)
@@ -253,7 +227,7 @@ class HostTransport:
         bounced = 0
         for peer, number, source in numbered(sends):
             for start, stop in chunks(source.nbytes, self._chunk_nbytes):
-                view = source.read(start, stop) if _views_last(source) else None
+                view = source.read(start, stop) if views_last(source) else None
                 if view is None or view.readonly:
                     while len(unanswered) >= _BOUNCES:
                         self._settle(unanswered.popleft(), ledger)
@@ -275,40 +249,15 @@ class HostTransport:
         ledger.wait(sent.peer, sent.mark)
         ledger.count(sent.peer, sent=sent.nbytes)
 
-    def _post(
-        self, method: str, tensor: torch.Tensor, peer: int, number: int, kind: _Kind
-    ) -> dist.Work:
-        tag = number * len(_Kind) + kind
-        work: dist.Work = getattr(self._connections, method)([tensor], self._place(peer), tag)
-        return work
+    def _send_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
+        return self.connections.send(tensor, peer, number * len(_Kind) + kind)
+
+    def _receive_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
+        return self.connections.receive(tensor, peer, number * len(_Kind) + kind)
 
     def _disconnect(self) -> None:
-        """Close all connections, so that peers stop waiting and late bytes go nowhere."""
         self.broken = True
-        # Once, since another thread may close this transport meanwhile.
-        connections = self._connections
-        for peer in self._ranks if connections is not None else ():
-            # A wait that runs out is gloo's one way to close every connection of a group; on a
-            # connection that is closed already, there is no wait.
-            with contextlib.suppress(RuntimeError):
-                if peer != self._rank:
-                    connections.recv([_nothing()], self._place(peer), _Kind.NEVER).wait(
-                        timedelta(milliseconds=1)
-                    )
-
-    def _place(self, peer: int) -> int:
-        if peer not in self._ranks:
-            raise MismatchError(f"rank {peer} is not among the ranks {self._ranks} that exchange")
-        return self._ranks.index(peer)
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnGloo:
-    """Connections that no torch.distributed function knows of; what GroupWrapper says of others."""
-
-    group: Any
-    ranks: tuple[int, ...]
-    my_global_rank: int
+        self.connections.disconnect()
 
 
 class _Kind(IntEnum):
@@ -317,7 +266,7 @@ class _Kind(IntEnum):
     DATA = 0
     MARK = 1
     ANSWER = 2
-    NEVER = 3
+    NEVER = NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +281,6 @@ class _Chunk:
     answer: dist.Work | None = None
 
 
-def _views_last(source: ShardSource) -> bool:
-    return isinstance(source, MemorySource) or getattr(source, "views_last", False)
-
-
-def _tensor(view: memoryview) -> torch.Tensor:
-    return torch.frombuffer(view, dtype=torch.uint8)
-
-
 def _is_done(work: dist.Work) -> bool:
     """Whether a message arrived before the connections were closed."""
     try:
@@ -347,7 +288,3 @@ def _is_done(work: dist.Work) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)

@@ -65,23 +65,24 @@ class Ledger:
         named = list(failed.peers)
         if self.is_over():
             named += [peer for peer in self._received if self._lacks(peer) and peer not in named]
-        progress = ", ".join(self._progress(peer) for peer in named)
+        progress = ", ".join(self.progress(peer) for peer in named)
         return PeerLostError(
             f"rank {self._rank} was exchanging shards, and {progress} {what}{cause}. Shards kept "
             f"on this node are untouched. If the rank is alive but slow, use a longer timeout; "
             f"else restart the job."
         )
 
-    def _lacks(self, peer: int) -> bool:
-        return any(done < total for done, total in (self._received[peer], self._sent[peer]))
-
-    def _progress(self, peer: int) -> str:
+    def progress(self, peer: int) -> str:
+        """A peer, and how far it came."""
         came, of_came = self._received.get(peer, (0, 0))
         went, of_went = self._sent.get(peer, (0, 0))
         return (
             f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
             f"it confirmed {went:,} of {of_went:,})"
         )
+
+    def _lacks(self, peer: int) -> bool:
+        return any(done < total for done, total in (self._received[peer], self._sent[peer]))
 
 
 class PeerFailed(Exception):

@@ -26,6 +26,8 @@ from localckpt.replication.placement import keepers_in, place_cliques
 
 __all__ = ["FAILURE_DOMAIN_VARIABLE", "Membership"]
 
+Place = Callable[[Sequence[str], Sequence[str] | None], list[list[int]]]
+
 FAILURE_DOMAIN_VARIABLE = "LOCALCKPT_FAILURE_DOMAIN"
 """Names what a node is lost with, where no ``failure_domain`` is given."""
 
@@ -40,6 +42,11 @@ class Membership:
         factor: How many members a clique has at least.
         failure_domain: What this rank's node is lost with, beyond itself.
         timeout_s: Deadline of each step that ranks take together, in seconds.
+        place: Forms cliques from the tokens of the ranks' stores and, if they were given any, their
+            failure domains; ``None`` for :func:`place_cliques`.
+        parameters: All that ranks must have been given alike, in words; ``None`` for jump and
+            factor.
+        on_devices: Whether members may send to each other from GPU to GPU.
     """
 
     def __init__(
@@ -51,10 +58,18 @@ class Membership:
         factor: int,
         failure_domain: str | None,
         timeout_s: float,
+        place: Place | None = None,
+        parameters: str | None = None,
+        on_devices: bool = True,
     ) -> None:
         self._everyone = everyone
         self._jump = jump
         self._factor = factor
+        self._place = place or (lambda nodes, outer: place_cliques(nodes, factor, outer))
+        self._parameters = parameters or (
+            f"replication_jump={jump!r}, replication_factor={factor!r}"
+        )
+        self._on_devices = on_devices
         self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
         self._timeout_s = timeout_s
         self._outer: list[str] | None = None
@@ -110,7 +125,7 @@ class Membership:
         """Form the cliques, or check them; see :meth:`ReplicationStrategy.take_domains`."""
         if self._group is None and self._jump is None:
             self._agree_on_parameters()
-            self._form(place_cliques(domains, self._factor, self._outer))
+            self._form(self._place(domains, self._outer))
             self._is_placed = True
         cliques = self.cliques()
         if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
@@ -182,8 +197,9 @@ class Membership:
         """Compare what the ranks were given; once."""
         if self._agreed:
             return
-        said = f"replication_jump={self._jump!r}, replication_factor={self._factor!r}"
-        told = self._everyone().all_gather("agree on cliques", [said, self._failure_domain])
+        told = self._everyone().all_gather(
+            "agree on cliques", [self._parameters, self._failure_domain]
+        )
         require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
         outer = [domain for _, domain in told]
         without = [rank for rank, domain in enumerate(outer) if domain is None]
@@ -205,7 +221,7 @@ class Membership:
         self._cliques = cliques
         everyone = GroupWrapper()
         (mine,) = (clique for clique in cliques if everyone.my_global_rank in clique)
-        if not everyone.supports("cuda"):
+        if not (self._on_devices and everyone.supports("cuda")):
             self._use(GroupWrapper.of_ranks(mine))
             return
         # torch ends the process when an NCCL operation outlasts its group: ours gives up before.

@@ -7,22 +7,21 @@ lie, and what is in them, it does not know.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import GRACE_S, Attempt, agree, require_same
-from localckpt.replication.base import STEPS, Accept, ReplicationStrategy, Turn
+from localckpt.replication.agreement import GRACE_S, Attempt, agree
+from localckpt.replication.base import Accept, AcceptParity, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import CHUNK_NBYTES
+from localckpt.replication.member_strategy import Announcement, MemberStrategy
 from localckpt.replication.membership import Membership
-from localckpt.replication.retrieval import as_asked, new_name
-from localckpt.replication.transport import HostTransport, Transport, choose_transport
+from localckpt.replication.retrieval import as_asked
+from localckpt.replication.transport import Transport, choose_transport
 from localckpt.state_dict.source import ShardSource
 
 __all__ = [
@@ -46,6 +45,7 @@ class NoReplication(ReplicationStrategy):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
+        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         return []
 
@@ -67,7 +67,7 @@ class NoReplication(ReplicationStrategy):
         return
 
 
-class CliqueReplicationStrategy(ReplicationStrategy):
+class CliqueReplicationStrategy(MemberStrategy):
     """Cliques of ranks in which each holds a replica of every other's shard.
 
     Shards travel over connections of the strategy's own, so one that breaks leaves the training's
@@ -104,26 +104,17 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
-        if chunk_nbytes < 1 or (rate_limit is not None and rate_limit <= 0):
-            raise CheckpointingException(
-                f"chunk_nbytes is {chunk_nbytes} and rate_limit {rate_limit}: the one must be at "
-                f"least 1 byte, the other above 0 bytes a second, or None"
-            )
-        super().__init__(timeout_s, process_group, target_device=target_device)
-        self._chunk_nbytes = chunk_nbytes
-        self._rate_limit = rate_limit
-        self._members = Membership(
-            self._world,
-            None if local_group is None else GroupWrapper.wrap(local_group),
-            jump=replication_jump,
-            factor=replication_factor,
-            failure_domain=failure_domain,
-            timeout_s=self.timeout_s,
-        )
-        self._host: HostTransport | None = None
-        self._host_name = ""
+        self._local_group = None if local_group is None else GroupWrapper.wrap(local_group)
+        self._jump, self._factor = replication_jump, replication_factor
+        self._failure_domain = failure_domain
         self._device: Transport | None = None
-        self._process = os.getpid()
+        super().__init__(
+            timeout_s,
+            process_group,
+            target_device,
+            chunk_nbytes=chunk_nbytes,
+            rate_limit=rate_limit,
+        )
 
     @classmethod
     def from_replication_params(
@@ -179,26 +170,15 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
+        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
-        if source is None and error is None:
-            error = "it was given neither an image nor an error"
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         group, clique = self._members.group, self._members.coordinator
-        mine = _Announcement(
-            rank=group.my_global_rank,
-            id_=CkptID(*ckpt_id),
-            nbytes=source.nbytes if source is not None and error is None else 0,
-            error=error,
-            over_device=tensors_on_gpu and group.supports("cuda"),
-            connection=self._host_name if self._host and not self._host.broken else "",
-            offer=new_name(),
-            chunk_nbytes=self._chunk_nbytes,
+        announced = self._announce(
+            source, ckpt_id, error, over_device=tensors_on_gpu and group.supports("cuda")
         )
         what = f"iteration {ckpt_id.iteration}"
-        told = clique.all_gather(f"announce {what} for replication", asdict(mine))
-        announced = [_Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
-        _require_agreement(announced)
 
         rounds = self._rounds(announced)
         senders = [sender for _, sender in rounds if sender is not None]
@@ -227,20 +207,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         agree(clique, f"replicate {what}", exchanging, grace_s=grace_s)
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
-            what, mine.nbytes, len(announced) - 1, took_s,
+            what, source.nbytes if source else 0, len(announced) - 1, took_s,
         )  # fmt: skip
         return [peer.id_ for peer in senders]
-
-    def take_turn(self) -> Turn:
-        self._members.wait_again()
-        return super().take_turn()
-
-    def take_domains(self, domains: Sequence[str]) -> None:
-        if self._last_turn is not None:
-            # Other ranks, too, had theirs over or given up before they came here.
-            self._last_turn.over.wait(STEPS * self.timeout_s)
-        self._members.begin_anew()
-        self._members.take_domains(domains)
 
     @property
     def keepers(self) -> Mapping[int, Sequence[int]]:
@@ -250,34 +219,29 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def sends_from_devices(self) -> bool:
         return self._members.has_devices
 
-    def give_up(self) -> None:
-        self._members.stop_waiting()
-        if self._host is not None:
-            self._host.abort()
+    def _make_membership(self) -> Membership:
+        return Membership(
+            self._world,
+            self._local_group,
+            jump=self._jump,
+            factor=self._factor,
+            failure_domain=self._failure_domain,
+            timeout_s=self.timeout_s,
+        )
 
-    def close(self) -> None:
-        if os.getpid() != self._process:
-            # The connections are those of the process that this one is a fork of.
-            return
-        for transport in (self._host, self._device):
-            if transport is not None:
-                transport.close()
-        self._host = self._device = None
-        self._members.close()
-
-    def _set_timeout(self, timeout_s: float) -> None:
-        super()._set_timeout(timeout_s)
-        self._members.set_timeout(timeout_s)
-        if self._host is not None:
-            self._host.timeout_s = timeout_s
+    def _close_connections(self) -> None:
+        super()._close_connections()
+        if self._device is not None:
+            self._device.close()
+        self._device = None
 
     def _rounds(
-        self, announced: Sequence[_Announcement]
-    ) -> list[tuple[int | None, _Announcement | None]]:
+        self, announced: Sequence[Announcement]
+    ) -> list[tuple[int | None, Announcement | None]]:
         """To whom this rank sends and from whom it receives, in rounds of one each at most."""
         mine, keepers = self._members.group.my_global_rank, self._members.keepers_here
         place, count = self._members.group.my_group_rank, len(announced)
-        rounds: list[tuple[int | None, _Announcement | None]] = []
+        rounds: list[tuple[int | None, Announcement | None]] = []
         for turn in range(1, count):
             receiver = announced[(place + turn) % count].rank
             sender = announced[(place - turn) % count]
@@ -291,7 +255,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def _exchange(
         self,
-        announced: Sequence[_Announcement],
+        announced: Sequence[Announcement],
         moves: Sequence[tuple[list[tuple[int, ShardSource]], list[tuple[int, memoryview]]]],
         over_device: bool,
     ) -> None:
@@ -315,24 +279,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         finally:
             if self._device.broken:
                 logger.warning("device memory could not be sent; replicas now go through the host")
-
-    def _host_transport(self, announced: Sequence[_Announcement]) -> HostTransport:
-        """The connections of the last save, if every member still has them; else new ones."""
-        if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
-            if self._host is not None:
-                self._host.close()
-            name, ranks = announced[0].offer, self._members.group.ranks
-            self._host = None
-            self._host = HostTransport.connect(
-                name,
-                ranks,
-                self._members.group.my_global_rank,
-                self.timeout_s,
-                chunk_nbytes=self._chunk_nbytes,
-                rate_limit=self._rate_limit,
-            )
-            self._host_name = name
-        return self._host
 
 
 class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
@@ -362,35 +308,3 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
             chunk_nbytes=chunk_nbytes,
             rate_limit=rate_limit,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Announcement:
-    """What a member of a clique says before anything is sent."""
-
-    rank: int
-    id_: CkptID
-    nbytes: int
-    error: str | None
-    over_device: bool
-    connection: str
-    """Name of the connections it still has from the last save."""
-    offer: str
-    """A name for new ones; the first member's is taken."""
-    chunk_nbytes: int
-
-
-def _require_agreement(announced: Sequence[_Announcement]) -> None:
-    failed = [f"rank {peer.rank}: {peer.error}" for peer in announced if peer.error is not None]
-    if failed:
-        raise CheckpointingException(
-            f"iteration {announced[0].id_.iteration} was not replicated, since not every rank of "
-            f"the clique has its shard: {'; '.join(failed)}. Older checkpoints stand."
-        )
-    for what, index in (("iteration", 0), ("session", 2)):
-        require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
-    require_same("chunk_nbytes", {peer.rank: repr(peer.chunk_nbytes) for peer in announced})
-    owners = [peer.id_.rank for peer in announced]
-    if len(set(owners)) < len(owners):
-        said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
-        raise MismatchError(f"members of a clique announce the same shard: {said}")

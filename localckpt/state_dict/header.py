@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
-from localckpt.ids import MOST_DIGITS, MOST_RANKS, Generation, ShardIdentity
+from localckpt.ids import MOST_DIGITS, MOST_RANKS, Generation, ShardIdentity, ShardRecord
 from localckpt.state_dict.digests import digests_nbytes
 from localckpt.state_dict.layout import (
     ITEM_NBYTES,
@@ -23,16 +23,18 @@ from localckpt.state_dict.layout import (
     TensorSlot,
     round_up,
 )
+from localckpt.state_dict.parity_of import ParityOf
 
 __all__ = [
     "DIGESTS",
     "FORMAT_VERSION",
+    "PARITY_OF",
     "RESERVED_NAMES",
     "SKELETON",
     "ImageHeader",
     "header_length",
     "parse_header",
-    "parse_identity",
+    "parse_record",
     "parse_safetensors",
     "render_header",
     "render_slots",
@@ -42,6 +44,8 @@ FORMAT_VERSION = "localckpt-1"
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
+# Only in the header of a parity.
+PARITY_OF = "parity_of"
 _BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
@@ -61,6 +65,8 @@ class ImageHeader:
     skeleton_start: int
     digests_start: int
     nbytes: int
+    parity_of: ParityOf | None = None
+    """Of what it is the parity; ``None`` for a shard."""
 
 
 def render_slots(layout: Layout) -> bytes:
@@ -70,7 +76,12 @@ def render_slots(layout: Layout) -> bytes:
 
 
 def render_header(
-    slots_json: bytes, data_nbytes: int, skeleton_nbytes: int, identity: ShardIdentity
+    slots_json: bytes,
+    data_nbytes: int,
+    skeleton_nbytes: int,
+    identity: ShardIdentity,
+    parity_of: ParityOf | None = None,
+    at_least_nbytes: int = 0,
 ) -> tuple[bytes, int]:
     """Build the header.
 
@@ -79,6 +90,8 @@ def render_header(
         data_nbytes: Bytes of the tensors.
         skeleton_nbytes: Bytes of the skeleton.
         identity: What the shard is.
+        parity_of: What it is the parity of, if it is one.
+        at_least_nbytes: The header is not shorter; a multiple of 4096.
 
     Returns:
         The header, a multiple of 4096 bytes with its length in front, and the image's size.
@@ -91,18 +104,20 @@ def render_header(
         raise MismatchError(
             f"{identity} cannot be saved: one of its numbers has more than {MOST_DIGITS} digits"
         )
-    metadata = json.dumps(
-        {
-            "format": FORMAT_VERSION,
-            "session": identity.session_id,
-            "epoch": str(identity.generation.epoch),
-            "sequence": str(identity.generation.sequence),
-            "iteration": str(identity.iteration),
-            "rank": str(identity.rank),
-            "world_size": str(identity.world_size),
-        }
-    ).encode()
+    claims = {
+        "format": FORMAT_VERSION,
+        "session": identity.session_id,
+        "epoch": str(identity.generation.epoch),
+        "sequence": str(identity.generation.sequence),
+        "iteration": str(identity.iteration),
+        "rank": str(identity.rank),
+        "world_size": str(identity.world_size),
+    }
+    if parity_of is not None:
+        claims[PARITY_OF] = parity_of.to_json()
+    metadata = json.dumps(claims).encode()
     start = round_up(8 + len(metadata) + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
+    start = max(start, at_least_nbytes)
     if start - 8 > _MAX_HEADER_NBYTES:
         raise MismatchError(
             f"the tensors' names and shapes take {start} bytes, more than the "
@@ -169,7 +184,7 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
         CorruptShardError: The header does not describe an image of that size.
     """
     metadata, slots = parse_safetensors(header)
-    identity = _identity_of(metadata)
+    identity, parity_of = _claims_of(metadata)
     end = sum(slot.nbytes for slot in slots)
     by_name = {slot.name: slot for slot in slots}
     skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
@@ -186,12 +201,20 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
     if start + end != image_nbytes:
         _refuse(f"it has {image_nbytes} bytes and its header describes {start + end}")
     return ImageHeader(
-        identity, by_name, start, start + skeleton.offset, digests_start, image_nbytes
+        identity,
+        by_name,
+        start,
+        start + skeleton.offset,
+        digests_start,
+        image_nbytes,
+        parity_of,
     )
 
 
-def parse_identity(header: memoryview | bytes) -> ShardIdentity:
+def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
     """What a shard is, without looking at the rest of its header, which may describe 100,000 slots.
+
+    Arguments as for :func:`parse_header`.
 
     Raises:
         CorruptShardError: The header does not begin as an image's does.
@@ -203,7 +226,8 @@ def parse_identity(header: memoryview | bytes) -> ShardIdentity:
         metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEGINNING))
     except (ValueError, RecursionError) as error:
         _refuse(f"its header is not JSON: {error}", error)
-    return _identity_of(metadata)
+    identity, parity_of = _claims_of(metadata)
+    return ShardRecord(identity, image_nbytes, None if parity_of is None else parity_of.group)
 
 
 def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> str:
@@ -224,7 +248,7 @@ def _parse_entry(name: str, entry: Any) -> TensorSlot:
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 
 
-def _identity_of(metadata: Any) -> ShardIdentity:
+def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT_VERSION:
         found = metadata.get("format") if isinstance(metadata, dict) else None
         if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):
@@ -247,7 +271,16 @@ def _identity_of(metadata: Any) -> ShardIdentity:
     epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
     if not rank < world_size <= MOST_RANKS:
         _refuse(f"it says that it is of rank {rank} of {world_size}")
-    return ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
+    identity = ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
+    if PARITY_OF not in metadata:
+        return identity, None
+    try:
+        parity_of = ParityOf.from_json(metadata[PARITY_OF])
+    except MismatchError as error:
+        _refuse(str(error), error)
+    if rank not in parity_of.group.ranks or max(parity_of.group.ranks) >= world_size:
+        _refuse(f"it says that it is rank {rank}'s of {world_size} and of {parity_of.group}")
+    return identity.parity, parity_of
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

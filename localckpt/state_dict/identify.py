@@ -1,20 +1,33 @@
-"""Tells what an image is without reading its tensors, and without torch."""
+"""Tells what an image is, and whether it is good, without making tensors, and without torch."""
 
 from __future__ import annotations
 
+import threading
+
 from localckpt.errors import CorruptShardError
-from localckpt.ids import ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher, covered_nbytes
+from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.state_dict.digests import (
+    BLOCK_NBYTES,
+    DIGEST_NBYTES,
+    BlockHasher,
+    covered_nbytes,
+)
 from localckpt.state_dict.header import (
     ImageHeader,
     header_length,
     parse_header,
-    parse_identity,
+    parse_record,
 )
 from localckpt.state_dict.layout import round_up
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
-__all__ = ["read_header", "read_verified_identity", "verify"]
+__all__ = [
+    "find_bad_blocks",
+    "read_header",
+    "read_verified_identity",
+    "read_verified_record",
+    "verify",
+]
 
 
 def read_header(source: ShardSource) -> ImageHeader:
@@ -28,30 +41,35 @@ def read_header(source: ShardSource) -> ImageHeader:
 
 
 def read_verified_identity(source: ShardSource) -> ShardIdentity:
+    """What the shard is; see :func:`read_verified_record`."""
+    return read_verified_record(source).identity
+
+
+def read_verified_record(source: ShardSource) -> ShardRecord:
     """What the shard is, by a header whose blocks are as they were written.
 
     Raises:
         CorruptShardError: The header is damaged.
     """
     try:
-        return _read_verified_identity(source)
+        return _read_verified_record(source)
     except CorruptShardError:
         # It says more exactly what is wrong, if it sees it.
         read_header(source)
         raise
 
 
-def _read_verified_identity(source: ShardSource) -> ShardIdentity:
+def _read_verified_record(source: ShardSource) -> ShardRecord:
     nbytes = source.nbytes
     start = header_length(source.read(0, min(8, nbytes)), nbytes)
-    identity = parse_identity(source.read(0, start))
+    record = parse_record(source.read(0, start), nbytes)
     covered = covered_nbytes(nbytes)
     if covered < start:
         raise CorruptShardError("not a shard image: its header leaves no room for its digests")
     digests = memoryview(bytes(source.read(covered, nbytes)))
     stop = min(round_up(start, BLOCK_NBYTES), covered)
-    BlockHasher(identity).check(0, [source.read(0, stop)], digests)
-    return identity
+    BlockHasher(record.identity).check(0, [source.read(0, stop)], digests)
+    return record
 
 
 def verify(source: ShardSource, identity: ShardIdentity) -> None:
@@ -68,3 +86,44 @@ def verify(source: ShardSource, identity: ShardIdentity) -> None:
     for start in range(0, header.digests_start, PIECE_NBYTES):
         stop = min(start + PIECE_NBYTES, header.digests_start)
         hasher.check(start, [source.read(start, stop)], digests)
+
+
+def find_bad_blocks(source: ShardSource, identity: ShardIdentity) -> frozenset[int]:
+    """Read a whole image, from several threads, and say which of its blocks cannot be trusted.
+
+    Where a block does not match its digest, either may be damaged: the block that the digest lies
+    in is told, too. All bytes of all other blocks are what was saved.
+
+    Returns:
+        Their numbers, counted in blocks of :data:`BLOCK_NBYTES` to the end of the digests.
+
+    Raises:
+        StorageError: It cannot be read.
+        CorruptShardError: It has another size, or another shard's header.
+    """
+    header = read_header(source)
+    if header.identity != identity:
+        raise CorruptShardError(f"expected {identity}, and found {header.identity}")
+    digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+    hasher = BlockHasher(identity)
+    of_thread = threading.local()
+    bad: set[int] = set()
+
+    def places(start: int, stop: int) -> list[memoryview]:
+        if not hasattr(of_thread, "room"):
+            of_thread.room = memoryview(bytearray(PIECE_NBYTES))
+        return [of_thread.room[: stop - start]]
+
+    def filled(start: int, parts: list[memoryview]) -> None:
+        (piece,) = parts
+        for at in range(0, len(piece), BLOCK_NBYTES):
+            try:
+                hasher.check(start + at, [piece[at : at + BLOCK_NBYTES]], digests)
+            except CorruptShardError:
+                block = (start + at) // BLOCK_NBYTES
+                digest = header.digests_start + block * DIGEST_NBYTES
+                last = digest + DIGEST_NBYTES - 1
+                bad.update((block, digest // BLOCK_NBYTES, last // BLOCK_NBYTES))
+
+    source.stream(header.digests_start, places, filled)
+    return frozenset(bad)

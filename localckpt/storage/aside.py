@@ -17,14 +17,23 @@ logger = logging.getLogger(__name__)
 _WHY, _WHY_NBYTES = "user.localckpt.why", 1000
 
 
-def set_aside(path: Path, why: str) -> None:
-    """Rename a bad file, so that it is not found again but can be looked at."""
+def set_aside(path: Path, why: str, *, stays: bool = False) -> None:
+    """Rename a bad file, so that it is not found again but can be looked at.
+
+    Args:
+        path: The file.
+        why: What is wrong with it.
+        stays: Give it a second name instead, since a good one is about to take its name.
+    """
     aside = Path(f"{path}{CORRUPT}")
     if aside.exists():
         # A shard that got a new copy, which is bad too.
         aside = Path(f"{path}.{secrets.token_hex(4)}{CORRUPT}")
     try:
-        os.rename(path, aside)
+        if stays:
+            os.link(path, aside)
+        else:
+            os.rename(path, aside)
     except FileNotFoundError:
         logger.info("%s is gone: another rank set it aside, or it was removed", path)
     except OSError as error:

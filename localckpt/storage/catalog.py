@@ -19,8 +19,8 @@ from localckpt.errors import (
     FormatVersionError,
     StorageError,
 )
-from localckpt.ids import ShardIdentity, ShardRecord
-from localckpt.state_dict.identify import read_verified_identity, verify
+from localckpt.ids import ShardRecord
+from localckpt.state_dict.identify import read_verified_record, verify
 from localckpt.state_dict.source import Filled, Places
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import (
@@ -138,9 +138,9 @@ class SessionFolder:
             What it is; ``None`` if it has lost its name meanwhile.
         """
 
-        def examine(source: FileSource) -> ShardIdentity:
+        def examine(source: FileSource) -> ShardRecord:
             verify(_WatchedSource(source, on_read), shard.record.identity)
-            return shard.record.identity
+            return shard.record
 
         return self._examine(shard.path, examine)
 
@@ -171,14 +171,14 @@ class SessionFolder:
         return [path for folder in _folders(self.folder) for path in _files(folder, CORRUPT)]
 
     def _identify(self, path: Path) -> ShardFile | UncountedFile | None:
-        file = self._examine(path, read_verified_identity)
+        file = self._examine(path, read_verified_record)
         if isinstance(file, UncountedFile) and file.fault == "damaged":
             claim, why = split_claim(file.why)
             return replace(file, claim=claim, why=why)
         return file
 
     def _examine(
-        self, path: Path, examine: Callable[[FileSource], ShardIdentity]
+        self, path: Path, examine: Callable[[FileSource], ShardRecord]
     ) -> ShardFile | UncountedFile | None:
         before = _status(path)
         if before is None:
@@ -187,7 +187,7 @@ class SessionFolder:
         try:
             source = FileSource(path)
             try:
-                result = self._judge(path, examine(source), source.nbytes)
+                result = self._judge(path, examine(source))
             finally:
                 source.close()
         except CheckpointingException as error:
@@ -195,11 +195,11 @@ class SessionFolder:
         after = _status(path)
         return result if after is not None and after.st_ino == before.st_ino else None
 
-    def _judge(self, path: Path, identity: ShardIdentity, nbytes: int) -> ShardFile | UncountedFile:
-        if identity.session_id != self.session_id:
-            why = f"it belongs to session {identity.session_id!r}"
-            return UncountedFile(path, nbytes, "other session", why)
-        return ShardFile(path, ShardRecord(identity, nbytes))
+    def _judge(self, path: Path, record: ShardRecord) -> ShardFile | UncountedFile:
+        if record.identity.session_id != self.session_id:
+            why = f"it belongs to session {record.identity.session_id!r}"
+            return UncountedFile(path, record.nbytes, "other session", why)
+        return ShardFile(path, record)
 
 
 def find_sessions(root: Path) -> list[SessionFolder]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Series, ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY
@@ -72,17 +72,17 @@ class DiskStore(Store):
         )
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        return self._pool.take(identity.rank, nbytes, timeout_s)
+        return self._pool.take(identity.series, nbytes, timeout_s)
 
-    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
-        self._pool.prepare(owner, nbytes, pin)
+    def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
+        self._pool.prepare(series, nbytes, pin)
 
-    def is_busy(self, owner: int) -> bool:
-        return self._pool.is_busy(owner)
+    def is_busy(self, series: Series) -> bool:
+        return self._pool.is_busy(series)
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         # The buffer that this rank's next save will want anyway.
-        return self._pool.take(self.rank, nbytes, timeout_s)
+        return self._pool.take(Series(self.rank), nbytes, timeout_s)
 
     @one_at_a_time
     def write_job(
@@ -94,7 +94,7 @@ class DiskStore(Store):
         digests: Digests,
     ) -> ShardWrite:
         with storage_errors("recycle a file in", self.folder):
-            recycled = self._claim_spare(identity) is not None
+            recycled = self._claim_spare(identity, nbytes) is not None
         return ShardWrite(
             buffer,
             nbytes,

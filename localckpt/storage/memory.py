@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localckpt.errors import StorageError
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Series, ShardIdentity
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
@@ -68,14 +68,14 @@ class MemoryStore(Store):
             logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
         self._num_buffers = num_buffers
         self._keep_last = keep_last
-        self._owners: set[int] = set()
+        self._series: set[Series] = set()
         self._preparing: threading.Thread | None = None
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        wait_until_free(lambda: not self.is_busy(identity.rank), timeout_s)
+        wait_until_free(lambda: not self.is_busy(identity.series), timeout_s)
         self._finish_preparing()
         return self._mapped(identity, nbytes)
 
@@ -83,7 +83,7 @@ class MemoryStore(Store):
     def _mapped(self, identity: ShardIdentity, nbytes: int) -> Buffer:
         path = self._dirty(identity)
         with storage_errors("recycle a file in", self.folder):
-            claimed = self._claim_spare(identity)
+            claimed = self._claim_spare(identity, nbytes)
         buffer = self._spares.pop(claimed, None) if claimed is not None else None
         try:
             if buffer is None:
@@ -99,9 +99,9 @@ class MemoryStore(Store):
         return buffer
 
     @one_at_a_time
-    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
-        self._owners.add(owner)
-        wanted = (self._keep_last + 1) * len(self._owners)
+    def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
+        self._series.add(series)
+        wanted = (self._keep_last + 1) * len(self._series)
         if self._preparing is not None and self._preparing.is_alive():
             return
         if len(self.images()) < wanted:
@@ -111,8 +111,8 @@ class MemoryStore(Store):
             self._preparing.start()
 
     @one_at_a_time
-    def is_busy(self, owner: int) -> bool:
-        busy = [i for i, buffer in self._staged.items() if i.rank == owner and buffer.in_use]
+    def is_busy(self, series: Series) -> bool:
+        busy = [i for i, b in self._staged.items() if i.series == series and b.in_use]
         return len(busy) >= self._num_buffers
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:

@@ -17,6 +17,7 @@ __all__ = [
     "EPOCH_NAME",
     "LOCK_NAME",
     "OWNER_NAME",
+    "PARITY",
     "SESSION_PREFIX",
     "SHARD",
     "SPARE",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 SHARD = ".safetensors"
+PARITY = ".parity"
+"""Stands before :data:`SHARD` in the name of what a rank keeps of other ranks' shards."""
 DIRTY = ".dirty"
 """Ends the name of whatever is being written; what a dead process left of it is removed."""
 SPARE = ".spare"
@@ -60,9 +63,10 @@ def session_of(folder: str) -> str:
 
 
 def shard_name(identity: ShardIdentity) -> str:
-    """The file of a shard."""
+    """The file of a shard, or of parity."""
     epoch, sequence = identity.generation
-    return f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}{SHARD}"
+    kind = PARITY if identity.is_parity else ""
+    return f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}{kind}{SHARD}"
 
 
 def shard_named(name: str) -> tuple[int, int, Generation] | None:

@@ -15,8 +15,8 @@ import stat
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -29,8 +29,8 @@ from localckpt.errors import (
     FormatVersionError,
     StorageError,
 )
-from localckpt.ids import ShardIdentity, ShardRecord
-from localckpt.state_dict.identify import read_verified_identity
+from localckpt.ids import Series, ShardIdentity, ShardRecord
+from localckpt.state_dict.identify import read_verified_record
 from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
@@ -135,17 +135,17 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def prepare(self, owner: int, nbytes: int, pin: torch.device | None = None) -> None:
+    def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
         """Have memory for the next saves made in the background, if it is not there.
 
         Args:
-            owner: The rank whose images it is for.
+            series: What it is for.
             nbytes: Their size.
             pin: The GPU that they are copied from; ``None`` for none.
         """
 
     @abstractmethod
-    def is_busy(self, owner: int) -> bool:
+    def is_busy(self, series: Series) -> bool:
         """Whether :meth:`stage` would have to wait for an older save."""
 
     @abstractmethod
@@ -276,6 +276,24 @@ class Store(ABC):
         if path is not None:
             set_aside(path, why)
 
+    @contextmanager
+    def replacing(self, identity: ShardIdentity, why: str) -> Iterator[None]:
+        """Inside, a bad shard that is here is written anew; it is found until the new one is.
+
+        Args:
+            identity: Of the shard.
+            why: What is wrong with it.
+        """
+        with self._lock:
+            bad = self._shards.get(identity)
+            if bad == self._path(identity):
+                # Under its second name it is there when the new one has taken the first.
+                set_aside(bad, why, stays=True)
+        yield
+        with self._lock:
+            if bad is not None and bad != self._path(identity):
+                set_aside(bad, why)
+
     def bad_copies(self) -> list[str]:
         """Files of the session on this node that were set aside, each with what was wrong."""
         with storage_errors("read", self._session):
@@ -391,11 +409,18 @@ class Store(ABC):
     def _dirty(self, identity: ShardIdentity) -> Path:
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
-    def _claim_spare(self, identity: ShardIdentity) -> str | None:
-        """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none."""
+    def _claim_spare(self, identity: ShardIdentity, nbytes: int) -> str | None:
+        """Give a spare the dirty name of a shard; its old name, or ``None`` if there is none.
+
+        Of several it is the one that comes nearest in size: a shard and parity, which is far
+        smaller, are not to change places at every save.
+        """
+        sizes = {}
         for path in sorted(self.folder.glob(f"*{SPARE}")):
+            with suppress(FileNotFoundError):
+                sizes[path] = path.lstat()
+        for path, status in sorted(sizes.items(), key=lambda s: abs(s[1].st_size - nbytes)):
             try:
-                status = path.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
                     # It has another name, a backup's perhaps, under which it must not change.
                     path.unlink()
@@ -428,8 +453,7 @@ class Store(ABC):
         try:
             source = FileSource(path)
             try:
-                identity = read_verified_identity(source)
-                record = ShardRecord(identity, source.nbytes)
+                record = read_verified_record(source)
             finally:
                 source.close()
         except CheckpointingException as error:
@@ -440,7 +464,7 @@ class Store(ABC):
             else:
                 logger.warning("%s is not counted: %s", path, error)
             return None
-        if identity.session_id != self.session_id:
+        if record.identity.session_id != self.session_id:
             logger.warning("%s is not counted: it belongs to another session", path)
             return None
         return record

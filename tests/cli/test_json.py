@@ -45,7 +45,8 @@ def test_ls(store: Path) -> None:
                 "session": "str",
                 "checkpoints": [
                     _CHECKPOINT
-                    | {"ranks": ["int"], "copies": "int", "nbytes": "int", "complete_here": "bool"}
+                    | {"ranks": ["int"], "copies": "int", "parities": "int"}
+                    | {"nbytes": "int", "complete_here": "bool"}
                 ],
                 "uncounted": [{"path": "str", "nbytes": "int", "fault": "str", "why": "str"}],
                 "leftovers": {
@@ -102,6 +103,7 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                         "damaged": [["str"]],
                         "lacks": [{"ranks": ["int"], "why": "str", "nodes": ["str"]}],
                         "by_name": "bool",
+                        "computed": [],
                     }
                 ],
                 "survives_any": "int",

@@ -24,6 +24,7 @@ class Lives:
         rank: This rank.
         params: Jump and factor of the replication, if there is any.
         timeout_s: Of managers and replication.
+        strategy: The replication, instead of ``params``.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class Lives:
         rank: int,
         params: Sequence[int] | None,
         timeout_s: float = 20.0,
+        strategy: Any = None,
     ) -> None:
         self.root = base / "lives" / f"node{rank}"
         self._kind = kind
         self._base = base
         self._rank = rank
         self._timeout_s = timeout_s
-        self._repl = cliques(*params, timeout_s=timeout_s) if params else None
+        self._repl = cliques(*params, timeout_s=timeout_s) if params else strategy
 
     @contextmanager
     def life(

@@ -1,0 +1,188 @@
+"""What cliques and parity groups have in common: who is a member, what members tell each other.
+
+Members announce what they have before anything is sent, and keep their connections from save to
+save. What is sent is up to the strategies.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ids import CkptID
+from localckpt.replication.agreement import require_same
+from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
+from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.ledger import CHUNK_NBYTES
+from localckpt.replication.membership import Membership
+from localckpt.replication.retrieval import new_name
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["Announcement", "MemberStrategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a member says before anything is sent."""
+
+    rank: int
+    id_: CkptID
+    nbytes: int
+    error: str | None
+    connection: str
+    """Name of the connections it still has from the last save."""
+    offer: str
+    """A name for new ones; the first member's is taken."""
+    over_device: bool = False
+    head_nbytes: int = 0
+    chunk_nbytes: int = CHUNK_NBYTES
+
+
+class MemberStrategy(ReplicationStrategy):
+    """A strategy in which each rank works together with some others, always the same.
+
+    Args:
+        timeout_s, process_group, target_device: As for :class:`ReplicationStrategy`.
+        chunk_nbytes, rate_limit: As for :class:`HostTransport`.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None,
+        process_group: dist.ProcessGroup | None,
+        target_device: str,
+        *,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        rate_limit: float | None = None,
+    ) -> None:
+        if chunk_nbytes < 1 or (rate_limit is not None and rate_limit <= 0):
+            raise CheckpointingException(
+                f"chunk_nbytes is {chunk_nbytes} and rate_limit {rate_limit}: the one must be at "
+                f"least 1 byte, the other above 0 bytes a second, or None"
+            )
+        super().__init__(timeout_s, process_group, target_device=target_device)
+        self._chunk_nbytes = chunk_nbytes
+        self._rate_limit = rate_limit
+        self._members = self._make_membership()
+        self._host: HostTransport | None = None
+        self._host_name = ""
+        self._process = os.getpid()
+
+    @abstractmethod
+    def _make_membership(self) -> Membership:
+        """This rank's place among the members; called once."""
+
+    def take_turn(self) -> Turn:
+        self._members.wait_again()
+        return super().take_turn()
+
+    def take_domains(self, domains: Sequence[str]) -> None:
+        if self._last_turn is not None:
+            # Other ranks, too, had theirs over or given up before they came here.
+            self._last_turn.over.wait(STEPS * self.timeout_s)
+        self._members.begin_anew()
+        self._members.take_domains(domains)
+
+    def cliques(self) -> list[list[int]]:
+        return self._members.cliques()
+
+    def give_up(self) -> None:
+        self._members.stop_waiting()
+        if self._host is not None:
+            self._host.abort()
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            # The connections are those of the process that this one is a fork of.
+            return
+        self._close_connections()
+        self._members.close()
+
+    def _close_connections(self) -> None:
+        if self._host is not None:
+            self._host.close()
+        self._host = None
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        super()._set_timeout(timeout_s)
+        self._members.set_timeout(timeout_s)
+        if self._host is not None:
+            self._host.timeout_s = timeout_s
+
+    def _announce(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        error: str | None,
+        *,
+        over_device: bool = False,
+        head_nbytes: int = 0,
+    ) -> list[Announcement]:
+        """Tell the other members what this one has.
+
+        Returns:
+            What all have told, in the order of the members.
+
+        Raises:
+            CheckpointingException: Some member has no image, or they do not belong together; on all
+                of them.
+            PeerLostError: A member did not come.
+        """
+        if source is None and error is None:
+            error = "it was given neither an image nor an error"
+        mine = Announcement(
+            rank=self._members.group.my_global_rank,
+            id_=CkptID(*ckpt_id),
+            nbytes=source.nbytes if source is not None and error is None else 0,
+            error=error,
+            connection=self._host_name if self._host and not self._host.broken else "",
+            offer=new_name(),
+            over_device=over_device,
+            head_nbytes=head_nbytes,
+            chunk_nbytes=self._chunk_nbytes,
+        )
+        told = self._members.coordinator.all_gather(
+            f"announce iteration {ckpt_id.iteration} for replication", asdict(mine)
+        )
+        announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
+        _require_agreement(announced)
+        return announced
+
+    def _host_transport(self, announced: Sequence[Announcement]) -> HostTransport:
+        """The connections of the last save, if every member still has them; else new ones."""
+        if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
+            if self._host is not None:
+                self._host.close()
+            name, ranks = announced[0].offer, self._members.group.ranks
+            self._host = None
+            self._host = HostTransport.connect(
+                name,
+                ranks,
+                self._members.group.my_global_rank,
+                self.timeout_s,
+                chunk_nbytes=self._chunk_nbytes,
+                rate_limit=self._rate_limit,
+            )
+            self._host_name = name
+        return self._host
+
+
+def _require_agreement(announced: Sequence[Announcement]) -> None:
+    failed = [f"rank {peer.rank}: {peer.error}" for peer in announced if peer.error is not None]
+    if failed:
+        raise CheckpointingException(
+            f"iteration {announced[0].id_.iteration} was not replicated, since not every rank of "
+            f"the clique has its shard: {'; '.join(failed)}. Older checkpoints stand."
+        )
+    for what, index in (("iteration", 0), ("session", 2)):
+        require_same(what, {peer.rank: repr(peer.id_[index]) for peer in announced})
+    require_same("chunk_nbytes", {peer.rank: repr(peer.chunk_nbytes) for peer in announced})
+    owners = [peer.id_.rank for peer in announced]
+    if len(set(owners)) < len(owners):
+        said = ", ".join(f"rank {p.rank} the shard of rank {p.id_.rank}" for p in announced)
+        raise MismatchError(f"members of a clique announce the same shard: {said}")

@@ -1,0 +1,193 @@
+"""Sums that are computed on their way: from rank to rank, each adding what it has.
+
+A chain carries one sum over the ranks of its hops to the last of them, in messages of bounded size.
+This says what is to be done and in which order; nothing is moved here, and all ranks derive the
+same from the same chains.
+
+The order is what makes it impossible that ranks wait for each other in a ring. Message u of a chain
+is handled by hop h at step ``start + u + h``, and every rank goes through its tasks by step, then
+hop, then chain. So a message always comes from an earlier task, and whichever rank is behind all
+others has nobody to wait for. It always finds room, too, where the most messages that a rank sends
+in one step fit twice: only what it sent in this step and the one before can be unanswered then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from localckpt.replication.ledger import chunks
+from localckpt.replication.parity.gf import (
+    Bytes,
+    Scratch,
+    scale_xor_into,
+    xor_into,
+    xtime_xor_into,
+)
+from localckpt.replication.parity.stripes import Strip
+
+__all__ = [
+    "ROOM_NBYTES",
+    "Chain",
+    "Hop",
+    "Schedule",
+    "Task",
+    "Term",
+    "add_terms",
+    "schedule",
+    "tasks_of",
+]
+
+ROOM_NBYTES = 32 << 20
+"""The most memory that a rank needs for messages under way, whatever the size of the images."""
+
+_LARGEST_MESSAGE_NBYTES = 4 << 20
+_SMALLEST_MESSAGE_NBYTES = 512 << 10
+# Rooms for each message that a rank sends in one step: fewer could lock ranks up, see above; with
+# more, messages would have to be smaller, which measured slower.
+_STEPS_OF_ROOM = 2
+_MOST_AT_ONCE = ROOM_NBYTES // _SMALLEST_MESSAGE_NBYTES // _STEPS_OF_ROOM
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A factor of GF(2^8), times what a member keeps of the stripe."""
+
+    strip: Strip
+    factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What one rank does to the sum: ``acc = x * acc`` if it ``doubles``, then adds its terms."""
+
+    rank: int
+    terms: tuple[Term, ...]
+    doubles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One sum over parts of one stripe.
+
+    Attributes:
+        hops: In order, each on another rank than the one before; the last keeps the sum.
+        place: What of a member's image or parity the sum is.
+        spans: ``(start, stop)`` in bytes of the stripe, ascending; each starts at a block.
+    """
+
+    hops: tuple[Hop, ...]
+    place: Strip
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes each hop hands on."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When chains start, as steps in the order of the chains, and how much a message holds."""
+
+    starts: tuple[int, ...]
+    message_nbytes: int
+    rooms: int
+    """How many messages a rank has memory for."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One message at one hop; they compare in the order in which a rank does them."""
+
+    step: int
+    hop: int
+    chain: int
+    start: int
+    stop: int
+
+
+def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Schedule:
+    """Let as many chains run side by side as there is room for, the others after them.
+
+    Args:
+        chains: The same in the same order on all ranks.
+        message_nbytes: Size of a message, if it is not to be chosen.
+    """
+    waves: list[list[Chain]] = [[]]
+    at_once, load = 0, dict[int, int]()
+    for chain in chains:
+        senders = [hop.rank for hop in chain.hops[:-1]]
+        if waves[-1] and any(load.get(rank, 0) >= _MOST_AT_ONCE for rank in senders):
+            waves.append([])
+            load.clear()
+        waves[-1].append(chain)
+        for rank in senders:
+            load[rank] = load.get(rank, 0) + 1
+            at_once = max(at_once, load[rank])
+    if message_nbytes is None:
+        message_nbytes = _LARGEST_MESSAGE_NBYTES
+        while _STEPS_OF_ROOM * at_once * message_nbytes > ROOM_NBYTES:
+            message_nbytes //= 2
+    starts, start = list[int](), 0
+    for wave in waves:
+        starts += [start] * len(wave)
+        start += max((_messages(c, message_nbytes) + len(c.hops) for c in wave), default=0)
+    return Schedule(tuple(starts), message_nbytes, _STEPS_OF_ROOM * at_once)
+
+
+def tasks_of(rank: int, chains: Sequence[Chain], when: Schedule) -> Iterator[Task]:
+    """What a rank has to do, in the order in which it does it."""
+
+    def tasks(number: int, hop: int) -> Iterator[Task]:
+        step = when.starts[number] + hop
+        for first, last in chains[number].spans:
+            for start, stop in chunks(last - first, when.message_nbytes):
+                yield Task(step, hop, number, first + start, first + stop)
+                step += 1
+
+    return heapq.merge(
+        *(
+            tasks(number, place)
+            for number, chain in enumerate(chains)
+            for place, hop in enumerate(chain.hops)
+            if hop.rank == rank
+        )
+    )
+
+
+def add_terms(
+    hop: Hop,
+    acc: Bytes,
+    read: Callable[[Strip, int, int], Bytes],
+    start: int,
+    scratch: Scratch,
+    *,
+    first: bool,
+) -> None:
+    """Do to part of a sum what a hop does.
+
+    Args:
+        acc: The sum of the hops before, and then of this one too.
+        read: Gives the bytes of a strip between two places in the stripe, fewer at its end; valid
+            until the next call.
+        start: Where in the stripe ``acc`` begins.
+        first: Whether no hop is before, so that ``acc`` holds nothing yet.
+    """
+    plain = next((term for term in hop.terms[:1] if term.factor == 1), None)
+    data = acc[:0] if plain is None else read(plain.strip, start, start + len(acc))
+    if first:
+        acc[: len(data)] = data
+        acc[len(data) :] = 0
+    elif hop.doubles:
+        xtime_xor_into(acc, data, scratch)
+    else:
+        xor_into(acc, data)
+    for term in hop.terms[plain is not None :]:
+        data = read(term.strip, start, start + len(acc))
+        scale_xor_into(acc, data, term.factor, scratch)
+
+
+def _messages(chain: Chain, message_nbytes: int) -> int:
+    return sum(-(-(stop - start) // message_nbytes) for start, stop in chain.spans)

@@ -1,0 +1,104 @@
+"""Computes the parity of a group's images while they travel around the ring once.
+
+Every stripe has its sums computed on their way: the contributors add their chunks one after
+another, and the last sends P and Q to their holders. All stripes are under way at once, so every
+rank sends and receives all the time: m times the longest image in all, for m parities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from localckpt.errors import MismatchError
+from localckpt.replication.parity.chains import Chain, Hop, Term
+from localckpt.replication.parity.relay import Relay
+from localckpt.replication.parity.stripes import Kind, ParityLayout
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["clear_unused", "encode", "encoding_chains"]
+
+
+def encode(
+    layout: ParityLayout,
+    relay: Relay,
+    source: ShardSource,
+    parity: memoryview,
+    timeout_s: float,
+    *,
+    message_nbytes: int | None = None,
+) -> None:
+    """Compute this member's parity; the members of the group call it together.
+
+    It needs at most :data:`ROOM_NBYTES` for messages and less than 1 MiB for the arithmetic, which
+    the relay keeps for the next time. That it returned says that this member's part is done, not
+    that every other's is.
+
+    Args:
+        layout: The same on all ranks; they agree on it beforehand.
+        relay: Over connections between the members, in their order.
+        source: This member's image. It must not change meanwhile.
+        parity: Writable memory for ``layout.parity_nbytes``.
+        timeout_s: Deadline of it all, in seconds.
+        message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
+
+    Raises:
+        MismatchError: The connections, the image or the memory do not fit the layout.
+        PeerLostError: A member died, stopped or failed; see :meth:`Relay.run`. What ``parity``
+            holds then is of no use.
+        CheckpointingException: The source failed.
+    """
+    connections = relay.connections
+    if len(connections.ranks) != layout.members:
+        raise MismatchError(
+            f"{len(connections.ranks)} ranks cannot encode the parity of {layout.members} members"
+        )
+    member = connections.ranks.index(connections.rank)
+    if source.nbytes != layout.image_nbytes[member]:
+        raise MismatchError(
+            f"the image of member {member} of the parity group has {source.nbytes} bytes, and its "
+            f"layout was made for {layout.image_nbytes[member]}"
+        )
+    if parity.nbytes != layout.parity_nbytes or parity.readonly:
+        raise MismatchError(
+            f"the memory for parity must be writable and have {layout.parity_nbytes} bytes, not "
+            f"{parity.nbytes}"
+        )
+    parity = parity.cast("B")
+    clear_unused(layout, member, parity)
+    relay.run(
+        "encoding parity",
+        encoding_chains(layout, connections.ranks),
+        {(Kind.IMAGE, member): source},
+        {(Kind.PARITY, member): parity},
+        timeout_s,
+        message_nbytes=message_nbytes,
+    )
+
+
+def encoding_chains(layout: ParityLayout, ranks: Sequence[int]) -> list[Chain]:
+    """One chain for each row of each stripe; those of one stripe next to each other.
+
+    Args:
+        ranks: The rank of each member.
+    """
+    chains = []
+    for stripe in range(layout.members):
+        for number, row in enumerate(layout.rows(stripe)):
+            hops = [
+                Hop(ranks[member], (Term(layout.chunk(stripe, member)),), doubles=number == 1)
+                for member in layout.contributors(stripe)
+            ]
+            hops.append(Hop(ranks[row.member], ()))
+            spans = ((0, row.nbytes),) if row.nbytes else ()
+            chains.append(Chain(tuple(hops), row, spans))
+    return chains
+
+
+def clear_unused(layout: ParityLayout, member: int, parity: memoryview) -> None:
+    """Zeros where no chunk of a stripe reaches, so no sum comes there."""
+    for row in range(layout.parity):
+        strip = layout.row((member - row) % layout.members, row)
+        unused = parity[strip.start + strip.nbytes : strip.start + layout.chunk_nbytes]
+        np.frombuffer(unused, np.uint8)[:] = 0

@@ -1,0 +1,204 @@
+"""The strategy that keeps parity: what is lost is computed from what several nodes keep."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from localckpt.errors import (
+    CheckpointingException,
+    MismatchError,
+    SameMachineReplicationException,
+)
+from localckpt.ids import CkptID, ParityGroup
+from localckpt.replication.agreement import Attempt, agree
+from localckpt.replication.base import Accept, AcceptParity
+from localckpt.replication.member_strategy import Announcement, MemberStrategy
+from localckpt.replication.membership import Membership
+from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
+from localckpt.replication.parity.stripes import MOST_PARITIES
+from localckpt.replication.placement import place_cliques
+from localckpt.state_dict.parity_image import head_nbytes
+from localckpt.state_dict.parity_of import ParityOf
+from localckpt.state_dict.source import ShardSource
+
+__all__ = ["ParityReplicationStrategy", "place_parity_groups"]
+
+logger = logging.getLogger(__name__)
+
+
+class ParityReplicationStrategy(MemberStrategy):
+    """Groups of ranks on different nodes, of which any one or two may be lost.
+
+    In a group of g ranks with m parities each keeps, beside its own shard, parity of m/(g - m) of a
+    shard, computed while shards travel around the group, behind training. A restart computes the
+    shards of up to m lost nodes of each group from what the others keep. Shards are in host memory
+    when they are sent, and stay where they are.
+
+    Ranks meet when their managers do, so it can be made before torch.distributed is initialised. It
+    is for managers that keep images: :class:`LocalCheckpointManager` and
+    :class:`InMemoryCheckpointManager`.
+
+    Args:
+        parity: How many nodes of a group may be lost: 1 or 2.
+        group_size: How many ranks a group has at least, each on another node. Where nodes do not
+            divide, some groups are larger.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
+            of that of the manager that uses the strategy.
+        failure_domain: What this rank's node is lost with, such as its rack or switch; no two
+            members of a group share it. All ranks give one, or none does. By default what the
+            variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
+        process_group: The ranks of the job; ``None`` for all.
+        target_device: Where the tensors of state dicts that others sent are put.
+
+    Raises:
+        CheckpointingException: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        parity: int = 1,
+        group_size: int = 8,
+        *,
+        timeout_s: float | None = None,
+        failure_domain: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        target_device: str = "cpu",
+    ) -> None:
+        # Python's True is an int.
+        if type(parity) is not int or not 1 <= parity <= MOST_PARITIES:
+            raise CheckpointingException(
+                f"parity is {parity!r}; it can be 1 to {MOST_PARITIES}: so many nodes of a group "
+                f"may be lost"
+            )
+        if type(group_size) is not int or group_size < parity + 2:
+            raise CheckpointingException(
+                f"group_size is {group_size!r}; with parity={parity} it must be at least "
+                f"{parity + 2}: in a smaller group parity takes as much as copies do, so use "
+                f"CliqueReplicationStrategy"
+            )
+        self._parity, self._group_size = parity, group_size
+        self._failure_domain = failure_domain
+        self._encoder: GroupEncoder | None = None
+        super().__init__(timeout_s, process_group, target_device)
+
+    def replicate_image(
+        self,
+        source: ShardSource | None,
+        ckpt_id: CkptID,
+        accept: Accept,
+        *,
+        tensors_on_gpu: bool = False,
+        error: str | None = None,
+        accept_parity: AcceptParity | None = None,
+    ) -> list[CkptID]:
+        if accept_parity is None:
+            raise MismatchError(
+                "parity is of images in a store: save with LocalCheckpointManager or "
+                "InMemoryCheckpointManager, or replicate states with CliqueReplicationStrategy"
+            )
+        own_head = 0
+        with Attempt() as looking:
+            own_head = head_nbytes(source) if source is not None else 0
+        if self._host is not None and self._encoder is not None and self._encoder.broken:
+            self._close_connections()
+        announced = self._announce(source, ckpt_id, error or looking.told, head_nbytes=own_head)
+        what, clique = f"iteration {ckpt_id.iteration}", self._members.coordinator
+        heads = [peer.head_nbytes for peer in announced]
+
+        with Attempt() as accepting:
+            of = ParityOf(
+                ParityGroup(tuple(peer.id_.rank for peer in announced), self._parity),
+                tuple(peer.nbytes for peer in announced),
+            )
+            parity_nbytes = layout_of(of).parity_nbytes
+            room = accept_parity(of, heads_nbytes(of.group, ckpt_id.rank, heads), parity_nbytes)
+        agree(clique, f"make room for the parity of {what}", accepting)
+
+        started = time.monotonic()
+        with Attempt() as encoding:
+            assert source is not None
+            self._connected(announced).run(of, source, room, heads, self.timeout_s)
+        agree(clique, f"encode the parity of {what}", encoding)
+        logger.debug(
+            "%d bytes of parity of %s from %d ranks in %.3f s",
+            parity_nbytes, what, len(announced), time.monotonic() - started,
+        )  # fmt: skip
+        return []
+
+    @property
+    def sends_from_devices(self) -> bool:
+        return False
+
+    @property
+    def keepers(self) -> Mapping[int, Sequence[int]]:
+        return {}
+
+    @property
+    def parity(self) -> int:
+        return self._parity
+
+    def _make_membership(self) -> Membership:
+        parity, group_size = self._parity, self._group_size
+        return Membership(
+            self._world,
+            None,
+            jump=None,
+            factor=group_size,
+            failure_domain=self._failure_domain,
+            timeout_s=self.timeout_s,
+            place=lambda nodes, outer: place_parity_groups(nodes, parity, group_size, outer),
+            parameters=f"parity={parity}, group_size={group_size}",
+            on_devices=False,
+        )
+
+    def _connected(self, announced: Sequence[Announcement]) -> GroupEncoder:
+        transport = self._host_transport(announced)
+        if self._encoder is None or self._encoder.transport is not transport:
+            if self._encoder is not None:
+                self._encoder.close()
+            self._encoder = GroupEncoder(transport)
+        return self._encoder
+
+    def _close_connections(self) -> None:
+        super()._close_connections()
+        if self._encoder is not None:
+            self._encoder.close()
+        self._encoder = None
+
+
+def place_parity_groups(
+    nodes: Sequence[str], parity: int, group_size: int, outer: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Groups of ranks in different failure domains; see :func:`place_cliques`.
+
+    Raises:
+        SameMachineReplicationException: There are too few domains, or ranks are not dealt to them
+            evenly enough. It says what would fit.
+        MismatchError: Ranks of one node are in different outer domains.
+    """
+    domains = nodes if outer is None else outer
+    count = len(set(domains))
+    kind = "nodes" if outer is None else "failure domains"
+    if count < group_size:
+        fits = f"group_size={count} at most" if count >= parity + 2 else ""
+        if not fits and count >= MOST_PARITIES + 1:
+            fits = f"parity=1, group_size={count}"
+        if not fits:
+            fits = "CliqueReplicationStrategy" if count > 1 else "repl_strategy=None"
+        raise SameMachineReplicationException(
+            f"the ranks are on {count} {kind}, too few for groups of {group_size}: use {fits}, or "
+            f"run on more {kind}"
+        )
+    groups = place_cliques(nodes, group_size, outer)
+    for group in groups:
+        if len({domains[rank] for rank in group}) < len(group):
+            raise SameMachineReplicationException(
+                f"ranks {group} would be a parity group, and some of them are on one of the "
+                f"{kind}, with which more than one is lost: run the same number of ranks on each "
+                f"of at least {group_size} {kind}"
+            )
+    return groups

@@ -1,0 +1,156 @@
+"""Which bytes of whose image are in which stripe, and who keeps its parity.
+
+A group of g members has g stripes. Stripe i keeps its first parity, P, on member i, and its second,
+Q, if there is one, on member i + 1 (all modulo g). Every other member contributes one chunk of its
+image, in the order of the ring that begins behind the holders. So every member keeps as much parity
+as any other, in the manner of RAID 5 and 6, and every image is cut into g - m chunks. All chunks
+have one length; an image that is shorter counts as if zeros followed.
+
+P is the sum of a stripe's chunks in GF(2^8), Q the sum of each chunk times x to its exponent. Pure
+geometry: nothing is read or computed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.ids import MOST_MEMBERS
+from localckpt.state_dict.digests import BLOCK_NBYTES
+
+__all__ = ["MOST_PARITIES", "Kind", "ParityLayout", "Strip"]
+
+MOST_PARITIES = 2
+# Far above any image, and sums of it stay exact in whatever reads the JSON.
+_MOST_NBYTES = 1 << 50
+
+
+class Kind(IntEnum):
+    """What a member keeps."""
+
+    IMAGE = 0
+    PARITY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What a member keeps of one stripe.
+
+    Byte ``p`` of the stripe is byte ``start + p`` of what it keeps; zeros follow after ``nbytes``.
+    """
+
+    kind: Kind
+    member: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParityLayout:
+    """How a group of members shares its parity.
+
+    Args:
+        image_nbytes: Bytes of each member's image.
+        parity: How many members may be lost: 1 or 2.
+
+    Raises:
+        MismatchError: No group can be so.
+    """
+
+    image_nbytes: tuple[int, ...]
+    parity: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.image_nbytes, tuple) or not all(
+            _is_number(nbytes, _MOST_NBYTES) for nbytes in self.image_nbytes
+        ):
+            raise MismatchError(
+                f"the sizes of a parity group's images must be numbers of bytes from 0 to "
+                f"{_MOST_NBYTES}, not {self.image_nbytes!r:.200}"
+            )
+        if not _is_number(self.parity, MOST_PARITIES) or self.parity == 0:
+            raise MismatchError(
+                f"a parity group has 1 to {MOST_PARITIES} parities, not {self.parity!r:.200}"
+            )
+        if not self.parity + 2 <= self.members <= MOST_MEMBERS:
+            raise MismatchError(
+                f"a group with {self.parity} parities has {self.parity + 2} to {MOST_MEMBERS} "
+                f"members, not {self.members}"
+            )
+
+    @property
+    def members(self) -> int:
+        """How many members the group has; also how many stripes."""
+        return len(self.image_nbytes)
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks each image is cut; also how many contribute to a stripe."""
+        return self.members - self.parity
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a chunk: whole blocks of an image."""
+        longest = -(-max(self.image_nbytes) // self.chunks)
+        return -(-longest // BLOCK_NBYTES) * BLOCK_NBYTES
+
+    @property
+    def parity_nbytes(self) -> int:
+        """Bytes of parity that each member keeps: its rows one after another, P first."""
+        return self.parity * self.chunk_nbytes
+
+    def contributors(self, stripe: int) -> tuple[int, ...]:
+        """The members whose images are in a stripe, in the order of the ring."""
+        return tuple((stripe + step) % self.members for step in range(self.parity, self.members))
+
+    def exponent(self, stripe: int, member: int) -> int:
+        """To which power of x a contributor's chunk is in Q; as a chain of doublings gives it."""
+        return self.members - 1 - (member - stripe) % self.members
+
+    def chunk(self, stripe: int, member: int) -> Strip:
+        """What of a contributor's image is in a stripe."""
+        nbytes = self.image_nbytes[member]
+        start = self.exponent(stripe, member) * self.chunk_nbytes
+        return Strip(Kind.IMAGE, member, start, max(0, min(nbytes - start, self.chunk_nbytes)))
+
+    def row(self, stripe: int, row: int) -> Strip:
+        """Where a stripe's parity is kept: row 0 is P, row 1 is Q."""
+        start = row * self.chunk_nbytes
+        holder = (stripe + row) % self.members
+        return Strip(Kind.PARITY, holder, start, self.used_nbytes(stripe))
+
+    def rows(self, stripe: int) -> tuple[Strip, ...]:
+        """Where all parity of a stripe is kept."""
+        return tuple(self.row(stripe, row) for row in range(self.parity))
+
+    def used_nbytes(self, stripe: int) -> int:
+        """Length of a stripe's longest chunk; behind it all chunks and rows are zeros."""
+        return max(self.chunk(stripe, member).nbytes for member in self.contributors(stripe))
+
+    def stripe_of(self, kind: Kind, member: int, offset: int) -> tuple[int, int]:
+        """The stripe that a byte of what a member keeps belongs to, and its place there."""
+        chunk, position = divmod(offset, self.chunk_nbytes)
+        if kind is Kind.PARITY:
+            return (member - chunk) % self.members, position
+        return (member + 1 + chunk) % self.members, position
+
+    def to_json(self) -> list[Any]:
+        """Compact JSON form."""
+        return [self.parity, list(self.image_nbytes)]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> ParityLayout:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            MismatchError: That is no layout, or one that no group can have.
+        """
+        if not (isinstance(fields, list) and len(fields) == 2 and isinstance(fields[1], list)):
+            raise MismatchError(f"not the layout of a parity group: {fields!r:.200}")
+        return cls(tuple(fields[1]), fields[0])
+
+
+def _is_number(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,0 +1,217 @@
+"""What counts as computable is what linear algebra can solve, for every pattern of what is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.errors import MismatchError
+from localckpt.ids import MOST_RANKS, Checkpoint, Generation, ParityGroup, ShardRecord
+from localckpt.managers.coverage import SaveOutcome, complete_checkpoints
+from localckpt.managers.durability import durability_found, durability_saved
+from localckpt.managers.explanation import explain
+from localckpt.managers.holdings import Holdings, ranks_by_node, tell
+from localckpt.managers.parity_coverage import can_rebuild, minimal
+from localckpt.replication.parity.gf import inverse, multiply, power
+from localckpt.replication.parity.strategy import place_parity_groups
+from localckpt.replication.parity.stripes import ParityLayout
+
+_CHECKPOINT = Checkpoint(Generation(1, 2), 3, 8)
+
+
+def _rank_of(rows: list[list[int]]) -> int:
+    """The rank of a matrix over GF(2^8)."""
+    rows, rank = [list(row) for row in rows], 0
+    for column in range(len(rows[0]) if rows else 0):
+        pivot = next((r for r in range(rank, len(rows)) if rows[r][column]), None)
+        if pivot is None:
+            continue
+        rows[rank], rows[pivot] = rows[pivot], rows[rank]
+        scale = inverse(rows[rank][column])
+        rows[rank] = [multiply(scale, value) for value in rows[rank]]
+        for other in range(len(rows)):
+            if other != rank and (factor := rows[other][column]):
+                rows[other] = [
+                    a ^ multiply(factor, b) for a, b in zip(rows[other], rows[rank], strict=True)
+                ]
+        rank += 1
+    return rank
+
+
+@cache
+def _solvable(count: int, parity: int, known: frozenset[int], chunk: int) -> bool:
+    """Whether a chunk follows from known symbols: chunks are 0 to ``count - 1``, then rows."""
+    unit = [[int(i == j) for j in range(count)] for i in range(count)]
+    rows = [[power(row * (count - 1 - j)) for j in range(count)] for row in range(parity)]
+    given = [(unit + rows)[symbol] for symbol in sorted(known)]
+    return _rank_of([*given, unit[chunk]]) == _rank_of(given)
+
+
+def _brute_force(g: int, m: int, rank: int, images: Collection[int], parities: Any) -> bool:
+    layout = ParityLayout((1,) * g, m)
+    for stripe in range(g):
+        chunks = layout.contributors(stripe)
+        if rank not in chunks:
+            continue
+        known = {place for place, member in enumerate(chunks) if member in images}
+        rows = layout.rows(stripe)
+        known |= {len(chunks) + r for r, row in enumerate(rows) if row.member in parities}
+        if not _solvable(g - m, m, frozenset(known), chunks.index(rank)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("g", "m"), [(g, m) for g in range(3, 9) for m in (1, 2) if g >= m + 2])
+def test_exactly_what_can_be_solved_counts_as_computable(g: int, m: int, long_form: bool) -> None:
+    group = ParityGroup(tuple(range(g)), m)
+    members = list(product((False, True), repeat=g))
+    patterns = list(product(members, members))
+
+    # The number has no factor in common with theirs, so all members are seen in all conditions.
+    for left in patterns[:: 1 if long_form or g < 5 else 4 ** (g - 4) - 1]:
+        images, parities = ({r for r in range(g) if there[r]} for there in left)
+        for rank in set(range(g)) - images:
+            assert can_rebuild(group, rank, images, parities) == _brute_force(
+                g, m, rank, images, parities
+            )
+
+
+_RANKS = st.lists(st.integers(0, 7), min_size=3, max_size=6, unique=True)
+_GROUPS = st.builds(
+    lambda ranks, parity: ParityGroup(tuple(ranks), min(parity, len(ranks) - 2)),
+    _RANKS,
+    st.integers(1, 2),
+)
+
+
+@st.composite
+def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
+    """Shards of a checkpoint of eight ranks, and parities of up to two groups, on five nodes."""
+    found: dict[str, list[ShardRecord]] = {node: [] for node in "abcde"}
+    for rank in range(8):
+        for node in draw(st.sets(st.sampled_from("abcde"), max_size=2)):
+            found[node].append(ShardRecord(_CHECKPOINT.shard(rank, "run"), 5))
+    for group in draw(st.lists(_GROUPS, max_size=2)):
+        for rank in group.ranks:
+            for node in draw(st.sets(st.sampled_from("abcde"), max_size=1)):
+                parity = _CHECKPOINT.shard(rank, "run").parity
+                found[node].append(ShardRecord(parity, 7, group))
+    return found
+
+
+@given(_found())
+def test_the_breaking_sets_are_the_smallest_whose_loss_loses_the_checkpoint(
+    found: dict[str, list[ShardRecord]],
+) -> None:
+    explanation = explain(Holdings.found(found))
+
+    def is_lost(lost: Collection[str]) -> bool:
+        left = {node: there for node, there in found.items() if node not in lost}
+        return not complete_checkpoints(Holdings.found(left))
+
+    assert (explanation.newest is None) == is_lost(())
+    breaking = [
+        frozenset(lost)
+        for count in range(len(found) + 1)
+        for lost in combinations(found, count)
+        if is_lost(lost)
+    ]
+    if explanation.newest is not None:
+        assert set(map(frozenset, explanation.breaking)) == set(minimal(breaking))
+
+
+@given(_found())
+def test_parities_are_known_as_they_were_told(found: dict[str, list[ShardRecord]]) -> None:
+    holdings = Holdings(ranks_by_node(list("abcde")))
+
+    for node, records in found.items():
+        holdings.hear(node, json.loads(json.dumps(tell(records))))
+
+    known = {
+        (node, owner, group)
+        for group, on in holdings.parities(_CHECKPOINT).items()
+        for owner, nodes in on.items()
+        for node in nodes
+    }
+    first: dict[tuple[str, int], ParityGroup] = {}
+    for node, records in found.items():
+        for record in records:
+            if record.group is not None:
+                first.setdefault((node, record.identity.rank), record.group)
+    assert known == {(node, owner, group) for (node, owner), group in first.items()}
+
+
+@pytest.mark.parametrize(
+    "parities",
+    [
+        *(7, [], [[]], [[0, 1]], [[0, 1, 0, 1]], [[0, 1, [0, 1]]], [[0, 1, [0, 1, True]]]),
+        *([[0, 2, [0, 1, 2]]], [[0, 0, [0, 1, 2]]], [[3, 1, [0, 1, 2]]], [[0, 1, [0, 1, 8]]]),
+        *([[0, 1, 0, 1, 10**9]], [[0, 1, 0, 0, 3]], [[0, 1, 0, -1, 3]], [[0, 1, 0.0, 1, 3]]),
+        *([[0, 1, 0, 1, 3], [0, 1, 0, 1, 3]], [[[0], 1, 0, 1, 3]], [[True, 1, 0, 1, 3]]),
+        [[0, 1, [0, 1, [2]]]],
+    ],
+    ids=str,
+)
+def test_parities_that_cannot_be_are_refused_and_nothing_is_taken_in(parities: Any) -> None:
+    holdings = Holdings({"a": [0], "b": [1]})
+
+    with pytest.raises(MismatchError, match="what rank 1 tells of its node's shards"):
+        holdings.hear("b", [[1, 1, 5, 8, [0], [9], parities]])
+
+    assert not holdings.checkpoints
+
+
+def test_a_node_of_a_large_job_tells_less_than_32_bytes_for_each_shard_and_each_parity() -> None:
+    nodes = [str(rank // 8) for rank in range(16384)]
+    groups = place_parity_groups(nodes, 2, 8)
+    checkpoint = Checkpoint(Generation(1234, 2**60), 10**7, 16384)
+    here = range(16384 - 8, 16384)
+    group_of = {rank: ParityGroup(tuple(group), 2) for group in groups for rank in group}
+    records = [ShardRecord(checkpoint.shard(rank, "run"), 2 * 10**10) for rank in here]
+    records += [
+        ShardRecord(checkpoint.shard(rank, "run").parity, 10**10, group_of[rank]) for rank in here
+    ]
+
+    assert len(json.dumps(tell(records))) < 32 * len(records)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_every_parity_that_is_there_counts_as_a_copy(m: int) -> None:
+    group = ParityGroup(tuple(range(8)), m)
+    outcomes = [SaveOutcome(3, Generation(1, 2), None, (), (), 1 + m, group) for _ in range(8)]
+    found = {
+        str(rank): [
+            ShardRecord(_CHECKPOINT.shard(rank, "run"), 5),
+            ShardRecord(_CHECKPOINT.shard(rank, "run").parity, 5, group),
+        ]
+        for rank in range(8)
+    }
+    holdings = Holdings({node: [int(node)] for node in found})
+    for node, records in found.items():
+        holdings.hear(node, tell(records))
+
+    assert durability_saved(3, outcomes).copies == 1 + m
+    one_less = [*outcomes[1:], SaveOutcome(3, Generation(1, 2), None, (), (), 1 + m)]
+    assert durability_saved(3, one_less).copies == m
+    cliques = [list(range(8))]
+    assert durability_found(_CHECKPOINT, holdings, cliques, m).reached == (
+        f"replicated, {1 + m} of {1 + m}"
+    )
+    holdings.remove_parity(_CHECKPOINT, 4, "4")
+    assert durability_found(_CHECKPOINT, holdings, cliques, m).copies == m
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2), 0), ((0, 1, 1), 1), ((0, 1, MOST_RANKS), 1)],
+)
+def test_groups_that_cannot_be_are_refused(fields: tuple[tuple[int, ...], int]) -> None:
+    with pytest.raises(MismatchError):
+        ParityGroup(*fields)

@@ -1,0 +1,160 @@
+"""Damaged files of parity groups are mended block by block, and told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import localckpt
+from localckpt.state_dict.digests import BLOCK_NBYTES
+from tests.faults.lives import Lives
+from tests.managers.jobs import KINDS, MAX_S, assert_same, error_of, files
+from tests.ranks import run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_BLOCKS = 6
+
+
+def _state(rank: int, iteration: int, blocks: int = _BLOCKS) -> dict[str, Any]:
+    """A state of several blocks, the same number on each rank."""
+    random = torch.Generator().manual_seed(1000 * iteration + rank)
+    numel = blocks * BLOCK_NBYTES // 4 - 8192
+    return {"weight": torch.randn(numel, generator=random), "rank": rank, "of": iteration}
+
+
+def _own(root: Path, iteration: int, rank: int, kind: str = "") -> Path:
+    (path,) = (
+        root.rglob(f"{iteration:012d}.{rank}.*.*{kind}.safetensors")
+        if kind
+        else (
+            p
+            for p in root.rglob(f"{iteration:012d}.{rank}.*.safetensors")
+            if ".parity." not in p.name
+        )
+    )
+    return path
+
+
+def _flip(path: Path, blocks: list[int]) -> None:
+    with open(path, "r+b") as file:
+        for block in blocks:
+            file.seek(block * BLOCK_NBYTES + 77_777)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+
+
+def _await_copies(manager: Any) -> None:
+    deadline = time.monotonic() + MAX_S
+    while manager.degraded and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not manager.degraded
+
+
+def _mend(
+    rank: int,
+    world_size: int,
+    kind: str,
+    base: Path,
+    parity: int,
+    bad: Mapping[int, tuple[list[int], list[int]]],
+    lost: tuple[int, ...],
+) -> list[str]:
+    """Load with bad blocks in images and parities, and nodes lost; then once more."""
+    strategy = localckpt.ParityReplicationStrategy(parity, world_size)
+    lives = Lives(kind, base, rank, None, strategy=strategy)
+    with lives.life(None) as manager:
+        manager.save(_state(rank, 3), 3)
+    lives.keep("saved")
+
+    def change(root: Path) -> None:
+        image, kept = bad.get(rank, ([], []))
+        if image:
+            _flip(_own(root, 3, rank), image)
+        if kept:
+            _flip(_own(root, 3, rank, ".parity"), kept)
+
+    told = []
+    with lives.life(None if rank in lost else "saved", change) as manager:
+        assert manager.find_latest() == 3
+        state, ckpt_id = manager.load()
+        assert ckpt_id == (3, rank, "job")
+        assert_same(state, _state(rank, 3))
+        told.append(manager.last_load.source)
+        manager._finish_copies()
+        assert manager.degraded == 0
+    told += [name.rpartition("/")[2] for name in files(lives.root) if ".corrupt" in name]
+    lives.keep("mended")
+    with lives.life("mended") as manager:
+        assert manager.find_latest() == 3
+        assert_same(manager.load()[0], _state(rank, 3))
+        assert manager.last_load.source == "own node"
+    lives.close()
+    return told
+
+
+@pytest.mark.fault("flipped-bit")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_on_each_of_several_ranks_is_mended(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    base = (node_dirs if kind == "disk" else shm_roots)(1)[0]
+    bad = {0: ([1], []), 1: ([2], []), 2: ([4], []), 3: ([1, 5], [])}
+
+    told = run_ranks(_mend, 4, kind, base, 1, bad, ())
+
+    for rank, (source, *aside) in enumerate(told):
+        assert source == "parity"
+        (name,) = aside
+        assert name.startswith(f"000000000003.{rank}.")
+
+
+@pytest.mark.fault("flipped-bit", "lost-nodes")
+def test_bad_blocks_beside_a_lost_node_are_mended_with_two_parities(node_dirs: Dirs) -> None:
+    bad = {1: ([2, 4], []), 2: ([], [2]), 3: ([1], [])}
+
+    told = run_ranks(_mend, 4, "disk", node_dirs(1)[0], 2, bad, (0,))
+
+    assert [source for source, *_ in told] == ["parity", "parity", "own node", "parity"]
+    assert [len(aside) for _, *aside in told] == [0, 1, 1, 1]
+
+
+def _two_in_one_stripe(rank: int, world_size: int, base: Path) -> tuple[str, str]:
+    strategy = localckpt.ParityReplicationStrategy(1, world_size)
+    lives = Lives("disk", base, rank, None, strategy=strategy)
+    with lives.life(None) as manager:
+        manager.save(_state(rank, 2), 2)
+        manager.save(_state(rank, 3), 3)
+    lives.keep("saved")
+
+    def change(root: Path) -> None:
+        # Of six blocks three are a chunk. Member 0's second chunk and member 1's first are in
+        # stripe 2, and these blocks have the same place in it.
+        if rank in (0, 1):
+            _flip(_own(root, 3, rank), [3 + 1] if rank == 0 else [1])
+
+    with lives.life("saved", change) as manager:
+        assert manager.find_latest() == 3
+        _, ckpt_id = manager.load()
+        older = f"{ckpt_id.iteration} {manager.last_load.source}"
+    with lives.life("saved", lambda root: (change(root), _own(root, 2, rank).unlink())) as manager:
+        manager.find_latest()
+        text = error_of(manager.load, localckpt.NoReplicasAvailableError)
+    lives.close()
+    return older, text
+
+
+@pytest.mark.fault("flipped-bit")
+def test_two_bad_blocks_in_one_place_are_too_many_for_one_parity(node_dirs: Dirs) -> None:
+    told = run_ranks(_two_in_one_stripe, 3, node_dirs(1)[0])
+
+    for older, text in told:
+        assert older == "2 own node"
+        assert "iteration 3" in text
+        assert "lacks the shards of ranks 0, 1" in text

@@ -1,0 +1,188 @@
+"""The file of a parity: readable as safetensors, told apart by its header, refused if it is odd."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import localckpt
+from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.ids import Generation, ParityGroup, ShardIdentity
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.identify import (
+    find_bad_blocks,
+    read_header,
+    read_verified_record,
+    verify,
+)
+from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.parity_image import (
+    ImageHead,
+    ParityFrame,
+    ParityPart,
+    head_nbytes,
+    read_head,
+    read_heads,
+)
+from localckpt.state_dict.parity_of import ParityOf
+from localckpt.state_dict.source import MemorySource
+from tests.cli.commands import call
+from tests.managers.jobs import make_manager, state_of
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_SHARD = ShardIdentity("run", Generation(1, 2), 3, 2, 4)
+_OF = ParityOf(ParityGroup((0, 1, 2, 3), 2), (5_000_000,) * 4)
+
+
+def _parity_image(heads: list[bytes], of: ParityOf = _OF) -> memoryview:
+    identity = _SHARD.parity
+    frame = ParityFrame.of(identity, of, sum(map(len, heads)), 2 * BLOCK_NBYTES)
+    image = memoryview(bytearray(frame.nbytes))
+    room = frame.put(image)
+    room.heads[:] = b"".join(heads)
+    room.parity[:] = b"\xab" * (2 * BLOCK_NBYTES)
+    BlockHasher(identity).fill(image, read_header(MemorySource(image)).digests_start)
+    return image
+
+
+def _shard_image(rank: int, nbytes: int = 2_500_000) -> tuple[ShardIdentity, MemorySource]:
+    identity = ShardIdentity("run", Generation(1, 2), 3, rank, 4)
+    return identity, pack(state_of(rank, 3, nbytes), identity)
+
+
+@pytest.mark.parametrize("nbytes", [4, 2_500_000, 250_000_000])
+def test_a_parity_is_read_back_from_its_file(nbytes: int, tmp_path: Path) -> None:
+    sources = [_shard_image(rank, min(nbytes, 2_500_000))[1] for rank in (1, 0)]
+    heads = [read_head(source) for source in sources]
+    # However long the heads are, the parity begins at a block.
+    heads[1] += bytes(nbytes // 100)
+    image = _parity_image(heads)
+    path = tmp_path / "parity.safetensors"
+    path.write_bytes(image)
+
+    record = read_verified_record(MemorySource(image))
+    part = ParityPart(MemorySource(image))
+
+    verify(MemorySource(image), _SHARD.parity)
+    assert (record.identity, record.group) == (_SHARD.parity, _OF.group)
+    assert part.of == _OF
+    assert bytes(part.read(0, part.nbytes)) == b"\xab" * (2 * BLOCK_NBYTES)
+    assert [head_nbytes(s) for s in sources] == [len(read_head(s)) for s in sources]
+    sizes = [source.nbytes for source in sources]
+    assert read_heads(MemorySource(image), sizes) == [read_head(source) for source in sources]
+    assert unpack(MemorySource(image)) is None
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["parity_of"])[:2] == [[0, 1, 2, 3], 2]
+        assert file.get_tensor("parity").numel() == 2 * BLOCK_NBYTES
+
+
+def test_a_head_knows_the_blocks_of_its_image_and_no_others() -> None:
+    identity, source = _shard_image(2)
+    head = ImageHead(read_head(source), identity, source.nbytes)
+    blocks = -(-source.nbytes // BLOCK_NBYTES)
+
+    for block in range(blocks):
+        content = bytearray(source.read(block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES))
+        assert head.matches(block, memoryview(content))
+        for position in (0, len(content) - 1):
+            content[position] ^= 1
+            assert not head.matches(block, memoryview(content))
+            content[position] ^= 1
+    with pytest.raises(CorruptShardError, match="another's"):
+        ImageHead(read_head(source), _SHARD.parity, source.nbytes)
+
+
+@pytest.mark.fault("flipped-bit")
+def test_blocks_that_are_not_called_bad_are_what_was_saved() -> None:
+    identity, source = _shard_image(2)
+    good = bytes(source.view)
+    header = read_header(source)
+
+    for position in [*range(5000, len(good), 99_991), *range(header.digests_start, len(good))]:
+        spoiled = bytearray(good)
+        spoiled[position] ^= 4
+        bad = find_bad_blocks(MemorySource(memoryview(spoiled)), identity)
+
+        assert position // BLOCK_NBYTES in bad
+        for block in set(range(-(-len(good) // BLOCK_NBYTES))) - bad:
+            start, stop = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
+            assert spoiled[start:stop] == good[start:stop]
+    assert find_bad_blocks(source, identity) == frozenset()
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "7", "[]", "[[0,1,2,3],2]", "[[0,1,2],2,[1,1,1]]", "[[0,1,1,2],1,[1,1,1,1]]"),
+        *("[[0,1,2,3],2,[1,1,1]]", "[[0,1,2,3],2,[1,1,1,-1]]", "[[0,1,2,3],true,[1,1,1,1]]"),
+        *("[[0,1,2,4],2,[1,1,1,1]]", "[[0,1,3],1,[1,1,1]]", "[[0,1,2,3],2,[1,1,1,1e3]]"),
+        *("[[0,1,2,3],0,[1,1,1,1]]", "[" * 100_000, "[[0,1,2,3],2,[1,1,1,9999999999999999]]"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_header_that_says_nonsense_of_its_group_is_refused(text: str) -> None:
+    image = bytes(_parity_image([b"h"]))
+    told = json.dumps(text).encode()
+    start = image.index(b'"parity_of": ') + len(b'"parity_of": ')
+    stop = image.index(b'"}', start) + 1
+    header = image[8:start] + told + image[stop:4096]
+    nbytes = -(-(len(header) + 8) // 4096) * 4096
+    spoiled = (nbytes - 8).to_bytes(8, "little") + header.ljust(nbytes - 8)
+
+    with pytest.raises(CorruptShardError, match="not a shard image: .*(parit|it says)"):
+        read_verified_record(MemorySource(memoryview(spoiled + bytes(image[4096:]))))
+
+
+def test_sizes_that_no_group_has_are_refused() -> None:
+    for sizes in ((1, 2, 3), (1, 2, 3, True), (1, 2, 3, -4), (1, 2, 3, 1 << 51)):
+        with pytest.raises(MismatchError, match="tells the size of each"):
+            ParityOf(_OF.group, sizes)
+
+
+def _save(rank: int, world_size: int) -> None:
+    with (
+        localckpt.ParityReplicationStrategy(1, 3) as repl,
+        make_manager("disk", node_store(), "run", repl) as manager,
+    ):
+        manager.save(state_of(rank, 3), 3)
+
+
+def test_the_commands_tell_of_parity(node_dirs: Dirs) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save, 3, store_per_node=nodes)
+    (parity,) = nodes[0].rglob("*.parity.safetensors")
+
+    listed = call("ls", nodes[0])
+    (row,) = call("ls", nodes[0], "--json").json()["sessions"][0]["checkpoints"]
+    inspected = call("inspect", parity)
+    verified = call("verify", nodes[0], "--json").json()
+    explained = call("explain", *nodes, "--json").json()["sessions"][0]
+
+    assert "parities" in listed.out
+    assert (row["ranks"], row["copies"], row["parities"]) == ([0], 1, 1)
+    assert "parity      1 of ranks 0-2" in inspected.out.splitlines()
+    assert inspected.status == 0
+    assert (verified["verified"], verified["bad"]) == (2, [])
+    assert explained["survives_any"] == 1
+    assert sorted(map(sorted, explained["breaking"])) == sorted(
+        sorted(map(str, pair)) for pair in combinations(nodes, 2)
+    )
+    shutil.rmtree(nodes[1])
+    told: Any = call("explain", nodes[0], nodes[2], "--json").json()["sessions"][0]
+    assert told["loads"]["iteration"] == 3
+    assert told["checkpoints"][0]["computed"] == [1]
+    assert told["survives_any"] == 0
+    assert "parity" in call("explain", nodes[0], nodes[2]).out
+    (shard,) = (p for p in nodes[2].rglob("*.safetensors") if "parity" not in p.name)
+    shard.unlink()
+    assert call("explain", nodes[0], nodes[2], "--json").json()["sessions"][0]["loads"] is None

@@ -1,0 +1,83 @@
+"""Every set of nodes of parity groups is lost, on disk and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localckpt
+from localckpt import NoReplicasAvailableError
+from tests.faults.lives import Lives
+from tests.managers.jobs import KINDS, error_of, resume, state_of
+from tests.ranks import run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_OLDER, _NEWEST = 6, 7
+
+
+def _lose(
+    rank: int,
+    world_size: int,
+    kind: str,
+    base: Path,
+    parity: int,
+    sets: Sequence[tuple[int, ...]],
+) -> list[tuple[str, str]]:
+    """For each set of nodes: what happens when they come back empty, and with older files."""
+    strategy = localckpt.ParityReplicationStrategy(parity, world_size)
+    lives = Lives(kind, base, rank, None, strategy=strategy)
+    with lives.life(None, keep_last=2) as manager:
+        manager.save(state_of(rank, _OLDER), _OLDER)
+        lives.keep("older")
+        manager.save(state_of(rank, _NEWEST), _NEWEST)
+        assert str(manager.status()[0]) == (
+            f"iteration 7 is replicated, {1 + parity} of {1 + parity}"
+        )
+    lives.keep("newest")
+    told = []
+    for lost in sets:
+        with lives.life(None if rank in lost else "newest", keep_last=2) as manager:
+            if len(lost) > parity:
+                assert manager.find_latest() == -1
+                empty = error_of(manager.load, NoReplicasAvailableError)
+            else:
+                empty = resume(manager, rank, _NEWEST)
+        with lives.life("older" if rank in lost else "newest", keep_last=2) as manager:
+            older = resume(manager, rank, _OLDER if len(lost) > parity else _NEWEST)
+        told.append((empty, older))
+    lives.close()
+    return told
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "parity"), [(3, 1), (4, 2)])
+def test_any_nodes_up_to_the_parities_may_be_lost_and_no_more(
+    kind: str,
+    world_size: int,
+    parity: int,
+    node_dirs: Dirs,
+    shm_roots: Dirs,
+    record_property: Any,
+) -> None:
+    base = (node_dirs if kind == "disk" else shm_roots)(1)[0]
+    sets = [s for size in range(parity + 2) for s in combinations(range(world_size), size)]
+
+    told = run_ranks(_lose, world_size, kind, base, parity, sets, timeout_s=100.0)
+
+    for rank in range(world_size):
+        for lost, (empty, older) in zip(sets, told[rank], strict=True):
+            source = "parity" if rank in lost else "own node"
+            if len(lost) > parity:
+                ranks = ", ".join(map(str, lost))
+                lacking = f"({world_size} ranks) lacks the shards of ranks {ranks}"
+                assert lacking.replace("(", "iteration 7 (generation 1.2, ") in empty
+                assert older == "own node"
+            else:
+                assert empty == older == source
+    record_property("cases", 2 * len(sets))

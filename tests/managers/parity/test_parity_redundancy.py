@@ -1,0 +1,224 @@
+"""Parity and lost shards are made again, wherever ranks come back; a lost peer costs parity."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localckpt
+from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
+from localckpt.managers import rebuilding
+from tests.managers.jobs import KINDS, MAX_S, error_of, files, make_manager, state_of
+from tests.managers.own_managers import DictManager
+from tests.ranks import DeadRank, node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+def _parity(parity: int, group_size: int, timeout_s: float = MAX_S) -> Any:
+    return localckpt.ParityReplicationStrategy(parity, group_size, timeout_s=timeout_s)
+
+
+def _save(rank: int, world_size: int, kind: str, parity: int, group_size: int) -> None:
+    with (
+        _parity(parity, group_size) as repl,
+        make_manager(kind, node_store(), "job", repl) as manager,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
+        for iteration in (2, 3):
+            state = state_of(rank, iteration, 3_000_000 * (1 + rank % 3))
+            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _restart(rank: int, world_size: int, kind: str, parity: int, group_size: int) -> list[Any]:
+    """Load, and wait for what is made again: where it came from, and how much is lacking."""
+    with (
+        _parity(parity, group_size) as repl,
+        make_manager(kind, node_store(), "job", repl) as manager,
+    ):
+        assert manager.find_latest() == 3
+        state, _ = manager.load()
+        expected = state_of(rank, 3, 3_000_000 * (1 + rank % 3))
+        assert state["model"]["weight"].equal(expected["model"]["weight"])
+        before = manager.degraded
+        manager._finish_copies()
+        return [manager.last_load.source, before > 0, manager.degraded, str(manager.status()[0])]
+
+
+def _empty(node: Path) -> None:
+    shutil.rmtree(node)
+    node.mkdir()
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_are_lost_one_after_the_other_without_a_save_between(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(4)
+    run_ranks(_save, 8, kind, 1, 4, store_per_node=nodes)
+    before = files(*nodes)
+
+    for lost in (0, 2, 3):
+        _empty(nodes[lost])
+        told = run_ranks(_restart, 8, kind, 1, 4, store_per_node=nodes)
+
+        assert told == [
+            [
+                "parity" if rank // 2 == lost else "own node",
+                *(True, 0, "iteration 3 is replicated, 2 of 2"),
+            ]
+            for rank in range(8)
+        ]
+        newest = [name for name in before if "000003." in name]
+        assert [name for name in files(*nodes) if "000003." in name] == newest
+
+
+@pytest.mark.fault("moved-ranks", "lost-nodes")
+def test_ranks_that_come_back_on_other_nodes_get_their_shards_and_new_parity(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
+    _empty(nodes[1])
+
+    # Rank 0 is now on the empty node, and rank 1 where rank 0 was.
+    told = run_ranks(_restart, 3, "disk", 1, 3, store_per_node=[nodes[1], nodes[0], nodes[2]])
+    assert [source for source, *_ in told] == ["peer rank 1", "parity", "own node"]
+    assert [lacking for _, _, lacking, _ in told] == [0, 0, 0]
+
+    for lost in range(3):
+        nodes_again = node_dirs(3)
+        for there, node in zip(nodes_again, nodes, strict=True):
+            shutil.copytree(node, there, dirs_exist_ok=True)
+        _empty(nodes_again[lost])
+        order = [nodes_again[1], nodes_again[0], nodes_again[2]]
+        run_ranks(_restart, 3, "disk", 1, 3, store_per_node=order)
+
+
+def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
+    with _parity(1, world_size, 3.0) as repl:
+        manager = make_manager(
+            "disk", node_store(), "job", repl, timeout=3.0, strict=strict, background=True
+        )
+        manager.save(state_of(rank, 1), 1)
+        if rank == 1:
+            # The others connect again, and this one does not come.
+            make_room = manager._shelf.make_parity_room
+
+            def die(*args: Any) -> Any:
+                make_room(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            manager._shelf.make_parity_room = die
+        told = []
+        try:
+            request = manager.save(state_of(rank, 2), 2, is_async=True)
+            request.async_fn(*request.async_fn_args)
+            (save,) = request.async_fn_args
+            told = [save.error, save.group, len(save.shards)]
+        finally:
+            manager._replicator.cancel()
+            manager.close()
+        return [*told, files(node_store())]
+
+
+@pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_peer_that_dies_costs_the_parity_or_with_strict_the_save(
+    strict: bool, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(3)
+
+    told = run_ranks(_lose_a_peer, 3, strict, store_per_node=nodes, expect_dead=[1])
+
+    assert isinstance(told[1], DeadRank)
+    for rank in (0, 2):
+        error, group, shards, there = told[rank]
+        assert group is None
+        if strict:
+            assert error.startswith("PeerLostError: ")
+            assert "rank 1" in error
+            assert shards == 0
+        else:
+            assert error is None
+            assert shards == 1
+        kinds = [name.split(".", 1)[0][-1:] + "p" * (".parity." in name) for name in there]
+        assert "1p" in kinds
+        assert "2p" not in kinds
+
+
+def _die_while_rebuilding(rank: int, world_size: int) -> str:
+    repl = _parity(1, world_size, 3.0)
+    manager = make_manager("disk", node_store(), "job", repl, timeout=3.0)
+    assert manager.find_latest() == 3
+    if rank == 1:
+        rebuilding.rebuild = lambda *_args, **_more: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return error_of(manager.load, PeerLostError)
+    finally:
+        manager.close()
+        repl.close()
+
+
+@pytest.mark.fault("lost-during-recovery")
+def test_a_rank_that_dies_while_it_computes_changes_nothing_on_any_node(node_dirs: Dirs) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
+    _empty(nodes[0])
+    before = {p: p.read_bytes() for n in nodes for p in n.rglob("*.safetensors")}
+
+    told = run_ranks(_die_while_rebuilding, 3, store_per_node=nodes, expect_dead=[1])
+
+    assert all("rank 1" in told[rank] for rank in (0, 2))
+    assert {p: p.read_bytes() for n in nodes for p in n.rglob("*.safetensors")} == before
+    assert not [name for name in files(*nodes) if not name.endswith(".safetensors")]
+    told = run_ranks(_restart, 3, "disk", 1, 3, store_per_node=nodes)
+    assert [source for source, *_ in told] == ["parity", "own node", "own node"]
+
+
+def _place_badly(rank: int, world_size: int) -> list[str]:
+    told = []
+    for parity, group_size in ((1, 4), (2, 5)):
+        with _parity(parity, group_size) as repl:
+            told.append(
+                error_of(
+                    lambda: make_manager("disk", node_store(), f"{group_size}", repl),  # noqa: B023
+                    SameMachineReplicationException,
+                )
+            )
+    with _parity(1, 3) as repl:
+        told.append(error_of(lambda: DictManager({}, repl_strategy=repl), MismatchError))
+    return told
+
+
+def test_what_parity_cannot_protect_is_refused_when_the_manager_is_made(node_dirs: Dirs) -> None:
+    told = run_ranks(_place_badly, 6, store_per_node=node_dirs(3))
+
+    for one, two, hooks in told:
+        assert "on 3 nodes, too few for groups of 4: use group_size=3 at most" in one
+        assert "on 3 nodes, too few for groups of 5: use parity=1, group_size=3" in two
+        assert "DictManager keeps states" in hooks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((0, 8), "it can be 1 to 2"),
+        ((3, 8), "it can be 1 to 2"),
+        ((True, 8), "it can be 1 to 2"),
+        ((1, 2), "it must be at least 3"),
+        ((2, 3), "it must be at least 4"),
+        ((1, 8.0), "it must be at least 3"),
+    ],
+)
+def test_parities_that_cannot_be_are_refused(arguments: tuple[Any, Any], told: str) -> None:
+    with pytest.raises(localckpt.CheckpointingException, match=told):
+        localckpt.ParityReplicationStrategy(*arguments)

@@ -1,0 +1,55 @@
+"""Parity groups in one process: images, their parity, and chains carried out at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import numpy as np
+
+from localckpt.replication.parity.chains import Chain, add_terms
+from localckpt.replication.parity.encode import encoding_chains
+from localckpt.replication.parity.gf import Bytes, Scratch
+from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
+from tests.replication.sources import image
+
+Kept = tuple[Kind, int]
+
+
+def image_of(member: int, nbytes: int) -> Bytes:
+    """The same for the same member, everywhere."""
+    return np.frombuffer(bytearray(image(("member", member), nbytes)), np.uint8)
+
+
+def carry_out(
+    chains: Sequence[Chain],
+    held: Mapping[int, Mapping[Kept, Bytes]],
+    sinks: MutableMapping[Kept, Bytes],
+) -> dict[int, int]:
+    """Do what the ranks would, each reading only what it holds; returns bytes sent by each."""
+    scratch = Scratch()
+    sent: dict[int, int] = {}
+    for chain in chains:
+        for start, stop in chain.spans:
+            acc = np.full(stop - start, 0xEE, np.uint8)
+            for number, hop in enumerate(chain.hops):
+
+                def read(strip: Strip, at: int, end: int, rank: int = hop.rank) -> Bytes:
+                    kept = held[rank][strip.kind, strip.member]
+                    return kept[strip.start + at : strip.start + max(at, min(end, strip.nbytes))]
+
+                add_terms(hop, acc, read, start, scratch, first=number == 0)
+                if number < len(chain.hops) - 1:
+                    sent[hop.rank] = sent.get(hop.rank, 0) + len(acc)
+            sink = sinks[chain.place.kind, chain.place.member]
+            sink[chain.place.start + start : chain.place.start + stop] = acc
+    return sent
+
+
+def group(layout: ParityLayout) -> dict[Kept, Bytes]:
+    """The images of all members, and their parity as :func:`encoding_chains` gives it."""
+    members = range(layout.members)
+    kept = {(Kind.IMAGE, m): image_of(m, layout.image_nbytes[m]) for m in members}
+    parities = {(Kind.PARITY, m): np.zeros(layout.parity_nbytes, np.uint8) for m in members}
+    held = {m: {(Kind.IMAGE, m): kept[Kind.IMAGE, m]} for m in members}
+    carry_out(encoding_chains(layout, members), held, parities)
+    return kept | parities

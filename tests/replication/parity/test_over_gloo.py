@@ -1,0 +1,286 @@
+"""Parity is encoded and lost images are rebuilt by real ranks, or it is said who was lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
+from localckpt.replication.connections import HostConnections
+from localckpt.replication.parity.chains import ROOM_NBYTES, schedule
+from localckpt.replication.parity.encode import encode, encoding_chains
+from localckpt.replication.parity.planning import Left, Want, plan_rebuild
+from localckpt.replication.parity.rebuild import rebuild
+from localckpt.replication.parity.relay import Relay
+from localckpt.replication.parity.stripes import Kind, ParityLayout
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.source import MemorySource, ShardSource
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.replication.parity.groups import Kept, group
+from tests.replication.sources import FailingSource, ScratchSource, SignallingSource
+
+_MESSAGE = 300_000
+
+
+def _relay(rank: int, world_size: int) -> Relay:
+    return Relay(HostConnections.connect("parity", range(world_size), rank, 20.0))
+
+
+def _source(number: int, content: Any) -> ShardSource:
+    """Memory that is sent from where it lies, and sources that read into one buffer."""
+    if number % 2:
+        return ScratchSource(bytes(content))
+    return MemorySource(memoryview(bytearray(content)))
+
+
+def _encode(
+    rank: int, layout: ParityLayout, relay: Relay, kept: dict[Kept, Any], message: int | None
+) -> None:
+    parity = memoryview(bytearray(b"\xee" * layout.parity_nbytes))
+    source = _source(rank, kept[Kind.IMAGE, rank])
+
+    encode(layout, relay, source, parity, 30.0, message_nbytes=message)
+
+    assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
+
+
+def _rebuild(
+    rank: int, layout: ParityLayout, relay: Relay, kept: dict[Kept, Any], left: Left, wants: Any
+) -> None:
+    at = {Kind.IMAGE: left.images, Kind.PARITY: left.parities}
+    sources = {
+        (kind, member): _source(rank + member, content)
+        for (kind, member), content in kept.items()
+        if at[kind].get(member) == rank
+    }
+    mine = [(want.kind, want.member) for want in wants if want.rank == rank]
+    sinks = {place: memoryview(bytearray(len(kept[place]))) for place in mine}
+    seen = []
+
+    def verify(kind: Kind, member: int, block: int, content: memoryview) -> bool:
+        seen.append((kind, member, block))
+        start = block * BLOCK_NBYTES
+        return bytes(content) == bytes(kept[kind, member][start : start + len(content)])
+
+    chains = plan_rebuild(layout, left, wants)
+    rebuild(layout, chains, relay, sources, sinks, 30.0, verify=verify, message_nbytes=_MESSAGE)
+
+    for kind, member in mine:
+        assert np.array_equal(np.asarray(sinks[kind, member]), kept[kind, member])
+        if kind is Kind.IMAGE:
+            blocks = [block for k, m, block in seen if (k, m) == (kind, member)]
+            assert sorted(blocks) == list(range(-(-layout.image_nbytes[member] // BLOCK_NBYTES)))
+
+
+def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int) -> None:
+    layout = ParityLayout(sizes, m)
+    kept = group(layout)
+    relay = _relay(rank, world_size)
+    members = range(world_size)
+    for message in (_MESSAGE, None):
+        _encode(rank, layout, relay, kept, message)
+    for lost in ([0], [world_size - 1], [1, 2][:m], [0, world_size - 1][:m]):
+        there = {member: member for member in members if member not in lost}
+        wants = [Want(member, member, kind) for member in lost for kind in Kind]
+        _rebuild(rank, layout, relay, kept, Left(there, there), wants)
+        # Everything for a rank that is left, whose own part is added last.
+        keeper = next(iter(there))
+        wants = [Want(keeper, member) for member in lost]
+        _rebuild(rank, layout, relay, kept, Left(there, there), wants)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m"),
+    [
+        ((3_200_001, 2_000_003, 999), 1),
+        ((1, 1, 1, 0), 2),
+        ((0, 0, 0), 1),
+        ((5 * BLOCK_NBYTES, 4_000_000, 5 * BLOCK_NBYTES - 8, 1), 1),
+        ((2_500_000, 7, 2_500_001, BLOCK_NBYTES), 2),
+    ],
+)
+def test_ranks_encode_and_bring_back_what_is_lost(sizes: tuple[int, ...], m: int) -> None:
+    run_ranks(_encode_and_lose, len(sizes), sizes, m)
+
+
+def _bad_blocks(rank: int, world_size: int) -> None:
+    layout = ParityLayout((6 * BLOCK_NBYTES,) * 4, 2)
+    kept = group(layout)
+    there = {member: member for member in range(4) if member != 3}
+    bad = {(Kind.IMAGE, 0): frozenset({0, 5}), (Kind.PARITY, 1): frozenset({1})}
+    left = Left(there, there, bad)
+    wants = [Want(3, 3), Want(0, 0, blocks=frozenset({0, 5}))]
+    relay = _relay(rank, world_size)
+    sources: dict[Kept, ShardSource] = {}
+    for (kind, member), content in kept.items():
+        if member == rank != 3:
+            spoiled = bytearray(content)
+            for block in bad.get((kind, member), ()):
+                spoiled[block * BLOCK_NBYTES] ^= 1
+            sources[kind, member] = MemorySource(memoryview(spoiled))
+    sinks: dict[Kept, memoryview] = {}
+    if rank in (0, 3):
+        healed = kept[Kind.IMAGE, rank].copy()
+        for block in (0, 5) if rank == 0 else range(6):
+            healed[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES] = 0
+        sinks = {(Kind.IMAGE, rank): memoryview(healed)}
+
+    rebuild(layout, plan_rebuild(layout, left, wants), relay, sources, sinks, 30.0)
+
+    for (kind, member), sink in sinks.items():
+        assert np.array_equal(np.asarray(sink), kept[kind, member])
+
+
+def test_a_lost_image_and_bad_blocks_of_others_come_back_together() -> None:
+    run_ranks(_bad_blocks, 4)
+
+
+class _Image:
+    seed = "an image"
+
+
+def _unnoticed_damage(rank: int, world_size: int) -> str:
+    layout = ParityLayout((2 * BLOCK_NBYTES + 5,) * 3, 1)
+    kept = group(layout)
+    relay = _relay(rank, world_size)
+    hasher = BlockHasher(_Image())
+    content = memoryview(kept[Kind.IMAGE, 2])
+    digests = [
+        hasher.digest(block, content[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
+        for block in range(3)
+    ]
+    there = {0: 0, 1: 1}
+    told = ""
+    for is_damaged in (True, False):
+        mine = {at: bytearray(c) for at, c in kept.items() if at[1] == rank != 2}
+        if is_damaged and rank == 0:
+            mine[Kind.PARITY, 0][0] ^= 1
+        sources = {at: MemorySource(memoryview(held)) for at, held in mine.items()}
+        sinks = {(Kind.IMAGE, 2): memoryview(bytearray(len(content)))} if rank == 2 else {}
+        try:
+            rebuild(
+                layout,
+                plan_rebuild(layout, Left(there, there), [Want(2, 2)]),
+                *(relay, sources, sinks, 30.0),
+                verify=lambda _kind, _member, block, found: (
+                    hasher.digest(block, found) == digests[block]
+                ),
+            )
+        except CorruptShardError as error:
+            assert is_damaged
+            assert rank == 2
+            told = str(error)
+    return told
+
+
+def test_a_block_that_is_not_what_was_lost_is_named_and_the_ranks_may_try_again() -> None:
+    assert run_ranks(_unnoticed_damage, 3)[2].startswith(
+        "rank 2 rebuilt what is not what was lost: block 0 of the image of member 2. "
+    )
+
+
+def _wrong_sizes(rank: int, world_size: int) -> None:
+    layout = ParityLayout((10, 10, 10), 1)
+    relay = _relay(rank, world_size)
+    parity = memoryview(bytearray(layout.parity_nbytes))
+    source = MemorySource(memoryview(bytearray(10)))
+    with pytest.raises(MismatchError, match="has 9 bytes"):
+        encode(layout, relay, MemorySource(memoryview(bytearray(9))), parity, 5.0)
+    with pytest.raises(MismatchError, match="memory for parity must be writable"):
+        encode(layout, relay, source, parity[1:], 5.0)
+    with pytest.raises(MismatchError, match="3 ranks cannot encode"):
+        encode(ParityLayout((10,) * 4, 1), relay, source, parity, 5.0)
+    there = {0: 0, 1: 1}
+    chains = plan_rebuild(layout, Left(there, there), [Want(0, 2)])
+    if rank == 0:
+        with pytest.raises(MismatchError, match="is to read the parity of member 0"):
+            rebuild(layout, chains, relay, {}, {}, 5.0)
+        sources = {(Kind.PARITY, 0): MemorySource(parity)}
+        with pytest.raises(MismatchError, match="needs writable memory of 10 bytes for the image"):
+            rebuild(layout, chains, relay, sources, {}, 5.0)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    run_ranks(_wrong_sizes, 3)
+
+
+def _lose_a_peer(
+    rank: int, world_size: int, m: int, what: str, timeout_s: float
+) -> tuple[str, float]:
+    layout = ParityLayout((4_000_000,) * world_size, m)
+    content = bytes(layout.image_nbytes[rank])
+    source: ShardSource = ScratchSource(content)
+    if rank == 1:
+        if what == "fail":
+            source = FailingSource(content, 2_000_000, StorageError("disk gone"))
+        else:
+            source = SignallingSource(content, 2_000_000, signal.Signals[what])
+    relay = _relay(rank, world_size)
+    parity = memoryview(bytearray(layout.parity_nbytes))
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises((PeerLostError, StorageError)) as raised:
+        encode(layout, relay, source, parity, timeout_s, message_nbytes=_MESSAGE)
+    took = time.monotonic() - started
+    with pytest.raises(PeerLostError, match="broke before"):
+        encode(layout, relay, source, parity, timeout_s)
+    if what == "SIGSTOP" and rank != 1:
+        then = bytes(parity)
+        announce(f"gave up {rank}")
+        await_announced("resumed")
+        assert bytes(parity) == then, "a late peer wrote into memory that was given back"
+    return str(raised.value), took
+
+
+@pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize(("world_size", "m"), [(3, 1), (5, 2)])
+def test_a_member_that_dies_is_named_by_every_other_at_once(world_size: int, m: int) -> None:
+    results = run_ranks(_lose_a_peer, world_size, m, "SIGKILL", 60.0, expect_dead=[1])
+
+    for rank in {*range(world_size)} - {1}:
+        told, took = results[rank]
+        assert told.startswith(f"rank {rank} was encoding parity, and rank 1 (")
+        assert " was lost" in told
+        assert all(f" rank {other} (" not in told for other in range(2, world_size))
+        assert took < 20.0
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> None:
+    with start_ranks(_lose_a_peer, 4, 1, "SIGSTOP", 2.0) as ranks:
+        for rank in (0, 2, 3):
+            ranks.await_announced(f"gave up {rank}")
+        ranks.kill(1, signal.SIGCONT)
+        ranks.announce("resumed")
+        results = ranks.join()
+
+    for rank in (0, 2, 3):
+        told, took = results[rank]
+        assert told.startswith(f"rank {rank} was encoding parity, and rank 1 (")
+        assert "did not answer in time" in told
+        assert 1.5 < took < 20.0
+
+
+def test_a_source_that_fails_raises_there_and_its_reason_is_told_to_all() -> None:
+    results = run_ranks(_lose_a_peer, 4, 2, "fail", 60.0)
+
+    assert results[1][0] == "disk gone"
+    for rank in (0, 2, 3):
+        told, took = results[rank]
+        assert "rank 1 failed: StorageError: disk gone" in told
+        assert took < 20.0
+
+
+@pytest.mark.parametrize("members", range(4, 40, 5))
+@pytest.mark.parametrize("m", [1, 2])
+def test_memory_for_messages_does_not_grow_with_images_or_members(members: int, m: int) -> None:
+    layout = ParityLayout((1 << 40,) * members, m)
+
+    when = schedule(encoding_chains(layout, range(members)))
+
+    assert when.rooms * when.message_nbytes <= ROOM_NBYTES

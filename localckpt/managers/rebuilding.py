@@ -6,9 +6,11 @@ that other members keep, and lies then where a shard to be kept lies: it is writ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import (
@@ -39,6 +41,8 @@ from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
 
 __all__ = ["Rebuilding"]
+
+logger = logging.getLogger(__name__)
 
 
 class Rebuilding:
@@ -232,21 +236,27 @@ class Rebuilding:
         for rank, head in heads.items():
             identity = self._identity(Kind.IMAGE, rank)
             nbytes = group.of.image_nbytes[group.place[rank]]
-            group.heads[rank] = ImageHead(bytes(head), identity, nbytes)
+            try:
+                group.heads[rank] = ImageHead(bytes(head), identity, nbytes)
+            except (CorruptShardError, MismatchError) as error:
+                # What is computed is verified without it as well, when it is restored.
+                logger.warning("the head that was kept for %s is no good: %s", identity, error)
 
     def _settle_doubts(self) -> None:
         """Find out by their heads which blocks of images are really bad, and tell each other.
 
         An image alone cannot tell whether a block is bad or its digest.
         """
-        mine = [
-            [number, rank, sorted(self._bad_blocks(group, rank))]
-            for number, group in enumerate(self._groups)
-            for rank in group.findings.doubtful
-            if group.repair.images[rank] == self._rank and rank in group.heads
-        ]
+        mine: list[list[Any]] = []
+        with Attempt() as looking:
+            mine += [
+                [number, rank, sorted(self._bad_blocks(group, rank))]
+                for number, group in enumerate(self._groups)
+                for rank in group.findings.doubtful
+                if group.repair.images[rank] == self._rank and rank in group.heads
+            ]
         phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
-        for found in self._coordinator.all_gather(phase, mine):
+        for found in agree(self._coordinator, phase, looking, mine):
             for number, rank, blocks in found:
                 group = self._groups[number]
                 bad = group.findings.left.bad_blocks

@@ -139,7 +139,7 @@ def test_a_header_that_says_nonsense_of_its_group_is_refused(text: str) -> None:
     nbytes = -(-(len(header) + 8) // 4096) * 4096
     spoiled = (nbytes - 8).to_bytes(8, "little") + header.ljust(nbytes - 8)
 
-    with pytest.raises(CorruptShardError, match="not a shard image: .*(parit|it says)"):
+    with pytest.raises(CorruptShardError, match=r"not a shard image: .*(parit|it says)"):
         read_verified_record(MemorySource(memoryview(spoiled + bytes(image[4096:]))))
 
 

@@ -103,6 +103,24 @@ def test_ranks_that_come_back_on_other_nodes_get_their_shards_and_new_parity(
         run_ranks(_restart, 3, "disk", 1, 3, store_per_node=order)
 
 
+def _restart_without(rank: int, world_size: int) -> tuple[str, int]:
+    with make_manager("disk", node_store(), "job") as manager:
+        assert manager.find_latest() == 3
+        manager.load()
+        manager._finish_copies()
+        return manager.last_load.source, manager.degraded
+
+
+@pytest.mark.fault("lost-nodes")
+def test_a_restart_without_replication_computes_what_is_lost_and_keeps_it(node_dirs: Dirs) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save, 3, "disk", 1, 3, store_per_node=nodes)
+    _empty(nodes[0])
+
+    assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("parity", 0)
+    assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("own node", 0)
+
+
 def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
     with _parity(1, world_size, 3.0) as repl:
         manager = make_manager(

@@ -28,7 +28,7 @@ from localckpt.state_dict.source import MemorySource, ShardSource
 __all__ = ["STEPS", "Accept", "AcceptParity", "ReplicationStrategy", "Turn"]
 
 STEPS = 7
-"""Announcing, making room (after an older save), connecting (twice), sending (with parity the heads,
+"""Announcing, making room (after an older save), connecting (twice), sending (with parity heads,
 too), telling the outcome: how often a replication may need the deadline."""
 
 # Two steps of a replication that each wait until their deadline end before the manager's.

@@ -162,7 +162,7 @@ class Recovery:
             checkpoint,
             session_id,
             self._repairs,
-            self._strategy.timeout_s,
+            self._strategy.load_timeout_s,
         )
         try:
             done = rebuilding.run()

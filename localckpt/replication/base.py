@@ -65,9 +65,9 @@ class ReplicationStrategy(ABC):
     """Copies shards to other ranks, and brings them back to ranks that lack them.
 
     Args:
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
-            of that of the manager that uses the strategy, so that a save whose peer is lost is over
-            within the manager's.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
+            the manager that uses the strategy; in a save for a third of it, so that a save whose
+            peer is lost is over within the manager's.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
     """
@@ -80,6 +80,8 @@ class ReplicationStrategy(ABC):
         target_device: str = "cpu",
     ) -> None:
         self.timeout_s = 300.0 if timeout_s is None else timeout_s
+        self.load_timeout_s = self.timeout_s
+        """Deadline of each step of a load, and of meeting; in seconds."""
         self._has_own_timeout = timeout_s is not None
         self.target_device = target_device
         self._process_group = process_group
@@ -95,14 +97,16 @@ class ReplicationStrategy(ABC):
         return self._last_turn
 
     def take_timeout(self, timeout_s: float) -> None:
-        """Take a part of a manager's deadline, unless the strategy was given one."""
-        if not self._has_own_timeout:
-            self._set_timeout(timeout_s / _STEPS_IN_TIME)
+        """Take a manager's deadline, for a save a part of it, unless the strategy was given one."""
+        if self._has_own_timeout:
+            return
+        self.load_timeout_s = timeout_s
+        if self._everyone is not None:
+            self._everyone.set_timeout(timeout_s)
+        self._set_timeout(timeout_s / _STEPS_IN_TIME)
 
     def _set_timeout(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        if self._everyone is not None:
-            self._everyone.set_timeout(timeout_s)
 
     @abstractmethod
     def replicate_image(
@@ -236,7 +240,7 @@ class ReplicationStrategy(ABC):
             PeerLostError: A rank did not come, or broke off.
             CheckpointingException: What went wrong on some rank, the same on all of them.
         """
-        return carry_out(self._world(), plan, open_source, accept, self.timeout_s)
+        return carry_out(self._world(), plan, open_source, accept, self.load_timeout_s)
 
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
@@ -277,7 +281,7 @@ class ReplicationStrategy(ABC):
 
     def _world(self) -> Coordinator:
         if self._everyone is None:
-            self._everyone = Coordinator("retrieval", self._process_group, self.timeout_s)
+            self._everyone = Coordinator("retrieval", self._process_group, self.load_timeout_s)
         return self._everyone
 
     def _identity(self, id_: tuple[int, int, str]) -> ShardIdentity:

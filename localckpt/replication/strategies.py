@@ -78,8 +78,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             nodes. With ``None`` all ranks form cliques together, of ranks in different failure
             domains, when their managers meet; see :func:`place_cliques`.
         target_device: Where the tensors of state dicts that others sent are put.
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
-            of that of the manager that uses the strategy.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
+            the manager that uses the strategy, in a save a third of it.
         process_group: The ranks of the job; ``None`` for all. Only with a ``local_group``.
         replication_jump: Distance between members of a clique, instead of failure domains.
         replication_factor: Copies of each shard, the owner's included.

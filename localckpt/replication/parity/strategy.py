@@ -46,8 +46,8 @@ class ParityReplicationStrategy(MemberStrategy):
         parity: How many nodes of a group may be lost: 1 or 2.
         group_size: How many ranks a group has at least, each on another node. Where nodes do not
             divide, some groups are larger.
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
-            of that of the manager that uses the strategy.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
+            the manager that uses the strategy, in a save a third of it.
         failure_domain: What this rank's node is lost with, such as its rack or switch; no two
             members of a group share it. All ranks give one, or none does. By default what the
             variable ``LOCALCKPT_FAILURE_DOMAIN`` says.

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
 from localckpt.managers import rebuilding
-from tests.managers.jobs import MAX_S, error_of, files, make_manager, state_of
+from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import DeadRank, node_store, run_ranks
 
@@ -119,6 +120,36 @@ def test_a_restart_without_replication_computes_what_is_lost_and_keeps_it(node_d
 
     assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("parity", 0)
     assert run_ranks(_restart_without, 3, store_per_node=nodes)[0] == ("own node", 0)
+
+
+def _in_a_part_of_the_job(rank: int, world_size: int, is_first: bool) -> tuple[str, int] | None:
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        return None
+    with (
+        localckpt.ParityReplicationStrategy(1, 3, process_group=group) as repl,
+        make_manager("disk", node_store(), "job", repl, process_group=group) as manager,
+    ):
+        if is_first:
+            manager.save(state_of(manager.rank, 3), 3)
+            plan = manager.memory_plan()
+            assert plan.replicas == 0
+            assert plan.parity_nbytes > 1 << 20
+            return str(manager.status()[0]), manager.degraded
+        source = resume(manager, manager.rank, 3)
+        manager._finish_copies()
+        return source, manager.degraded
+
+
+def test_a_part_of_the_job_can_keep_parity(node_dirs: Dirs) -> None:
+    nodes = node_dirs(4)
+
+    saved = run_ranks(_in_a_part_of_the_job, 4, True, store_per_node=nodes)
+    _empty(nodes[2])
+    loaded = run_ranks(_in_a_part_of_the_job, 4, False, store_per_node=nodes)
+
+    assert saved[1:] == [("iteration 3 is replicated, 2 of 2", 0)] * 3
+    assert loaded[1:] == [("own node", 0), ("parity", 0), ("own node", 0)]
 
 
 def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:

@@ -219,10 +219,10 @@ class Membership:
 
     def _form(self, cliques: list[list[int]]) -> None:
         self._cliques = cliques
-        everyone = GroupWrapper()
-        (mine,) = (clique for clique in cliques if everyone.my_global_rank in clique)
+        everyone, ranks = GroupWrapper(), self._everyone()
+        (mine,) = (clique for clique in cliques if ranks.rank in clique)
         if not (self._on_devices and everyone.supports("cuda")):
-            self._use(GroupWrapper.of_ranks(mine))
+            self._use(GroupWrapper.of_ranks([ranks.global_ranks[place] for place in mine]))
             return
         # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
         group = GroupWrapper.from_list_of_groups(

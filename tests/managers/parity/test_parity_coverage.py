@@ -9,7 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
@@ -106,6 +106,7 @@ def _found(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
     return found
 
 
+@settings(deadline=None)
 @given(_found())
 def test_the_breaking_sets_are_the_smallest_whose_loss_loses_the_checkpoint(
     found: dict[str, list[ShardRecord]],
@@ -127,6 +128,7 @@ def test_the_breaking_sets_are_the_smallest_whose_loss_loses_the_checkpoint(
         assert set(map(frozenset, explanation.breaking)) == set(minimal(breaking))
 
 
+@settings(deadline=None)
 @given(_found())
 def test_parities_are_known_as_they_were_told(found: dict[str, list[ShardRecord]]) -> None:
     holdings = Holdings(ranks_by_node(list("abcde")))

@@ -25,7 +25,7 @@ def measure(options: Options) -> Report:
     stall = report.compared("stall of save from the GPU", "one pinned copy", nbytes, 1.3)
     _measure_staging(stall, options)
     torch.cuda.empty_cache()
-    replicate.measure_into(report, options, device="cuda")
+    replicate.measure_into(report, options)
     return report
 
 

@@ -166,7 +166,12 @@ def _find(world: _World, timings: _Timings) -> None:
 def _plan(world: _World, count: int, timings: _Timings) -> dict[str, ExchangePlan[CkptID]]:
     """What ``load`` decides after a loss: who sends what now, and for the copies made then."""
     holdings = world.heard(world.values(world.lose(count)))
-    newest, cliques = world.checkpoints[0], world.cliques()
+    newest = world.checkpoints[0]
+    keepers = {
+        owner: [rank for rank in clique if rank != owner]
+        for clique in world.cliques()
+        for owner in clique
+    }
 
     def plan(wanted: Mapping[int, list[int]]) -> ExchangePlan[CkptID]:
         made = plan_shards(newest, _SESSION, holdings, wanted)
@@ -177,7 +182,7 @@ def _plan(world: _World, count: int, timings: _Timings) -> dict[str, ExchangePla
 
     def plan_copies() -> ExchangePlan[CkptID]:
         wanted: dict[int, list[int]] = {}
-        for owner, receivers in missing_copies(newest, holdings, cliques).items():
+        for owner, receivers in missing_copies(newest, holdings, keepers).items():
             for rank in receivers:
                 wanted.setdefault(rank, []).append(owner)
         return plan(wanted)

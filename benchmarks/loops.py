@@ -23,11 +23,11 @@ _SAVE_TIMEOUT_S = 120.0
 
 
 class Saving(Protocol):
-    """A way to save behind training."""
+    """A way to save behind training; what starting and finishing give back is not looked at."""
 
-    def start(self) -> None: ...
+    def start(self) -> object: ...
     def done(self) -> bool: ...
-    def finish(self) -> None: ...
+    def finish(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,19 @@ LOOPS = {
 
 
 @contextmanager
-def running(loop: Loop) -> Iterator[tuple[Callable[[], None], int]]:
-    """A step of the loop, and how many of them to take alone; the threads are as the loop asks."""
+def running(loop: Loop, core: int = -1) -> Iterator[tuple[Callable[[], None], int]]:
+    """A step of the loop, and how many of them to take alone; the threads are as the loop asks.
+
+    Args:
+        loop: Which.
+        core: Where it runs, if it is pinned: which of the cores of this process.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(loop.threads)
     try:
         step = loop.make_step()
         step()
-        with _on_cores({max(_CORES)} if loop.pinned else _CORES):
+        with _on_cores({sorted(_CORES)[core % len(_CORES)]} if loop.pinned else _CORES):
             began, steps = time.perf_counter(), 0
             while time.perf_counter() - began < 0.3:
                 step()

@@ -43,10 +43,8 @@ def main() -> None:
             "losses": losses,
         }
 
-    # Ranks 0 and 2 hold each other's shards, and so do 1 and 3: always one on either node.
-    replication = localckpt.CliqueReplicationStrategy.from_replication_params(
-        replication_jump=2, replication_factor=2
-    )
+    # Each rank and one on the other node hold each other's shards.
+    replication = localckpt.CliqueReplicationStrategy.from_replication_params(replication_factor=2)
     manager: localckpt.BaseCheckpointManager
     if options.tier == "disk":
         manager = localckpt.LocalCheckpointManager(options.store, "demo", replication, timeout=30)

@@ -34,7 +34,12 @@ from localckpt.managers.coverage import (
     judge_newest,
     save_problems,
 )
-from localckpt.managers.durability import Durability, durability_found, durability_saved
+from localckpt.managers.durability import (
+    Durability,
+    chances_of_loss,
+    durability_found,
+    durability_saved,
+)
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.hooks import HookShelf
@@ -51,6 +56,7 @@ from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
+from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -375,6 +381,10 @@ class BaseCheckpointManager(ABC):
         newest = self._complete[0] if self._complete else None
         return self._standing[newest].lacking if newest in self._standing else 0
 
+    @property
+    def _copies_wanted(self) -> int:
+        return 1 + len(self._strategy.keepers.get(self.rank, ()))
+
     def status(self) -> list[Durability]:
         """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
 
@@ -382,10 +392,24 @@ class BaseCheckpointManager(ABC):
         shard is, as the ranks told each other when the save was finalized, or the load was over.
         """
         captured = [
-            Durability(iteration, "captured", 0, self._strategy.copies)
+            Durability(iteration, "captured", 0, self._copies_wanted)
             for iteration in reversed(self._under_way)
         ]
         return captured + [self._standing[c] for c in self._complete if c in self._standing]
+
+    def survivability(self) -> list[LossChance]:
+        """How likely 1, 2, 3 and 4 lost nodes lose data, as ranks are on nodes; all ranks call it.
+
+        It is of a checkpoint with all its copies. ``localckpt survive`` compares other schemes.
+
+        Raises:
+            MismatchError: The ranks do not belong together.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._finish_copies()
+        self._join()
+        assert self._domains is not None
+        return chances_of_loss(self._domains, self._strategy.keepers)
 
     def _finish_copies(self) -> None:
         if self._redundancy is not None:
@@ -513,7 +537,7 @@ class BaseCheckpointManager(ABC):
             save.error or looking.told,
             tuple(missing),
             tuple(save.kept),
-            self._strategy.copies,
+            self._copies_wanted,
         )
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
@@ -539,7 +563,7 @@ class BaseCheckpointManager(ABC):
             self.degraded_saves += 1
             logger.warning("%s", standing)
         try:
-            self._cleanup(iteration)
+            self._let_go(iteration)
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not let go of older checkpoints", self.rank)
@@ -549,9 +573,14 @@ class BaseCheckpointManager(ABC):
         self._standing = {c: self._standing[c] for c in self._complete if c in self._standing}
         logger.info("saved %s; %s", report, standing.reached)
 
+    def _let_go(self, iteration: int) -> None:
+        """Older checkpoints may go; what the hooks keep of them, they know."""
+        self._cleanup(iteration)
+        del self._complete[1:]
+
     def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far a checkpoint has climbed."""
-        standing = durability_found(checkpoint, holdings, self._strategy.cliques())
+        standing = durability_found(checkpoint, holdings, self._strategy.keepers)
         self._standing[checkpoint] = standing
 
     def _take_back(self, save: SaveUnderWay) -> None:

@@ -13,8 +13,17 @@ from typing import Literal
 from localckpt.ids import Checkpoint
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.holdings import Holdings
+from localckpt.replication.survival import LossChance, loss_of_groups
 
-__all__ = ["Durability", "durability_found", "durability_saved", "spared"]
+__all__ = [
+    "Durability",
+    "chances_of_loss",
+    "durability_found",
+    "durability_saved",
+    "spared",
+]
+
+_MOST_LOST = 4
 
 Rung = Literal["captured", "local", "replicated"]
 
@@ -62,27 +71,38 @@ def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durabil
 
 
 def durability_found(
-    checkpoint: Checkpoint, holdings: Holdings, cliques: Iterable[Sequence[int]]
+    checkpoint: Checkpoint, holdings: Holdings, keepers: Mapping[int, Sequence[int]]
 ) -> Durability:
     """Of a complete checkpoint, by what the nodes hold.
 
     Args:
         checkpoint: Which.
         holdings: What each node holds.
-        cliques: Groups of ranks that are to keep each other's shards.
+        keepers: For each rank those that are to keep a copy of its shard.
     """
     held_on = holdings.holders(checkpoint)
-    wanted = {
-        rank: len({holdings.node_of(member) for member in clique})
-        for clique in cliques
-        for rank in clique
-    }
     ranks = range(checkpoint.world_size)
     return _judged(
         checkpoint.iteration,
         [len(held_on[rank]) for rank in ranks],
-        [wanted.get(rank, 1) for rank in ranks],
+        [1 + len(keepers.get(rank, ())) for rank in ranks],
     )
+
+
+def chances_of_loss(nodes: Sequence[str], keepers: Mapping[int, Sequence[int]]) -> list[LossChance]:
+    """How likely data is lost with 1, 2, ... nodes, for a checkpoint with all its copies.
+
+    Args:
+        nodes: For each rank of the job its node.
+        keepers: For each rank those that keep a copy of its shard.
+    """
+    groups = [
+        frozenset(nodes[keeper] for keeper in (rank, *keepers.get(rank, ())))
+        for rank in range(len(nodes))
+    ]
+    most = min(_MOST_LOST, len(set(nodes)))
+    spare = [len(group) - 1 for group in groups]
+    return [loss_of_groups(groups, spare, lost) for lost in range(1, most + 1)]
 
 
 def spared(

@@ -33,33 +33,27 @@ _STEPS = 6
 
 
 def missing_copies(
-    checkpoint: Checkpoint, holdings: Holdings, cliques: Sequence[Sequence[int]]
+    checkpoint: Checkpoint, holdings: Holdings, keepers: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """Who is to get which shard, so that each is again on as many nodes as its clique has.
+    """Who is to get which shard, so that each is again on as many nodes as it is to be.
 
     Args:
         checkpoint: What was loaded.
         holdings: What each node holds.
-        cliques: Groups of ranks that keep each other's shards.
+        keepers: For each rank those that keep a copy of its shard.
 
     Returns:
         For each owner of a shard that has too few copies, the ranks that lack it.
     """
     held_on = holdings.holders(checkpoint)
     missing = {}
-    for clique in cliques:
-        for owner in clique:
-            have = held_on.get(owner, [])
-            # The owner first: its own node is where the next restart looks first.
-            members = [owner, *(rank for rank in clique if rank != owner)]
-            one_a_node = {holdings.node_of(rank): rank for rank in reversed(members)}
-            lacking = [
-                rank
-                for rank in members
-                if rank in one_a_node.values() and holdings.node_of(rank) not in have
-            ]
-            if wanted := lacking[: max(0, len(one_a_node) - len(have))]:
-                missing[owner] = wanted
+    for owner, others in keepers.items():
+        have = held_on.get(owner, [])
+        # The owner first: its own node is where the next restart looks first.
+        wanting = [owner, *others]
+        lacking = [rank for rank in wanting if holdings.node_of(rank) not in have]
+        if wanted := lacking[: max(0, len(wanting) - len(have))]:
+            missing[owner] = wanted
     return missing
 
 
@@ -104,7 +98,7 @@ class Redundancy:
         Raises:
             PeerLostError: A rank did not answer in time.
         """
-        missing = missing_copies(checkpoint, holdings, self._strategy.cliques())
+        missing = missing_copies(checkpoint, holdings, self._strategy.keepers)
         if not missing:
             return
         logger.info(

@@ -41,11 +41,14 @@ class SaveReport:
     def __str__(self) -> str:
         if self.skipped:
             return f"iteration {self.iteration}: skipped"
-        return (
-            f"iteration {self.iteration}: {self.nbytes} bytes, staged in {self.stage_s:.3f} s "
-            f"({_speed(self.nbytes, self.stage_s)}), replicated in {self.replicate_s or 0:.3f} s, "
-            f"training waited {self.stall_s:.3f} s, durable after {self.durable_s or 0:.3f} s"
-        )
+        speed = _speed(self.nbytes, self.stage_s)
+        steps = [f"{self.nbytes} bytes, staged in {self.stage_s:.3f} s ({speed})"]
+        if self.replicate_s is not None:
+            steps.append(f"replicated in {self.replicate_s:.3f} s")
+        steps.append(f"training waited {self.stall_s:.3f} s")
+        if self.durable_s is not None:
+            steps.append(f"durable after {self.durable_s:.3f} s")
+        return f"iteration {self.iteration}: {', '.join(steps)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,9 @@ class StoreCheckpointManager(BaseCheckpointManager):
         """Carry out a write; ``state_dict`` is the staged shard's :class:`ShardWrite`."""
         write_shards([state_dict])
 
+    def _let_go(self, iteration: int) -> None:
+        self._cleanup(iteration)
+
     def _cleanup(self, iteration: int) -> None:
         self._stored.settle(iteration)
         if len(self._complete) >= self.keep_last:

@@ -29,6 +29,9 @@ STEPS = 6
 """Announcing, making room (after an older save), connecting (twice), sending, telling the outcome:
 how often a replication may need the deadline."""
 
+# Two steps of a replication that each wait until their deadline end before the manager's.
+_STEPS_IN_TIME = 3
+
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
 
@@ -58,8 +61,9 @@ class ReplicationStrategy(ABC):
     """Copies shards to other ranks, and brings them back to ranks that lack them.
 
     Args:
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
-            the manager that uses the strategy.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
+            of that of the manager that uses the strategy, so that a save whose peer is lost is over
+            within the manager's.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
     """
@@ -87,9 +91,9 @@ class ReplicationStrategy(ABC):
         return self._last_turn
 
     def take_timeout(self, timeout_s: float) -> None:
-        """Use a manager's deadline, unless the strategy was given one."""
+        """Take a part of a manager's deadline, unless the strategy was given one."""
         if not self._has_own_timeout:
-            self._set_timeout(timeout_s)
+            self._set_timeout(timeout_s / _STEPS_IN_TIME)
 
     def _set_timeout(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -137,23 +141,18 @@ class ReplicationStrategy(ABC):
             MismatchError: The ranks do not fit together.
         """
 
+    @property
     @abstractmethod
-    def cliques(self) -> list[list[int]]:
-        """Groups of ranks of the job that keep each other's shards; all ranks call it together.
+    def keepers(self) -> Mapping[int, Sequence[int]]:
+        """For each rank of the job the ranks that keep a copy of its shard, on other nodes.
 
-        Raises:
-            PeerLostError: A rank did not come.
+        Known once domains were taken; the same on all ranks.
         """
 
     @property
     @abstractmethod
     def sends_from_devices(self) -> bool:
         """Whether images of states on GPUs travel from GPU to GPU, and not through the host."""
-
-    @property
-    @abstractmethod
-    def copies(self) -> int:
-        """On how many nodes this rank's shard is kept, its own included."""
 
     @abstractmethod
     def give_up(self) -> None:

@@ -68,7 +68,9 @@ class Membership:
         self.group_limit_s = math.inf
         """What an operation on that group may take, in seconds."""
         self.keepers: dict[int, list[int]] = {}
-        """For each member the members that keep a copy of its shard; ranks of the job."""
+        """For each rank of the job those that keep a copy of its shard, once domains are taken."""
+        self.keepers_here: dict[int, list[int]] = {}
+        """The same for the members of this rank's clique, as ranks of the default group."""
         if group is not None:
             self._use(group)
 
@@ -118,11 +120,17 @@ class Membership:
             )
         if not self._is_placed:
             check_failure_domains(cliques, domains)
-        (mine,) = (clique for clique in cliques if self._everyone().rank in clique)
-        members = self._everyone().global_ranks
+        apart = self._outer or domains
         self.keepers = {
-            members[owner]: [members[rank] for rank in keepers]
-            for owner, keepers in keepers_in(mine, self._outer or domains).items()
+            owner: keepers
+            for clique in cliques
+            for owner, keepers in keepers_in(clique, apart).items()
+        }
+        members = self._everyone().global_ranks
+        places = {members[place]: place for place in range(len(members))}
+        self.keepers_here = {
+            owner: [members[place] for place in self.keepers[places[owner]]]
+            for owner in self.group.ranks
         }
 
     def cliques(self) -> list[list[int]]:
@@ -217,7 +225,7 @@ class Membership:
                 f"would have no replica; pass repl_strategy=None to save without replication"
             )
         self._coordinator = Coordinator("clique", None, self._timeout_s, ranks=group.ranks)
-        self.keepers = {
+        self.keepers_here = {
             owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
         }
         self._group = group

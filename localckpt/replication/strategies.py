@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -52,16 +52,13 @@ class NoReplication(ReplicationStrategy):
     def take_domains(self, domains: Sequence[str]) -> None:
         return
 
-    def cliques(self) -> list[list[int]]:
-        return []
+    @property
+    def keepers(self) -> Mapping[int, Sequence[int]]:
+        return {}
 
     @property
     def sends_from_devices(self) -> bool:
         return False
-
-    @property
-    def copies(self) -> int:
-        return 1
 
     def give_up(self) -> None:
         return
@@ -81,8 +78,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             nodes. With ``None`` all ranks form cliques together, of ranks in different failure
             domains, when their managers meet; see :func:`place_cliques`.
         target_device: Where the tensors of state dicts that others sent are put.
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
-            the manager that uses the strategy.
+        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for a third
+            of that of the manager that uses the strategy.
         process_group: The ranks of the job; ``None`` for all. Only with a ``local_group``.
         replication_jump: Distance between members of a clique, instead of failure domains.
         replication_factor: Copies of each shard, the owner's included.
@@ -245,16 +242,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self._members.begin_anew()
         self._members.take_domains(domains)
 
-    def cliques(self) -> list[list[int]]:
-        return self._members.cliques()
+    @property
+    def keepers(self) -> Mapping[int, Sequence[int]]:
+        return self._members.keepers
 
     @property
     def sends_from_devices(self) -> bool:
         return self._members.has_devices
-
-    @property
-    def copies(self) -> int:
-        return 1 + len(self._members.keepers.get(GroupWrapper().my_global_rank, ()))
 
     def give_up(self) -> None:
         self._members.stop_waiting()
@@ -281,7 +275,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self, announced: Sequence[_Announcement]
     ) -> list[tuple[int | None, _Announcement | None]]:
         """To whom this rank sends and from whom it receives, in rounds of one each at most."""
-        mine, keepers = self._members.group.my_global_rank, self._members.keepers
+        mine, keepers = self._members.group.my_global_rank, self._members.keepers_here
         place, count = self._members.group.my_group_rank, len(announced)
         rounds: list[tuple[int | None, _Announcement | None]] = []
         for turn in range(1, count):

@@ -60,11 +60,14 @@ FAULTS = {
     ),
     "silent-peer": (
         "a peer dies, stops or never calls in the middle of a save",
-        "an error within the deadline that names it; local copies stay good",
+        (
+            "an error within the deadline that names it, or a save that says that it lacks copies; "
+            "local copies stay good"
+        ),
     ),
     "cut-network": (
         "the network is cut",
-        "an error within the deadline; never two answers",
+        "an error within the deadline, or a save that says that it lacks copies; never two answers",
     ),
     "disagreement": (
         "ranks disagree on iteration, session, world size or version",

@@ -65,33 +65,30 @@ def test_a_save_has_climbed_as_far_as_the_shard_with_the_fewest_copies(
 
 
 @st.composite
-def _found(draw: st.DrawFn) -> tuple[list[str], list[list[int]], dict[int, set[str]]]:
-    """The node of each rank, the cliques, and the nodes that hold each shard."""
+def _found(draw: st.DrawFn) -> tuple[list[str], dict[int, list[int]], dict[int, set[str]]]:
+    """The node of each rank, who keeps whose copies, and the nodes that hold each shard."""
     world = draw(st.integers(1, 6))
     nodes = [draw(st.sampled_from("abc")) for _ in range(world)]
-    clique_of = [draw(st.integers(0, 2)) for _ in range(world)]
-    cliques = [[r for r in range(world) if clique_of[r] == number] for number in set(clique_of)]
+    others = st.lists(st.integers(0, world - 1), unique=True, max_size=3)
+    keepers = {rank: draw(others) for rank in range(world) if draw(st.booleans())}
     held = {r: draw(st.sets(st.sampled_from(nodes), min_size=1)) for r in range(world)}
-    return nodes, cliques if draw(st.booleans()) else [], held
+    return nodes, keepers, held
 
 
 @given(_found())
 def test_what_is_found_has_climbed_as_far_as_the_nodes_that_hold_it_tell(
-    found: tuple[list[str], list[list[int]], dict[int, set[str]]],
+    found: tuple[list[str], dict[int, list[int]], dict[int, set[str]]],
 ) -> None:
-    nodes, cliques, held = found
+    nodes, keepers, held = found
     checkpoint = Checkpoint(_GENERATION, 7, len(nodes))
     holdings = Holdings(ranks_by_node(nodes))
     for owner, on in held.items():
         for node in on:
             holdings.add(checkpoint, owner, node, 4096)
 
-    told = durability_found(checkpoint, holdings, cliques)
+    told = durability_found(checkpoint, holdings, keepers)
 
-    wanted = [
-        next((len({nodes[r] for r in clique}) for clique in cliques if rank in clique), 1)
-        for rank in range(len(nodes))
-    ]
+    wanted = [1 + len(keepers[rank]) if rank in keepers else 1 for rank in range(len(nodes))]
     _assert_counted(told, [len(held[rank]) for rank in range(len(nodes))], wanted)
 
 

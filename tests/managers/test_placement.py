@@ -152,6 +152,36 @@ def test_uneven_nodes_form_cliques_by_themselves_and_any_one_may_be_lost(
     run_ranks(_by_domains, 5, None, store_per_node=nodes[1:] + nodes[:1])
 
 
+def _stands(rank: int, world_size: int, racks: str) -> tuple[str, str, int, list[str]]:
+    made = localckpt.CliqueReplicationStrategy.from_replication_params(
+        timeout_s=MAX_S, failure_domain=racks[rank]
+    )
+    with made, make_manager("disk", node_store(), "job", made) as manager:
+        chances = [chance.probability for chance in manager.survivability()]
+        # The third keeps the copies of both others, and is lost with one or the other.
+        assert chances == [0.0, 2 / 3, 1.0]
+        manager.save(state_of(rank, 1), 1)
+        saved = str(manager.status()[0])
+    again = localckpt.CliqueReplicationStrategy.from_replication_params(
+        timeout_s=MAX_S, failure_domain=racks[rank]
+    )
+    with again, make_manager("disk", node_store(), "job", again) as manager:
+        assert resume(manager, rank, 1) == "own node"
+        found = str(manager.status()[0])
+    return saved, found, manager.degraded, files(node_store())
+
+
+def test_what_is_found_after_a_restart_stands_where_the_save_left_it(node_dirs: Dirs) -> None:
+    # The first two share a rack, so neither keeps a copy for the other.
+    told = run_ranks(_stands, 3, "aab", store_per_node=node_dirs(3))
+
+    assert {t[:3] for t in told} == {
+        ("iteration 1 is replicated, 2 of 2", "iteration 1 is replicated, 2 of 2", 0)
+    }
+    owners = [sorted(name.rpartition("/")[2].split(".")[1] for name in t[3]) for t in told]
+    assert owners == [["0", "2"], ["1"], ["0", "1", "2"]]
+
+
 def test_copies_are_in_other_racks_where_racks_are_told(node_dirs: Dirs) -> None:
     kept = run_ranks(_by_domains, 4, "xxyy", store_per_node=node_dirs(4))
 

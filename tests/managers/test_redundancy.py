@@ -20,6 +20,7 @@ from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint, Generation
 from localckpt.managers.holdings import Holdings, ranks_by_node
 from localckpt.managers.redundancy import missing_copies
+from localckpt.replication.placement import keepers_in
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -221,7 +222,10 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
         for owner in range(size):
             holdings.add(older, owner, node, 1)
 
-    missing = missing_copies(checkpoint, holdings, groups)
+    keepers = {
+        owner: others for group in groups for owner, others in keepers_in(group, domains).items()
+    }
+    missing = missing_copies(checkpoint, holdings, keepers)
 
     for group in groups:
         for owner in group:

@@ -206,7 +206,11 @@ class Coordinator:
         verdict = store.compare_set(f"verdict/{number}", "", _LOST if lost else _COMPLETE)
         given_up = verdict.decode() == _LOST
         if lost and given_up:
-            raise lost
+            try:
+                raise lost
+            finally:
+                # Else the error would keep itself, and all that called this, by this variable.
+                del lost
         extended = store.has_extended_api()  # type: ignore[attr-defined]
         values = store.multi_get(keys) if extended else [store.get(key) for key in keys]
         if number >= 2:

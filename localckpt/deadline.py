@@ -22,15 +22,10 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         CheckpointingException: No thread can be had.
     """
     outcome: Future[T] = Future()
-
-    def make() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
-            outcome.set_exception(error)
-
     # A daemon: what never returns must not keep the interpreter from ending.
-    thread = threading.Thread(target=make, name="localckpt-within", daemon=True)
+    thread = threading.Thread(
+        target=_carry_out, args=(call, outcome), name="localckpt-within", daemon=True
+    )
     try:
         thread.start()
     except RuntimeError as error:
@@ -39,4 +34,17 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
             f"(ulimit -u, or the container's pids limit)"
         ) from error
     thread.join(timeout_s)
-    return outcome.result(0)
+    try:
+        return outcome.result(0)
+    finally:
+        # An error keeps the frames that it came through: it must not be in one of them itself.
+        del outcome
+
+
+def _carry_out(call: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
+        outcome.set_exception(error)
+    finally:
+        del outcome

@@ -85,7 +85,7 @@ class HookShelf(Shelf):
         """Staging a state for the hooks copies all of it at once."""
 
     def was_sent(self, identity: ShardIdentity) -> None:
-        """The image that travels is no other state's."""
+        """Nothing else is put into the image that travels."""
 
     def wait_sealed(self) -> None:
         """States have no digests."""

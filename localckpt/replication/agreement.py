@@ -126,7 +126,8 @@ def forget_frames(failure: BaseException | None) -> None:
     """
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
-        failure = failure.__cause__ or failure.__context__
+        # Not its context, which may be an error that the trainer is about to handle.
+        failure = failure.__cause__
 
 
 def _describe(failure: Exception | None) -> list[str] | None:

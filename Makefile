@@ -25,7 +25,7 @@ test: $(STAMP) test-tools
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share.
-SIDE_BY_SIDE = --numprocesses 2 --dist loadfile
+SIDE_BY_SIDE = --numprocesses 3 --dist loadfile
 
 faults: $(STAMP) test-tools
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN))

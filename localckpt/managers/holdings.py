@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from localckpt.errors import MismatchError
@@ -207,12 +206,6 @@ class Holdings:
             for owner in on_node:
                 nodes.setdefault(owner, []).append(node)
         return nodes
-
-    def readers(self, checkpoint: Checkpoint, owner: int) -> list[int]:
-        """The ranks of the job that can read one shard."""
-        held = self._shards.get(checkpoint, {})
-        on = (self.ranks_on[node] for node, on_node in held.items() if owner in on_node)
-        return sorted(chain.from_iterable(on))
 
     def parities(self, checkpoint: Checkpoint) -> dict[ParityGroup, dict[int, list[str]]]:
         """For each group, whose parity of a checkpoint is held, and on which nodes."""

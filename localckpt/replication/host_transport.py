@@ -72,6 +72,7 @@ class HostTransport:
         self._rate_limit = math.inf if rate_limit is None else rate_limit
         self.timeout_s = timeout_s
         self.broken = False
+        self._cut = threading.Event()
 
     @classmethod
     def connect(
@@ -200,7 +201,8 @@ class HostTransport:
         may_send_at = time.monotonic()
         try:
             for peer, number, nbytes, view in self._read(sends, unanswered, ledger):
-                time.sleep(max(0.0, may_send_at - time.monotonic()))
+                # A pause ends when the connections are cut, and sending then tells.
+                self._cut.wait(max(0.0, may_send_at - time.monotonic()))
                 may_send_at = max(may_send_at, time.monotonic()) + nbytes / self._rate_limit
                 with ledger.blaming(peer):
                     answer = self._receive_one(nothing(), peer, number, _Kind.ANSWER)
@@ -257,6 +259,7 @@ class HostTransport:
 
     def _disconnect(self) -> None:
         self.broken = True
+        self._cut.set()
         self.connections.disconnect()
 
 

@@ -177,9 +177,6 @@ def test_holdings_know_what_was_added_and_not_removed(
         for owner in range(3):
             nodes = {node for node in "abc" if (owner, node) in of_it}
             assert sorted(holdings.holders(asked).get(owner, [])) == sorted(nodes)
-            assert holdings.readers(asked, owner) == sorted(
-                rank for node in nodes for rank in _RANKS_ON[node]
-            )
         for node in "abc":
             there = {owner for owner in owners if (owner, node) in of_it}
             assert holdings.shards_on(asked, node) == {owner: 10 + owner for owner in there}

@@ -325,3 +325,44 @@ def _over_nccl(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_device_memory_travels_over_nccl() -> None:
     run_ranks(_over_nccl, 2, backend="nccl", timeout_s=120.0)
+
+
+def _cut_off_in_a_pause(rank: int, world_size: int) -> float:
+    # A chunk of 1000 bytes every 6 seconds.
+    transport = HostTransport.connect(
+        "pause", [0, 1], rank, chunk_nbytes=_CHUNK, rate_limit=_CHUNK / 6
+    )
+    room = memoryview(bytearray(3 * _CHUNK))
+
+    def cut_off() -> None:
+        # Once the first chunk is here, both ranks pause before the second.
+        await_announced("first chunks are there")
+        transport.abort()
+
+    def watch() -> None:
+        deadline = time.monotonic() + 15.0
+        while room[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        announce("first chunks are there")
+
+    threads = [threading.Thread(target=watch)] + [threading.Thread(target=cut_off)] * (rank == 0)
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError):
+        transport.exchange(
+            [(1 - rank, MemorySource(memoryview(b"\x01" * (3 * _CHUNK))))], [(1 - rank, room)]
+        )
+    took = time.monotonic() - began
+    for thread in threads:
+        thread.join(20.0)
+    transport.close()
+    return took
+
+
+def test_a_pause_of_the_rate_limit_ends_when_the_exchange_is_aborted() -> None:
+    aborted, peer = run_ranks(_cut_off_in_a_pause, 2)
+
+    # The peer learns of it with the next chunk that it sends.
+    assert aborted < 5.0
+    assert peer < 15.0

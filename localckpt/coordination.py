@@ -47,6 +47,9 @@ class Coordinator:
         process_group: The ranks that take part; ``None`` for all.
         timeout_s: Deadline of each call, in seconds.
         ranks: Those that take part, where they have no process group.
+
+    Attributes:
+        in_a_hurry: Whether no call waits; see :meth:`stop_waiting`.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Coordinator:
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.set_timeout(timeout_s)
-        self._in_a_hurry = False
+        self.in_a_hurry = False
         self._gathers = 0
         self.rank, self.global_ranks, self._store = join_store(
             name, process_group, _STORE_TIMES * timeout_s, ranks
@@ -116,11 +119,11 @@ class Coordinator:
 
     def stop_waiting(self) -> None:
         """From now on no call waits, nor one that is under way in another thread."""
-        self._in_a_hurry = True
+        self.in_a_hurry = True
 
     def wait_again(self) -> None:
         """Undo :meth:`stop_waiting`."""
-        self._in_a_hurry = False
+        self.in_a_hurry = False
 
     def barrier(self, phase: str) -> None:
         """Return once every rank has called it; raises as :meth:`all_gather`."""
@@ -240,7 +243,7 @@ class Coordinator:
         # torch's own among them, and a client of one's own takes a second to connect.
         deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
         while not is_there():
-            if self._in_a_hurry or time.monotonic() > deadline:
+            if self.in_a_hurry or time.monotonic() > deadline:
                 missing = late()
                 return (
                     PeerLostError(self._describe_late(missing, phase, store)) if missing else None

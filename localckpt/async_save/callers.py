@@ -43,6 +43,9 @@ class PendingCall:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.then_fn: Callable[[], None] | None = None
+        """What follows it in the trainer; see :class:`AsyncRequest`."""
+        self.then_runs = False
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -123,6 +126,7 @@ class AsyncCaller(ABC):
             call.settle(None)
         else:
             call = self._make_call(request, request.async_fn)
+            call.then_fn = request.then_fn
             self._enqueue(call)
         self._latest = call
         self._scheduled += 1
@@ -189,7 +193,7 @@ class AsyncCaller(ABC):
                 waiting = True
             else:
                 waiting = False
-                if call.stop():
+                if not call.then_runs and call.stop():
                     return True
                 if self._runner is not None:
                     self._left_behind.append(self._runner)
@@ -266,12 +270,21 @@ class AsyncCaller(ABC):
                 call = self._running = self._waiting.popleft()
             try:
                 call.run()
+                if (then_fn := self._take_then_fn(call)) is not None:
+                    then_fn()
             except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
                 call.settle(error)
             else:
                 call.settle(None)
+            call.then_fn = then_fn = None
             call.release()
             del call
+
+    def _take_then_fn(self, call: PendingCall) -> Callable[[], None] | None:
+        with self._lock:
+            # For one that was given up nothing more is to begin.
+            call.then_runs = call.then_fn is not None and not call.done()
+            return call.then_fn if call.then_runs else None
 
     def _give_up_all(self, why: str) -> None:
         with self._lock:

@@ -56,6 +56,8 @@ class AsyncRequest(NamedTuple):
             rank is about to raise.
         stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
             of the call: other ranks may not come any more, and it is to wait for none.
+        then_fn: Runs in a thread of the trainer once ``async_fn`` has returned, wherever that ran;
+            the call is over when this is. A queue of others does not know of it.
     """
 
     async_fn: Callable[..., Any] | None
@@ -67,6 +69,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
     failure_fns: Sequence[Callable[[BaseException], None]] = ()
     stop_fns: Sequence[Callable[[], None]] = ()
+    then_fn: Callable[[], None] | None = None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function that runs after those that are there.
@@ -125,6 +128,8 @@ class AsyncRequest(NamedTuple):
             request = self.preload()
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+                if request.then_fn is not None:
+                    request.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
         own = CallReport.of(self.call_idx, name, error)

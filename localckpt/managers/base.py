@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from localckpt.async_save.request import AsyncRequest, runs_in_trainer
+from localckpt.async_save.request import AsyncRequest
 from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
@@ -38,8 +38,6 @@ from localckpt.managers.coverage import (
 from localckpt.managers.durability import (
     Durability,
     chances_of_loss,
-    durability_found,
-    durability_saved,
 )
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.holdings import Holdings
@@ -50,12 +48,13 @@ from localckpt.managers.joining import (
     join,
     node_labels,
 )
+from localckpt.managers.known import KnownCheckpoints
 from localckpt.managers.recovery import Recovery, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
-from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
-from localckpt.replication.agreement import Attempt
+from localckpt.managers.saving import Saving
+from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -79,11 +78,11 @@ class BaseCheckpointManager(ABC):
         repl_strategy: Which other ranks keep copies of this rank's shards; ``None`` for none.
         timeout: Deadline of every wait, in seconds.
         process_group: The ranks of the job; ``None`` for all.
-        async_worker: Whether an asynchronous save is carried out by a ``"thread"`` of the trainer
-            or by another ``"process"``.
+        async_worker: Whether an asynchronous save is written by a ``"thread"`` of the trainer or by
+            another ``"process"``.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        background: Whether replicas are made while training goes on. By default they are, if a
-            thread of the trainer carries out saves and no GPU sends the bytes.
+        background: Whether replicas are made while training goes on. By default they are, unless
+            GPUs send the bytes.
         strict: Whether a save fails when a peer is lost that was to keep a replica. Else it stands
             with fewer copies: a warning, ``degraded_saves`` and :meth:`status` say so.
 
@@ -114,11 +113,6 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 f"async_worker is {async_worker!r}; it can be 'thread' or 'process'"
             )
-        if async_worker == "process" and background:
-            raise CheckpointingException(
-                "replicas are made behind training by a thread of the trainer: background=True "
-                "needs async_worker='thread'"
-            )
         if timeout <= 0:
             raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
         self.session_id = session_id
@@ -134,12 +128,7 @@ class BaseCheckpointManager(ABC):
         self._coordinator = Coordinator("manager", process_group, timeout)
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._strategy.take_timeout(timeout)
-        self._replicator = Replicator(
-            self._strategy,
-            timeout,
-            background=False if async_worker == "process" else background,
-            strict=strict,
-        )
+        self._replicator = Replicator(self._strategy, timeout, background=background, strict=strict)
         if self._strategy.parity and not self._keeps_images:
             raise MismatchError(
                 f"parity is of images, and {type(self).__name__} keeps states: use "
@@ -147,15 +136,13 @@ class BaseCheckpointManager(ABC):
                 f"InMemoryCheckpointManager"
             )
         self._allowed = SafeGlobals(safe_globals)
-        self._shelf: Shelf = HookShelf(self, session_id, self.rank, self.world_size, self._allowed)
+        self._known = KnownCheckpoints(self._strategy)
+        self._keep_on(HookShelf(self, session_id, self.rank, self.world_size, self._allowed))
         self._domains: list[str] | None = None
         self._generation = Generation(0, 0)
         self._went_back = False
         self._newest_iteration = -1
         self._holdings: Holdings | None = None
-        self._complete: list[Checkpoint] = []
-        self._under_way: list[int] = []
-        self._standing: dict[Checkpoint, Durability] = {}
         self._redundancy: Redundancy | None = None
         self._process = os.getpid()
 
@@ -238,13 +225,17 @@ class BaseCheckpointManager(ABC):
         self._generation = self._generation.next()
         identity = self._identity(iteration)
         save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
-        self._under_way.append(iteration)
+        self._known.under_way.append(iteration)
         self._newest_iteration = iteration
-        try:
-            self._stage_and_replicate(save, wrapped(state_dict))
-        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            self._note_failure(save, error)
-        request = self._request(save)
+        self._saving.begin(save, state_dict)
+        self.last_save = save.report()
+        request = AsyncRequest(
+            *self._saving.call(save),
+            [lambda: self._finalize(save)],
+            failure_fns=[lambda _: self._take_back(save)],
+            stop_fns=[self._saving.cancel],
+            then_fn=lambda: self._saving.finish(save),
+        )
         if is_async:
             return request
         request.execute_sync(self._coordinator)
@@ -266,12 +257,12 @@ class BaseCheckpointManager(ABC):
         self._join()
         assert self._domains is not None
         self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
-        self._complete = complete_checkpoints(self._holdings)
-        judge_newest(self._complete, self.world_size)
-        for checkpoint in self._complete:
-            self._take_stock(checkpoint, self._holdings)
-        if self._complete:
-            self.latest_iteration = self._complete[0].iteration
+        complete = self._known.complete = complete_checkpoints(self._holdings)
+        judge_newest(complete, self.world_size)
+        for checkpoint in complete:
+            self._known.take_stock(checkpoint, self._holdings)
+        if complete:
+            self.latest_iteration = complete[0].iteration
         elif self._holdings.checkpoints:
             logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
         return self.latest_iteration
@@ -324,9 +315,9 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         options = LoadOptions(None if into is None else wrapped(into), map_location)
         recovery = Recovery(self._coordinator, self._strategy, self._shelf, self._holdings)
-        while self._complete:
-            judge_newest(self._complete, self.world_size)
-            checkpoint = self._complete[0]
+        while self._known.complete:
+            judge_newest(self._known.complete, self.world_size)
+            checkpoint = self._known.complete[0]
             with record_function("localckpt.load"):
                 loaded = recovery.load(checkpoint, self.session_id, options)
             if loaded is None:
@@ -336,7 +327,7 @@ class BaseCheckpointManager(ABC):
                 )
                 # It must not count among those that are kept, and push out one that can be had;
                 # nor overrule what is saved from here on, which is a new attempt.
-                del self._complete[0]
+                self._known.remove(checkpoint)
                 self._went_back = True
                 continue
             seconds = time.monotonic() - called
@@ -345,7 +336,7 @@ class BaseCheckpointManager(ABC):
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
             logger.info("loaded %s", self.last_load)
-            self._take_stock(checkpoint, self._holdings)
+            self._known.take_stock(checkpoint, self._holdings)
             if self._redundancy is not None:
                 self._redundancy.restore(
                     checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
@@ -366,7 +357,7 @@ class BaseCheckpointManager(ABC):
         try:
             self._finish_copies()
         finally:
-            self._replicator.close()
+            self._saving.close()
             self._shelf.close()
             if self.repl_strategy is None:
                 self._strategy.close()
@@ -378,7 +369,7 @@ class BaseCheckpointManager(ABC):
         try:
             if kind is not None:
                 # The other ranks may not come any more.
-                self._replicator.cancel()
+                self._saving.cancel()
                 if self._redundancy is not None:
                     self._redundancy.cancel()
         finally:
@@ -390,12 +381,7 @@ class BaseCheckpointManager(ABC):
 
         After a ``load`` the built-in managers make those copies again behind training.
         """
-        newest = self._complete[0] if self._complete else None
-        return self._standing[newest].lacking if newest in self._standing else 0
-
-    @property
-    def _copies_wanted(self) -> int:
-        return 1 + (self._strategy.parity or len(self._strategy.keepers.get(self.rank, ())))
+        return self._known.lacking
 
     def status(self) -> list[Durability]:
         """How far this manager's checkpoints have climbed, the newest first; asks no other rank.
@@ -403,11 +389,7 @@ class BaseCheckpointManager(ABC):
         Those under way are captured. Of those that are complete it says on how many nodes each
         shard is, as the ranks told each other when the save was finalized, or the load was over.
         """
-        captured = [
-            Durability(iteration, "captured", 0, self._copies_wanted)
-            for iteration in reversed(self._under_way)
-        ]
-        return captured + [self._standing[c] for c in self._complete if c in self._standing]
+        return self._known.status(self.rank)
 
     def survivability(self) -> list[LossChance]:
         """How likely 1, 2, 3 and 4 lost nodes lose data, as ranks are on nodes; all ranks call it.
@@ -428,6 +410,19 @@ class BaseCheckpointManager(ABC):
             self._redundancy.finish()
 
     # The steps of a save.
+
+    def _keep_on(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._saving = Saving(
+            shelf,
+            None if self.repl_strategy is None else self._replicator,
+            self._save,
+            self._check_room,
+            by_process=self.async_worker == "process",
+        )
+
+    def _check_room(self) -> None:  # noqa: B027 - hooks know best
+        """Raise if what this rank is to keep of a save finds no room."""
 
     def _may_start(self, iteration: int) -> bool:
         """Whether there is room for one more save under way; the same on all ranks."""
@@ -458,108 +453,18 @@ class BaseCheckpointManager(ABC):
             )
             self._went_back = False
 
-    def _stage_and_replicate(self, save: SaveUnderWay, state: TensorAwareStateDict) -> None:
-        """Capture the state, and have the ranks that keep replicas exchange images."""
-        travels = self.repl_strategy is not None
-        try:
-            with record_function("localckpt.stage"):
-                own = self._shelf.stage(state, save.identity, travels=travels)
-        except Exception as error:
-            if travels:
-                self._replicator.begin(save, self._shelf, None, str(error))
-            raise
-        save.shards.append(own)
-        save.staged = time.monotonic()
-        if travels:
-            with record_function("localckpt.replicate"):
-                self._replicator.begin(save, self._shelf, own)
-        if not save.copies_come_later:
-            self._add_copies(save)
-
-    def _add_copies(self, save: SaveUnderWay) -> None:
-        """Now all shards are known that this rank is to keep."""
-        save.shards += self._replicator.finish(save)
-
-    def _note_failure(self, save: SaveUnderWay, error: Exception) -> None:
-        """Told when all ranks finalize, so that none is left waiting for this one."""
-        logger.error(
-            "rank %d cannot save iteration %d: %s",
-            self.rank,
-            save.identity.iteration,
-            # Its text alone: handlers may keep it, and with the exception the memory of the image.
-            str(error),
-            exc_info=not isinstance(error, CheckpointingException),
-        )
-        save.error, save.shards = f"{type(error).__name__}: {error}", []
-        if save.copies is not None and save.copies.done():
-            # It may hold this error, and that what it came through, this save included.
-            save.copies = None
-
-    def _request(self, save: SaveUnderWay) -> AsyncRequest:
-        """What keeps the shards behind training, and what follows once it is over."""
-        save.returned = time.monotonic()
-        self.last_save = save.report()
-        function, args = self._keep, (save,)
-        if self.async_worker == "process":
-            self._shelf.wait_sealed()
-            function, args = self._shelf.worker_call(save.shards)
-        return AsyncRequest(
-            function,
-            args,
-            [lambda: self._finalize(save)],
-            failure_fns=[lambda _: self._take_back(save)],
-            stop_fns=[self._replicator.cancel],
-        )
-
-    @runs_in_trainer
-    def _keep(self, save: SaveUnderWay) -> None:
-        self._shelf.wait_sealed()
-        staged = list(save.shards)
-        try:
-            self._save_all(staged)
-        finally:
-            # Whatever became of it, this save is not over while others send to it.
-            self._replicator.settle(save)
-        if save.copies_come_later:
-            try:
-                self._add_copies(save)
-            except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-                self._note_failure(save, error)
-            self._save_all(save.shards[len(staged) :])
-        save.durable = time.monotonic()
-
-    def _save_all(self, shards: Iterable[StagedShard]) -> None:
-        for shard in shards:
-            self._save(shard.payload, shard.identity.ckpt_id)
-
     def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""
         self._finish_copies()
-        if save.durable is None:
-            save.durable = time.monotonic()
-        iteration, generation = save.identity.iteration, save.identity.generation
-        missing: list[CkptID] = []
-        with Attempt() as looking:
-            missing += [
-                s.identity.ckpt_id for s in save.shards if not self._shelf.holds(s.identity)
-            ]
-        mine = SaveOutcome(
-            iteration,
-            generation,
-            save.error or looking.told,
-            tuple(missing),
-            tuple(save.kept),
-            self._copies_wanted,
-            save.group,
-        )
+        iteration = save.identity.iteration
+        mine = self._saving.outcome(save, self._known.copies_wanted(self.rank))
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
-        problems = save_problems(outcomes)
         # What find_latest saw while this save was under way is out of date.
         self._forget_latest()
-        checkpoint = Checkpoint(generation, iteration, self.world_size)
-        self._complete = [c for c in self._complete if c != checkpoint]
-        if problems:
+        checkpoint = Checkpoint(save.identity.generation, iteration, self.world_size)
+        self._known.remove(checkpoint)
+        if problems := save_problems(outcomes):
             # Not below its own count: a later save may be under way, and no number is used twice.
             self._generation = max(self._generation, *(o.generation for o in outcomes))
             self._take_back(save)
@@ -567,14 +472,11 @@ class BaseCheckpointManager(ABC):
                 f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "
                 f"checkpoints are as they were; training can go on and save again"
             )
-        self._complete.append(checkpoint)
-        self._complete.sort(key=lambda c: c.version, reverse=True)
-        self._under_way.remove(iteration)
-        standing = durability_saved(iteration, outcomes)
-        self._standing[checkpoint] = standing
-        if standing.lacking:
+        self._known.under_way.remove(iteration)
+        reached = self._known.add(checkpoint, outcomes)
+        if reached.lacking:
             self.degraded_saves += 1
-            logger.warning("%s", standing)
+            logger.warning("%s", reached)
         try:
             self._let_go(iteration)
         except Exception:
@@ -583,24 +485,16 @@ class BaseCheckpointManager(ABC):
         report = save.report()
         if self.last_save is not None and self.last_save.iteration == iteration:
             self.last_save = report
-        self._standing = {c: self._standing[c] for c in self._complete if c in self._standing}
-        logger.info("saved %s; %s", report, standing.reached)
+        logger.info("saved %s; %s", report, reached.reached)
 
     def _let_go(self, iteration: int) -> None:
         """Older checkpoints may go; what the hooks keep of them, they know."""
         self._cleanup(iteration)
-        del self._complete[1:]
-
-    def _take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
-        """See from what the nodes hold how far a checkpoint has climbed."""
-        standing = durability_found(
-            checkpoint, holdings, self._strategy.keepers, self._strategy.parity
-        )
-        self._standing[checkpoint] = standing
+        del self._known.complete[1:]
 
     def _take_back(self, save: SaveUnderWay) -> None:
-        self._replicator.settle(save)
-        self._under_way = [i for i in self._under_way if i != save.identity.iteration]
+        self._saving.settle(save)
+        self._known.forget(save.identity.iteration)
         if self._newest_iteration == save.identity.iteration:
             self._newest_iteration = save.previous_iteration
         try:

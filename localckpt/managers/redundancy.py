@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,8 +17,9 @@ from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Checkpoint, CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.known import KnownCheckpoints
 from localckpt.managers.recovery import plan_shards
-from localckpt.managers.shelf import StagedShard
+from localckpt.managers.saving import Saving
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.exchange import ExchangePlan
@@ -81,8 +82,8 @@ class Redundancy:
         strategy: Says which ranks keep each other's shards.
         session_id: The training run.
         coordinator: The ranks of the job. Used by nobody else: it works behind other calls.
-        keep: Writes a shard that has arrived.
-        tell: Is called when a checkpoint has got copies.
+        saving: Keeps a shard that has arrived.
+        known: Is told when a checkpoint has got copies.
     """
 
     def __init__(
@@ -91,16 +92,16 @@ class Redundancy:
         strategy: ReplicationStrategy,
         session_id: str,
         coordinator: Coordinator,
-        keep: Callable[[StagedShard], None],
-        tell: Callable[[Checkpoint, Holdings], None],
+        saving: Saving,
+        known: KnownCheckpoints,
     ) -> None:
         self._shelf = shelf
         self._strategy = strategy
         self._session_id = session_id
         self._coordinator = coordinator
         self._timeout_s = coordinator.timeout_s
-        self._keep = keep
-        self._tell = tell
+        self._saving = saving
+        self._known = known
         self._thread: threading.Thread | None = None
         self._transport: HostTransport | None = None
         self._ring: HostTransport | None = None
@@ -232,7 +233,7 @@ class Redundancy:
         finally:
             self._disconnect()
             self._drop(work)
-        self._tell(work.checkpoint, work.holdings)
+        self._known.take_stock(work.checkpoint, work.holdings)
         if problems:
             # Ranks that failed together say the same.
             why = "; ".join(dict.fromkeys(problems))
@@ -336,7 +337,7 @@ class Redundancy:
         """Write what has come to the room made for it."""
         shard = self._shelf.received(identity)
         with self._shelf.replacing(identity, work.to_replace.get(identity)):
-            self._keep(shard)
+            self._saving.keep_all([shard])
         if not self._shelf.holds(identity):
             raise StorageError(f"{identity} was written, and is not there")
         work.nbytes += shard.nbytes

@@ -22,8 +22,7 @@ class SaveReport:
         stage_s: Time to capture the state.
         replicate_s: Time to exchange replicas; ``None`` until that is done.
         stall_s: How long training waited for ``save``.
-        durable_s: When this rank's shards were durable; with a worker process, when they were
-            finalized. ``None`` until then.
+        durable_s: When all that this rank keeps of it was durable; ``None`` until then.
         skipped: Nothing was saved, because older saves still used all staging buffers.
     """
 

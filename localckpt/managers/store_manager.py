@@ -15,10 +15,9 @@ from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ids import CkptID, Series, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
-from localckpt.managers.durability import spared
 from localckpt.managers.joining import JOINING
 from localckpt.managers.redundancy import Redundancy
-from localckpt.managers.reports import MemoryPlan, SaveUnderWay
+from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import give_up
@@ -108,14 +107,14 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._stored = StoreShelf(
             store, self._allowed, self.timeout, self._staging_threads, self._guard
         )
-        self._shelf = self._stored
+        self._keep_on(self._stored)
         self._redundancy = Redundancy(
             self._stored,
             self._strategy,
             self.session_id,
             self._copying,
-            lambda shard: self._save_all([shard]),
-            self._take_stock,
+            self._saving,
+            self._known,
         )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
@@ -185,8 +184,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         logger.warning("%s", why)
         return False
 
-    def _add_copies(self, save: SaveUnderWay) -> None:
-        super()._add_copies(save)
+    def _check_room(self) -> None:
         if self._is_first_save:
             logger.info("memory of rank %d: %s", self.rank, self.memory_plan())
             assert self._domains is not None
@@ -212,12 +210,12 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _cleanup(self, iteration: int) -> None:
         self._stored.settle(iteration)
-        if len(self._complete) >= self.keep_last:
-            kept, older = self._complete[: self.keep_last], self._complete[self.keep_last :]
-            stays = spared(kept, older, self._standing)
-            spare = {checkpoint.version for checkpoint in stays}
-            self.store.retire(kept[-1].version, self._adopted_ranks(), spare)
-            self._complete = [*kept, *stays]
+        if len(self._known.complete) < self.keep_last:
+            return
+        stays = self._known.keep(self.keep_last)
+        oldest_kept = self._known.complete[self.keep_last - 1]
+        spare = {checkpoint.version for checkpoint in stays}
+        self.store.retire(oldest_kept.version, self._adopted_ranks(), spare)
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         self._stored.take_back(iteration)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
-from localckpt.storage.write import Digests, write_shards
+from localckpt.storage.write import Digests, ShardWrite, write_shards
 
 __all__ = ["StoreShelf"]
 
@@ -189,7 +189,12 @@ class StoreShelf(Shelf):
     def worker_call(
         self, shards: Sequence[StagedShard]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return write_shards, ([shard.payload for shard in shards],)
+        # Training does not wait for digests that are still being computed here.
+        sealed = all(s.done() and s.exception() is None for s in self._sealings)
+        writes: list[ShardWrite] = [shard.payload for shard in shards]
+        if not sealed:
+            writes = [replace(w, digests="compute") if w.digests == "done" else w for w in writes]
+        return write_shards, (writes,)
 
     def holds(self, identity: ShardIdentity) -> bool:
         return self.store.holds(identity)

@@ -7,7 +7,8 @@ over them, and in which order, is for others to say.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ NEVER = 3
 
 # gloo waits as long as it is told for other ranks, and without end for the store.
 _CONNECTING_TIMES = 2
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 
 
 class HostConnections:
@@ -39,12 +41,19 @@ class HostConnections:
         ranks: The ranks of the job that are connected, in the group's order.
         rank: This rank of the job.
         store: A part of the job's key-value store that nobody else uses, if there is one.
+        asking: What the group has of it, which is Python's to keep.
     """
 
     def __init__(
-        self, group: Any, ranks: Sequence[int], rank: int, store: Store | None = None
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store | None = None,
+        asking: Store | None = None,
     ) -> None:
         self._group = group
+        self._asking = asking
         self.ranks = list(ranks)
         self.rank = rank
         self.store = store
@@ -57,27 +66,32 @@ class HostConnections:
 
     @classmethod
     def connect(
-        cls, name: str, ranks: Sequence[int], rank: int, timeout_s: float
+        cls,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
         """New connections, whose failure touches no group; see :meth:`HostTransport.connect`."""
 
-        def make() -> tuple[Any, Store]:
-            # A client of its own: it waits for other ranks, and nobody else could ask meanwhile.
-            client = default_store().clone()  # type: ignore[attr-defined]
-            store = PrefixStore(f"localckpt/transport/{name}", client)
-            deadline = timedelta(seconds=timeout_s)
-            return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), deadline), store
+        store = PrefixStore(f"localckpt/transport/{name}", default_store())
+        asking = _AskingStore(store, is_given_up)
+        deadline = timedelta(seconds=timeout_s)
+
+        def make() -> Any:
+            return dist.ProcessGroupGloo(asking, ranks.index(rank), len(ranks), deadline)
 
         try:
             # The store's client, which it uses, waits for ever for a host that cannot be reached.
-            gloo, store = within(_CONNECTING_TIMES * timeout_s, make)
+            gloo = within(_CONNECTING_TIMES * timeout_s, make)
         except (RuntimeError, TimeoutError) as error:
             raise PeerLostError(
                 f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
                 f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
                 f"restart the job if one of these ranks has died."
             ) from error
-        return cls(gloo, ranks, rank, store)
+        return cls(gloo, ranks, rank, store, asking)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""
@@ -108,6 +122,45 @@ class HostConnections:
         if peer not in self.ranks:
             raise MismatchError(f"rank {peer} is not among the ranks {self.ranks} that exchange")
         return self.ranks.index(peer)
+
+
+class _AskingStore(Store):
+    """What gloo finds other ranks by: a wait asks the job's store again and again.
+
+    A wait on the store would hold up all other users of this process's client, and a client of its
+    own takes a reverse look-up of the host's name to connect, which may take seconds.
+
+    Args:
+        store: A part of the job's store.
+        is_given_up: Whether waits are to end now.
+    """
+
+    def __init__(self, store: Store, is_given_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._is_given_up = is_given_up
+
+    def has_extended_api(self) -> bool:
+        """Without it gloo uses what is here, and nothing else."""
+        return False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """What is there; gloo has waited for it."""
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        """Return when all keys are there."""
+        deadline, nap_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_NAP_S
+        while not self._store.check(keys):
+            if self._is_given_up():
+                raise TimeoutError("it is not waited for any more")
+            if time.monotonic() > deadline:
+                raise TimeoutError("they did not all come")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def as_tensor(view: memoryview) -> torch.Tensor:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -84,6 +84,7 @@ class HostTransport:
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostTransport:
         """A transport with connections of its own, so that its failure touches no other group.
 
@@ -95,12 +96,13 @@ class HostTransport:
             rank: This rank of the job.
             timeout_s: Deadline for connecting, and of each exchange, in seconds.
             chunk_nbytes, rate_limit: As for the class.
+            is_given_up: Asked while it connects, by another thread: whether to stop.
 
         Raises:
             PeerLostError: Some rank did not come.
         """
         return cls(
-            HostConnections.connect(name, ranks, rank, timeout_s),
+            HostConnections.connect(name, ranks, rank, timeout_s, is_given_up),
             timeout_s,
             chunk_nbytes=chunk_nbytes,
             rate_limit=rate_limit,

@@ -167,6 +167,7 @@ class MemberStrategy(ReplicationStrategy):
                 self.timeout_s,
                 chunk_nbytes=self._chunk_nbytes,
                 rate_limit=self._rate_limit,
+                is_given_up=lambda: self._members.in_a_hurry,
             )
             self._host_name = name
         return self._host

@@ -182,6 +182,11 @@ class Membership:
         if self._coordinator is not None:
             self._coordinator.wait_again()
 
+    @property
+    def in_a_hurry(self) -> bool:
+        """Whether :meth:`stop_waiting` holds."""
+        return self._coordinator is not None and self._coordinator.in_a_hurry
+
     def close(self) -> None:
         """Destroy the process group that was made here."""
         if not (self.owns_group and dist.is_initialized()):

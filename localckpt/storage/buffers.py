@@ -165,7 +165,7 @@ class SharedBuffer(Buffer):
 
     @property
     def in_use(self) -> bool:
-        return bool(self._whole[self._flag])
+        return bool(self._whole[self._flag]) or self.is_being_sent
 
     def take(self) -> None:
         super().take()

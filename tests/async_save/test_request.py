@@ -37,6 +37,7 @@ def test_the_fields_stand_in_the_order_that_other_queues_expect() -> None:
         "call_idx",
         "failure_fns",
         "stop_fns",
+        "then_fn",
     )
 
 

@@ -17,6 +17,7 @@ import psutil
 __all__ = ["stops_of"]
 
 _PATIENCE_S = 60.0
+_DETACHING_S = 5.0
 _POLL_S = 0.001
 _STOPPED = re.compile(r"^(\d+) .*--- stopped by SIGSTOP ---$")
 
@@ -55,7 +56,12 @@ def stops_of(pid: int, calls: Mapping[str, str], log: Path) -> Iterator[Iterator
         yield _stops(pid, log)
     finally:
         tracer.terminate()
-        tracer.wait(_PATIENCE_S)
+        try:
+            tracer.wait(_DETACHING_S)
+        except subprocess.TimeoutExpired:
+            # It may lose a thread that ends in a stop, and then waits for the process without end.
+            tracer.kill()
+            tracer.wait(_PATIENCE_S)
 
 
 def _await_attached(pid: int, tracer: subprocess.Popen[bytes]) -> None:

@@ -48,6 +48,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["thread", "process"])
+def worker(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Callable[[int], list[Path]]:
     return node_dirs if kind == "disk" else shm_roots
@@ -97,11 +102,13 @@ def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
 # A peer that is late.
 
 
-def _save_while_a_peer_is_stopped(rank: int, world_size: int, kind: str) -> list[list[str]]:
+def _save_while_a_peer_is_stopped(
+    rank: int, world_size: int, kind: str, worker: str
+) -> list[list[str]]:
     told = []
     with (
         cliques(1, 2) as repl,
-        make_manager(kind, node_store(), "job", repl) as manager,
+        make_manager(kind, node_store(), "job", repl, async_worker=worker) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         save(manager, state_of(rank, 0), 0)
@@ -128,11 +135,13 @@ def _save_while_a_peer_is_stopped(rank: int, world_size: int, kind: str) -> list
 
 
 def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(
-    kind: str, nodes: Dirs
+    kind: str, worker: str, nodes: Dirs
 ) -> None:
     stores = nodes(2)
 
-    with start_ranks(_save_while_a_peer_is_stopped, 2, kind, store_per_node=stores) as group:
+    with start_ranks(
+        _save_while_a_peer_is_stopped, 2, kind, worker, store_per_node=stores
+    ) as group:
         group.await_announced("one has begun")
         group.kill(1, signal.SIGSTOP)
         group.announce("one is stopped")
@@ -150,9 +159,9 @@ def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(
 
 
 def _save_more_than_there_are_buffers(
-    rank: int, world_size: int, kind: str, num_buffers: int
+    rank: int, world_size: int, kind: str, worker: str, num_buffers: int
 ) -> list[str]:
-    options = {"num_buffers": num_buffers, "keep_last": 9}
+    options = {"num_buffers": num_buffers, "keep_last": 9, "async_worker": worker}
     with (
         cliques(1, 2) as repl,
         make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -173,11 +182,13 @@ def _save_more_than_there_are_buffers(
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
 def test_an_image_that_is_being_sent_is_not_overwritten_by_a_later_save(
-    kind: str, num_buffers: int, nodes: Dirs
+    kind: str, worker: str, num_buffers: int, nodes: Dirs
 ) -> None:
     stores = nodes(2)
 
-    told = run_ranks(_save_more_than_there_are_buffers, 2, kind, num_buffers, store_per_node=stores)
+    told = run_ranks(
+        _save_more_than_there_are_buffers, 2, kind, worker, num_buffers, store_per_node=stores
+    )
 
     newest = num_buffers + 2
     assert (
@@ -292,10 +303,10 @@ def _breaking(*iterations: int) -> Iterator[_Breaking]:
 
 
 def _lose_a_peer_now_and_then(
-    rank: int, world_size: int, kind: str, strict: bool
+    rank: int, world_size: int, kind: str, worker: str, strict: bool
 ) -> tuple[list[str], list[str]]:
     errors, standing = [], []
-    options = {"strict": strict, "keep_last": 2}
+    options = {"strict": strict, "keep_last": 2, "async_worker": worker}
     with (
         _breaking(2, 5) as repl,
         make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -321,8 +332,10 @@ def _lose_a_peer_now_and_then(
     return errors, standing
 
 
-def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(kind: str, nodes: Dirs) -> None:
-    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, False, store_per_node=nodes(2))
+def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(
+    kind: str, worker: str, nodes: Dirs
+) -> None:
+    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, worker, False, store_per_node=nodes(2))
 
     whole = "iteration {} is replicated, 2 of 2"
     lacking = "iteration {} is local, 1 of 2: 2 shards lack copies"
@@ -331,9 +344,9 @@ def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(kind: str, node
 
 
 def test_where_copies_are_asked_for_strictly_a_lost_peer_is_an_error_on_all(
-    kind: str, nodes: Dirs
+    kind: str, worker: str, nodes: Dirs
 ) -> None:
-    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, True, store_per_node=nodes(2))
+    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, worker, True, store_per_node=nodes(2))
 
     # What stands after a failed save is what stood before.
     expected = [f"iteration {i} is replicated, 2 of 2" for i in (1, 1, 3, 4, 4, 6)]
@@ -653,7 +666,13 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
     """Whether the copies of a save are made when it returns."""
     told = []
     for number, options in enumerate(
-        ({"background": False}, {"async_worker": "process"}, {"background": True}, {})
+        (
+            {"background": False},
+            {"background": False, "async_worker": "process"},
+            {"background": True},
+            {"async_worker": "process"},
+            {},
+        )
     ):
         with (
             cliques(1, 2) as repl,
@@ -676,19 +695,7 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
 def test_copies_are_made_before_save_returns_where_that_is_asked_for(node_dirs: Dirs) -> None:
     told = run_ranks(_in_the_foreground, 2, store_per_node=node_dirs(2))
 
-    assert told[0] == [True, True, False, False]
-
-
-def test_a_worker_process_cannot_make_replicas_behind_training(kind: str, nodes: Dirs) -> None:
-    (root,) = nodes(1)
-
-    told = error_of(
-        lambda: make_manager(kind, root, background=True, async_worker="process"),
-        CheckpointingException,
-    )
-
-    assert "background=True needs async_worker='thread'" in told
-    assert files(root) == []
+    assert told[0] == [True, True, False, False, False]
 
 
 def _save_by_hooks(rank: int, world_size: int, background: bool) -> list[str]:

@@ -154,7 +154,8 @@ def test_what_killed_ranks_left_is_removed_at_the_next_start(
 
     assert died == [DeadRank(rank, -signal.SIGKILL) for rank in range(2)]
     assert "dirty" in left
-    assert bool(staged) == (kind == "disk" and worker == "process")
+    # Any manager that starts on this machine meanwhile removes them, those of other tests too.
+    assert not staged or (kind, worker) == ("disk", "process")
     assert staged_again == []
     assert [name for name in late if name.endswith((".safetensors", ".dirty"))] == []
     assert _staging_of(pids) == []

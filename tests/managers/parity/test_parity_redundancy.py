@@ -170,10 +170,11 @@ def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
         try:
             request = manager.save(state_of(rank, 2), 2, is_async=True)
             request.async_fn(*request.async_fn_args)
+            request.then_fn()
             (save,) = request.async_fn_args
             told = [save.error, save.group, len(save.shards)]
         finally:
-            manager._replicator.cancel()
+            manager._saving.cancel()
             manager.close()
         return [*told, files(node_store())]
 

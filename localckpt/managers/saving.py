@@ -1,0 +1,178 @@
+"""One rank's part in a save: its state is captured, copied to other ranks, and kept.
+
+What comes of it is told to all ranks when they finalize the save (``base.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.profiler import record_function
+
+from localckpt.async_save.request import runs_in_trainer
+from localckpt.errors import CheckpointingException
+from localckpt.ids import CkptID
+from localckpt.managers.coverage import SaveOutcome
+from localckpt.managers.replicator import Replicator
+from localckpt.managers.reports import SaveUnderWay
+from localckpt.managers.shelf import Shelf, StagedShard
+from localckpt.replication.agreement import Attempt
+from localckpt.state_dict.basic import wrapped
+
+__all__ = ["Saving"]
+
+logger = logging.getLogger(__name__)
+
+
+class Saving:
+    """The saves of one manager on this rank.
+
+    Args:
+        shelf: Where shards are staged and kept.
+        replicator: Has copies made on other ranks; ``None`` for none.
+        keep: Keeps a shard, given its payload and its ID.
+        check: Runs once it is known which shards a save keeps here; raises if it cannot.
+        by_process: Whether another process keeps this rank's own shard.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        replicator: Replicator | None,
+        keep: Callable[[Any, CkptID], None],
+        check: Callable[[], None],
+        *,
+        by_process: bool,
+    ) -> None:
+        self._shelf = shelf
+        self._replicator = replicator
+        self._keep = keep
+        self._check = check
+        self._by_process = by_process
+
+    def begin(self, save: SaveUnderWay, state: Any) -> None:
+        """Capture the state, and have the ranks that keep replicas exchange images.
+
+        What goes wrong is told when all ranks finalize, so that none is left waiting for this one.
+        """
+        try:
+            self._stage(save, state)
+            if self._by_process:
+                self._shelf.wait_staged()
+            if not save.copies_come_later:
+                self._add_copies(save)
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            _note_failure(save, error)
+        save.returned = time.monotonic()
+
+    def call(self, save: SaveUnderWay) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function and its arguments that keep what is here once :meth:`begin` has returned."""
+        if self._by_process:
+            return self._shelf.worker_call(save.shards)
+        return self._keep_staged, (save,)
+
+    def finish(self, save: SaveUnderWay) -> None:
+        """Keep what comes from other ranks, too; then this rank's part is over."""
+        if save.durable is not None:
+            return
+        if save.copies_come_later:
+            staged = len(save.shards)
+            try:
+                self._add_copies(save)
+            except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+                _note_failure(save, error)
+            self.keep_all(save.shards[staged:])
+        save.durable = time.monotonic()
+
+    def outcome(self, save: SaveUnderWay, copies_wanted: int) -> SaveOutcome:
+        """What this rank tells the others of a save.
+
+        Args:
+            save: Which; its call is over.
+            copies_wanted: On how many nodes this rank's shard is to be.
+        """
+        missing: list[CkptID] = []
+        with Attempt() as finishing:
+            # Queues of others have not done so.
+            self.finish(save)
+            missing += [
+                s.identity.ckpt_id for s in save.shards if not self._shelf.holds(s.identity)
+            ]
+        return SaveOutcome(
+            save.identity.iteration,
+            save.identity.generation,
+            save.error or finishing.told,
+            tuple(missing),
+            tuple(save.kept),
+            copies_wanted,
+            save.group,
+        )
+
+    def settle(self, save: SaveUnderWay) -> None:
+        """Return when nothing is being sent or received for a save, or its deadlines are past."""
+        if self._replicator is not None:
+            self._replicator.settle(save)
+
+    def cancel(self) -> None:
+        """End what is under way between ranks; the others may not come any more."""
+        if self._replicator is not None:
+            self._replicator.cancel()
+
+    def keep_all(self, shards: Iterable[StagedShard]) -> None:
+        """Keep shards, one after the other."""
+        for shard in shards:
+            self._keep(shard.payload, shard.identity.ckpt_id)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._replicator is not None:
+            self._replicator.close()
+
+    def _stage(self, save: SaveUnderWay, state: Any) -> None:
+        travels = self._replicator is not None
+        try:
+            with record_function("localckpt.stage"):
+                own = self._shelf.stage(wrapped(state), save.identity, travels=travels)
+        except Exception as error:
+            if self._replicator is not None:
+                self._replicator.begin(save, self._shelf, None, str(error))
+            raise
+        save.shards.append(own)
+        save.staged = time.monotonic()
+        if self._replicator is not None:
+            with record_function("localckpt.replicate"):
+                self._replicator.begin(save, self._shelf, own)
+
+    def _add_copies(self, save: SaveUnderWay) -> None:
+        """Now all shards are known that this rank is to keep."""
+        if self._replicator is not None:
+            save.shards += self._replicator.finish(save)
+        self._check()
+
+    @runs_in_trainer
+    def _keep_staged(self, save: SaveUnderWay) -> None:
+        self._shelf.wait_sealed()
+        try:
+            self.keep_all(save.shards)
+        except BaseException:
+            # This save is not over while others send to it.
+            self.settle(save)
+            raise
+
+
+def _note_failure(save: SaveUnderWay, error: Exception) -> None:
+    logger.error(
+        "rank %d cannot save iteration %d: %s",
+        save.identity.rank,
+        save.identity.iteration,
+        # Its text alone: handlers may keep it, and with the exception the memory of the image.
+        str(error),
+        exc_info=not isinstance(error, CheckpointingException),
+    )
+    save.error, save.shards = f"{type(error).__name__}: {error}", []
+    if save.copies is not None and save.copies.done():
+        # It may hold this error, and that what it came through, this save included.
+        save.copies = None

@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.limits import HugeBuffer
+from benchmarks.links import Links, links, why_not
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Report, compare
 from benchmarks.setup import Options
@@ -39,6 +40,8 @@ _SHAPES = ((3, 1), (4, 1), (4, 2))
 _NBYTES = 256 << 20
 # How much slower than memcpy, or than the bare exchange of as many bytes, is good.
 _XOR, _XTIME, _ENCODE, _REBUILD = 1 / 0.9, 1 / 0.35, 1.3, 1.5
+# Slow enough for these cores to keep all links busy.
+_GBIT_S = 2
 
 
 def measure(options: Options) -> Report:
@@ -46,35 +49,50 @@ def measure(options: Options) -> Report:
     report = Report("parity")
     _measure_kernels(report, options.rounds)
     for members, parity in _SHAPES:
-        command = [
-            *(sys.executable, "-m", "benchmarks.parity"),
-            *(str(options.rounds), str(members), str(parity)),
-        ]
-        samples = [json.loads(output) for output in run_ranks(command, members, _TIMEOUT_S)]
-        shape = f"{parity} of {members}"
-        encoded = report.compared(
-            f"encode, {shape}", "bare ring of the same messages", parity * _NBYTES, _ENCODE
-        )
-        rebuilt = report.compared(
-            f"rebuild one image, {shape}", "bare chain of the same messages", _NBYTES
-        )
-        # Here the survivors share one machine, so this is about as often slower as they are many.
-        beside_replica = report.compared(
-            f"rebuild one image, {shape}", "fetch a replica of it", _NBYTES, _REBUILD
-        )
-        for comparison, limit, ours in (
-            (encoded, "ring", "encode"),
-            (rebuilt, "chain", "rebuild"),
-            (beside_replica, "fetch", "rebuild"),
-        ):
-            # The slowest rank counts.
-            slowest = [
-                [max(of_ranks) for of_ranks in zip(*(s[kind] for s in samples), strict=True)]
-                for kind in (limit, ours)
-            ]
-            for limit_s, ours_s in zip(*slowest, strict=True):
-                comparison.add(limit_s, ours_s)
+        _measure_group(report, options.rounds, members, parity)
+    if (reason := why_not()) is not None:
+        report.fact("links", 0, "", f"not measured between nodes: {reason}")
+        return report
+    for members, parity in _SHAPES:
+        with links(members, _GBIT_S) as nodes:
+            _measure_group(report, options.rounds, members, parity, nodes)
     return report
+
+
+def _measure_group(
+    report: Report, rounds: int, members: int, parity: int, nodes: Links | None = None
+) -> None:
+    command = [
+        *(sys.executable, "-m", "benchmarks.parity"),
+        *(str(rounds), str(members), str(parity)),
+    ]
+    outputs = run_ranks(command, members, _TIMEOUT_S, nodes)
+    samples = [json.loads(output) for output in outputs]
+    shape = f"{parity} of {members}" + (f", {_GBIT_S} Gbit/s each" if nodes else "")
+    encoded = report.compared(
+        f"encode, {shape}", "bare ring of the same messages", parity * _NBYTES, _ENCODE
+    )
+    rebuilt = report.compared(
+        f"rebuild one image, {shape}", "bare chain of the same messages", _NBYTES
+    )
+    # On one machine the survivors share its cores: what they send together is as many images as
+    # they are, so there the ratio is about that.
+    beside_replica = report.compared(
+        f"rebuild one image, {shape}",
+        *("fetch a replica of it", _NBYTES, _REBUILD if nodes else None),
+    )
+    for comparison, limit, ours in (
+        (encoded, "ring", "encode"),
+        (rebuilt, "chain", "rebuild"),
+        (beside_replica, "fetch", "rebuild"),
+    ):
+        # The slowest rank counts.
+        slowest = [
+            [max(of_ranks) for of_ranks in zip(*(s[kind] for s in samples), strict=True)]
+            for kind in (limit, ours)
+        ]
+        for limit_s, ours_s in zip(*slowest, strict=True):
+            comparison.add(limit_s, ours_s)
 
 
 def _measure_kernels(report: Report, rounds: int) -> None:

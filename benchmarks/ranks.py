@@ -7,11 +7,21 @@ import socket
 import subprocess
 import time
 
+from benchmarks.links import Links
+
 __all__ = ["run_ranks"]
 
 
-def run_ranks(command: list[str], world_size: int, timeout_s: float) -> list[str]:
+def run_ranks(
+    command: list[str], world_size: int, timeout_s: float, links: Links | None = None
+) -> list[str]:
     """Run the command as every rank; no rank is left behind, however it ends.
+
+    Args:
+        command: What each runs.
+        world_size: How many there are.
+        timeout_s: When they are ended.
+        links: Where they run; ``None`` for all on loopback.
 
     Raises:
         RuntimeError: A rank failed.
@@ -20,9 +30,9 @@ def run_ranks(command: list[str], world_size: int, timeout_s: float) -> list[str
     deadline = time.monotonic() + timeout_s
     ranks = [
         subprocess.Popen(
-            command,
+            command if links is None else links.command(rank, command),
             stdout=subprocess.PIPE,
-            env=_environment(rank, world_size, port),
+            env=_environment(rank, world_size, port) | (links.environment if links else {}),
             text=True,
         )
         for rank in range(world_size)

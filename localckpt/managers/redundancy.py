@@ -199,16 +199,18 @@ class Redundancy:
         coordinator = self._coordinator
         name = coordinator.all_gather("name the connections for copies", new_name())[0]
         self._transport = self._ring = None
+
+        def connect(name: str, ranks: Sequence[int]) -> HostTransport:
+            return HostTransport.connect(
+                *(name, ranks, coordinator.rank, coordinator.timeout_s),
+                rate_limit=self._strategy.rate_limit,
+            )
+
         with Attempt() as connecting:
             if coordinator.rank in (ranks := ranks_of(work.plan)):
-                self._transport = HostTransport.connect(
-                    name, ranks, coordinator.rank, coordinator.timeout_s
-                )
+                self._transport = connect(name, ranks)
             if (group := work.group_of(coordinator.rank)) is not None:
-                ring = f"{name}/{group.ranks[0]}"
-                self._ring = HostTransport.connect(
-                    ring, group.ranks, coordinator.rank, coordinator.timeout_s
-                )
+                self._ring = connect(f"{name}/{group.ranks[0]}", group.ranks)
         try:
             agree(coordinator, "connect the ranks that make copies", connecting)
         except BaseException:

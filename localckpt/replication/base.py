@@ -84,6 +84,8 @@ class ReplicationStrategy(ABC):
         """Deadline of each step of a load, and of meeting; in seconds."""
         self._has_own_timeout = timeout_s is not None
         self.target_device = target_device
+        self.rate_limit: float | None = None
+        """How many bytes a second a rank may send behind training; ``None`` for any number."""
         self._process_group = process_group
         self._everyone: Coordinator | None = None
         self._last_turn: Turn | None = None

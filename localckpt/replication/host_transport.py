@@ -8,9 +8,7 @@ the chunk is, and the receiver answers with another empty message.
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from localckpt.replication.connections import (
 )
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import CHUNK_NBYTES, Ledger, PeerFailed, chunks, numbered
+from localckpt.replication.pacing import Pacer
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
 __all__ = ["HostTransport"]
@@ -69,10 +68,9 @@ class HostTransport:
         self.connections = group
         self._rank = self.connections.rank
         self._chunk_nbytes = chunk_nbytes
-        self._rate_limit = math.inf if rate_limit is None else rate_limit
+        self.pacer = Pacer(rate_limit)
         self.timeout_s = timeout_s
         self.broken = False
-        self._cut = threading.Event()
 
     @classmethod
     def connect(
@@ -119,7 +117,7 @@ class HostTransport:
             )
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
-        ledger = Ledger(self._rank, self.timeout_s + max(sent, received) / self._rate_limit)
+        ledger = Ledger(self._rank, self.timeout_s + self.pacer.longest_s(max(sent, received)))
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []
         try:
@@ -200,12 +198,9 @@ class HostTransport:
 
     def _send(self, sends: Sequence[tuple[int, ShardSource]], ledger: Ledger) -> None:
         unanswered: deque[_Chunk] = deque()
-        may_send_at = time.monotonic()
         try:
             for peer, number, nbytes, view in self._read(sends, unanswered, ledger):
-                # A pause ends when the connections are cut, and sending then tells.
-                self._cut.wait(max(0.0, may_send_at - time.monotonic()))
-                may_send_at = max(may_send_at, time.monotonic()) + nbytes / self._rate_limit
+                self.pacer.wait(nbytes)
                 with ledger.blaming(peer):
                     answer = self._receive_one(nothing(), peer, number, _Kind.ANSWER)
                     data = self._send_one(as_tensor(view), peer, number, _Kind.DATA)
@@ -261,7 +256,7 @@ class HostTransport:
 
     def _disconnect(self) -> None:
         self.broken = True
-        self._cut.set()
+        self.pacer.stop()
         self.connections.disconnect()
 
 

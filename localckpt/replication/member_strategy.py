@@ -67,7 +67,7 @@ class MemberStrategy(ReplicationStrategy):
             )
         super().__init__(timeout_s, process_group, target_device=target_device)
         self._chunk_nbytes = chunk_nbytes
-        self._rate_limit = rate_limit
+        self.rate_limit = rate_limit
         self._members = self._make_membership()
         self._host: HostTransport | None = None
         self._host_name = ""
@@ -166,7 +166,7 @@ class MemberStrategy(ReplicationStrategy):
                 self._members.group.my_global_rank,
                 self.timeout_s,
                 chunk_nbytes=self._chunk_nbytes,
-                rate_limit=self._rate_limit,
+                rate_limit=self.rate_limit,
                 is_given_up=lambda: self._members.in_a_hurry,
             )
             self._host_name = name

@@ -36,13 +36,14 @@ __all__ = [
     "Term",
     "add_terms",
     "schedule",
+    "sent_by_rank",
     "tasks_of",
 ]
 
-ROOM_NBYTES = 32 << 20
+ROOM_NBYTES = 64 << 20
 """The most memory that a rank needs for messages under way, whatever the size of the images."""
 
-_LARGEST_MESSAGE_NBYTES = 4 << 20
+_LARGEST_MESSAGE_NBYTES = 8 << 20
 _SMALLEST_MESSAGE_NBYTES = 512 << 10
 # Rooms for each message that a rank sends in one step: fewer could lock ranks up, see above; with
 # more, messages would have to be smaller, which measured slower.
@@ -135,6 +136,15 @@ def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Sche
         starts += [start] * len(wave)
         start += max((_messages(c, message_nbytes) + len(c.hops) for c in wave), default=0)
     return Schedule(tuple(starts), message_nbytes, _STEPS_OF_ROOM * at_once)
+
+
+def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
+    """How many bytes each rank sends."""
+    sent: dict[int, int] = {}
+    for chain in chains:
+        for hop in chain.hops[:-1]:
+            sent[hop.rank] = sent.get(hop.rank, 0) + chain.nbytes
+    return sent
 
 
 def tasks_of(rank: int, chains: Sequence[Chain], when: Schedule) -> Iterator[Task]:

@@ -30,7 +30,7 @@ class GroupEncoder:
 
     def __init__(self, transport: HostTransport) -> None:
         self.transport = transport
-        self._relay = Relay(transport.connections)
+        self._relay = Relay(transport.connections, transport.pacer)
 
     @property
     def broken(self) -> bool:

@@ -26,12 +26,14 @@ from localckpt.errors import MismatchError, PeerLostError
 from localckpt.replication.connections import HostConnections, as_tensor, nothing, views_last
 from localckpt.replication.last_words import LastWord, ask_whom_to_blame, leave_word
 from localckpt.replication.ledger import Ledger, PeerFailed, first_line
+from localckpt.replication.pacing import Pacer
 from localckpt.replication.parity.chains import (
     Chain,
     Hop,
     Task,
     add_terms,
     schedule,
+    sent_by_rank,
     tasks_of,
 )
 from localckpt.replication.parity.gf import Bytes, Scratch
@@ -61,15 +63,17 @@ class Relay:
 
     Args:
         connections: Made by :meth:`HostConnections.connect`. They stay the caller's.
+        pacer: Says when this rank may send; ``None`` for always.
     """
 
-    def __init__(self, connections: HostConnections) -> None:
+    def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
         if connections.store is None:
             raise MismatchError(
                 "a relay needs connections of its own, made by HostConnections.connect"
             )
         self.connections = connections
         self.broken = False
+        self._pacer = pacer or Pacer()
         self._memory = _Memory()
 
     def run(
@@ -93,8 +97,8 @@ class Relay:
             chains: The same on all ranks.
             sources: What this rank's hops read.
             sinks: Where the sums go that end on this rank.
-            timeout_s: Deadline of it all, in seconds. Finding out who is to blame takes at most
-                eight more.
+            timeout_s: Deadline of it all, in seconds, later by what a limit of its rate makes it
+                take. Finding out who is to blame takes at most eight more.
             landed: Told of every part of a sum that has come to its sink, each chain's in order.
             message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
 
@@ -109,7 +113,7 @@ class Relay:
             )
         job = _Job(
             *(chains, self.connections, sources, sinks, landed),
-            *(self._memory, timeout_s, message_nbytes),
+            *(self._memory, self._pacer, timeout_s, message_nbytes),
         )
         try:
             job.run()
@@ -156,10 +160,13 @@ class _Job:
         sinks: Sinks,
         landed: Landed,
         memory: _Memory,
+        pacer: Pacer,
         timeout_s: float,
         message_nbytes: int | None,
     ) -> None:
-        self.ledger = Ledger(connections.rank, timeout_s)
+        self._pacer = pacer
+        slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
+        self.ledger = Ledger(connections.rank, timeout_s + slow_s)
         self._chains = chains
         self._connections = connections
         self._sources = sources
@@ -273,6 +280,7 @@ class _Job:
 
     def _send(self, ready: _Ready) -> None:
         peer, tag = self._hop(ready.task, 1).rank, _TAGS * ready.task.chain
+        self._pacer.wait(len(ready.memory))
         with self.ledger.blaming(peer):
             answer = self._connections.receive(nothing(), peer, tag + _ANSWER)
             data = self._connections.send(as_tensor(ready.memory), peer, tag + _DATA)

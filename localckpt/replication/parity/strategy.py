@@ -53,6 +53,8 @@ class ParityReplicationStrategy(MemberStrategy):
             variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
         process_group: The ranks of the job; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
+        rate_limit: How many bytes a second this rank sends at most, to leave the network to the
+            training; ``None`` for no limit.
 
     Raises:
         CheckpointingException: An argument is out of range.
@@ -67,6 +69,7 @@ class ParityReplicationStrategy(MemberStrategy):
         failure_domain: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         target_device: str = "cpu",
+        rate_limit: float | None = None,
     ) -> None:
         # Python's True is an int.
         if type(parity) is not int or not 1 <= parity <= MOST_PARITIES:
@@ -83,7 +86,7 @@ class ParityReplicationStrategy(MemberStrategy):
         self._parity, self._group_size = parity, group_size
         self._failure_domain = failure_domain
         self._encoder: GroupEncoder | None = None
-        super().__init__(timeout_s, process_group, target_device)
+        super().__init__(timeout_s, process_group, target_device, rate_limit=rate_limit)
 
     def replicate_image(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
 from localckpt.replication.connections import HostConnections
+from localckpt.replication.pacing import Pacer
 from localckpt.replication.parity.chains import ROOM_NBYTES, schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
 from localckpt.replication.parity.planning import Left, Want, plan_rebuild
@@ -106,6 +107,27 @@ def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int)
 )
 def test_ranks_encode_and_bring_back_what_is_lost(sizes: tuple[int, ...], m: int) -> None:
     run_ranks(_encode_and_lose, len(sizes), sizes, m)
+
+
+def _encode_slowly(rank: int, world_size: int) -> float:
+    layout = ParityLayout((600_000,) * world_size, 1)
+    kept = group(layout)
+    connections = HostConnections.connect("slowly", range(world_size), rank, 20.0)
+    relay = Relay(connections, Pacer(400_000))
+    parity = memoryview(bytearray(layout.parity_nbytes))
+    source = _source(rank, kept[Kind.IMAGE, rank])
+    began = time.monotonic()
+
+    # The deadline alone would be over before.
+    encode(layout, relay, source, parity, 1.0, message_nbytes=100_000)
+
+    assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
+    return time.monotonic() - began
+
+
+def test_no_more_is_sent_in_a_second_than_the_limit_says_and_the_deadline_allows_for_it() -> None:
+    # Each sends as much as its image has; the first message goes at once.
+    assert min(run_ranks(_encode_slowly, 3)) > (600_000 - 100_000) / 400_000
 
 
 def _bad_blocks(rank: int, world_size: int) -> None:

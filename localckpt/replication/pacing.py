@@ -1,0 +1,36 @@
+"""Spreads what one rank sends over time, so that the network has room for the training."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+__all__ = ["Pacer"]
+
+
+class Pacer:
+    """Says when the next bytes may be sent; for one sending thread at a time.
+
+    Args:
+        rate_limit: How many bytes a second may be sent, each message at once; ``None`` for any
+            number.
+    """
+
+    def __init__(self, rate_limit: float | None = None) -> None:
+        self._rate = math.inf if rate_limit is None else rate_limit
+        self._next_at = 0.0
+        self._stopped = threading.Event()
+
+    def wait(self, nbytes: int) -> None:
+        """Return when so many bytes may be sent, or at once when pauses were ended."""
+        self._stopped.wait(max(0.0, self._next_at - time.monotonic()))
+        self._next_at = max(self._next_at, time.monotonic()) + nbytes / self._rate
+
+    def stop(self) -> None:
+        """End all pauses, from another thread too: who sends then finds its connections cut."""
+        self._stopped.set()
+
+    def longest_s(self, nbytes: int) -> float:
+        """How long the limit makes it take to send so many bytes, in seconds."""
+        return nbytes / self._rate

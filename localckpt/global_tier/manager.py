@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,18 +18,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.global_tier.committing import Committing
 from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner, give, read_here
 from localckpt.global_tier.planning import (
     PlanCache,
     PlannedSave,
-    Written,
     plan_save,
     require_same,
 )
@@ -38,7 +35,6 @@ from localckpt.global_tier.reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.save import SaveUnderWay
-from localckpt.global_tier.write import write_files
 from localckpt.global_tier.writer import FileSystemWriterAsync
 
 __all__ = ["GlobalCheckpointManager"]
@@ -121,7 +117,7 @@ class GlobalCheckpointManager:
         self._epoch: int | None = None
         self._newest_iteration = -1
         self._save: SaveUnderWay | None = None
-        self._pickled: tuple[Metadata, bytes] | None = None
+        self._committing = Committing(self._root, self._meeting, self._writer, session_id)
         self._process = os.getpid()
         self._closed = False
 
@@ -211,7 +207,7 @@ class GlobalCheckpointManager:
         except BaseException as error:  # noqa: BLE001 - told to all ranks when they meet
             save.staging_error = error
         save.staged = time.monotonic()
-        save.start(lambda: self._write_and_commit(save), self._free_if_left)
+        save.start(lambda: self._committing.carry_out(save), self._free_if_left)
         if not isinstance(save.staging_error, Exception | None):
             raise save.staging_error
         if not is_async:
@@ -419,67 +415,6 @@ class GlobalCheckpointManager:
     def _begin(self, iteration: int) -> list[Any]:
         begun = self._root.begin(iteration, self._epoch)
         return [begun.folder.epoch, begun.save_id]
-
-    def _write_and_commit(self, save: SaveUnderWay) -> None:
-        """Behind training: write, meet the others, and commit or give up together."""
-        try:
-            with self.plans.kept_if_all_is_well():
-                told = self._meeting.hold(
-                    f"save iteration {save.iteration}",
-                    lambda: self._write(save),
-                    lambda said: [self._commit(save, said)],
-                    name=f"{self.session_id}/{save.iteration}/{save.begun.save_id}",
-                )
-        except BaseException:
-            if self._meeting.is_coordinator and not save.committed:
-                self._root.give_up(save.begun)
-            raise
-        save.committed = True
-        if self._meeting.is_coordinator:
-            self._root.retire(save.begun)
-        if told:
-            raise CheckpointingException(told.decode())
-
-    def _write(self, save: SaveUnderWay) -> bytes:
-        if isinstance(save.staging_error, Exception):
-            raise save.staging_error
-        if save.staging_error is not None:
-            raise CheckpointingException("it was interrupted") from save.staging_error
-        if self._meeting.is_coordinator:
-            self._root.sweep(save.begun)
-        with record_function("localckpt.global.write"):
-            results = self._writer.results(write_files(save.writes))
-        logger.info("wrote %s", save.tell_written())
-        files = {write.path.name: write.nbytes for write in save.writes}
-        return self.plans.say_written(Written(results, files))
-
-    def _commit(self, save: SaveUnderWay, said: list[bytes]) -> bytes:
-        """On the first rank: what all are told beside that it is committed."""
-        written, as_before = self.plans.hear_written(said)
-        files = {name: nbytes for part in written for name, nbytes in part.files.items()}
-        metadata = self._pickle_metadata(save, written, as_before)
-        self._root.commit(save.begun, metadata, files, self.world_size)
-        save.committed = True
-        try:
-            if save.on_commit is not None:
-                save.on_commit()
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            what = f"iteration {save.iteration} is committed, but on_commit failed: {error!r}"
-            return what.encode()
-        return b""
-
-    def _pickle_metadata(
-        self, save: SaveUnderWay, written: list[Written], as_before: bool
-    ) -> bytes:
-        """What the checkpoint holds, and where; made anew when anything of it has changed."""
-        assert save.metadata is not None, "the first rank has planned"
-        if not (as_before and self._pickled and self._pickled[0] is save.metadata):
-            save.metadata.version = CURRENT_DCP_VERSION
-            save.metadata.storage_data = {
-                result.index: result.storage_data for part in written for result in part.results
-            }
-            self._pickled = (save.metadata, pickle.dumps(save.metadata))
-        return self._pickled[1]
 
     def _settle(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""

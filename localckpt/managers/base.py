@@ -257,10 +257,9 @@ class BaseCheckpointManager(ABC):
         self._join()
         assert self._domains is not None
         self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
-        complete = self._known.complete = complete_checkpoints(self._holdings)
+        complete = complete_checkpoints(self._holdings)
         judge_newest(complete, self.world_size)
-        for checkpoint in complete:
-            self._known.take_stock(checkpoint, self._holdings)
+        self._known.found(complete, self._holdings)
         if complete:
             self.latest_iteration = complete[0].iteration
         elif self._holdings.checkpoints:

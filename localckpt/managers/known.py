@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from localckpt.ids import Checkpoint
 from localckpt.managers.coverage import SaveOutcome
@@ -10,7 +11,25 @@ from localckpt.managers.durability import Durability, durability_found, durabili
 from localckpt.managers.holdings import Holdings
 from localckpt.replication.base import ReplicationStrategy
 
-__all__ = ["KnownCheckpoints"]
+__all__ = ["KnownCheckpoints", "Retirement"]
+
+
+Version = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """Which checkpoints may go.
+
+    Attributes:
+        older_than: Those of versions below this one,
+        but: except these,
+        not_below: and those below this.
+    """
+
+    older_than: Version
+    but: frozenset[Version]
+    not_below: Version
 
 
 class KnownCheckpoints:
@@ -29,6 +48,7 @@ class KnownCheckpoints:
         self.complete: list[Checkpoint] = []
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
+        self._has_looked = False
 
     def copies_wanted(self, rank: int) -> int:
         """On how many nodes a rank's shard is to be, its own included."""
@@ -47,6 +67,13 @@ class KnownCheckpoints:
             for iteration in reversed(self.under_way)
         ]
         return captured + [self._reached[c] for c in self.complete if c in self._reached]
+
+    def found(self, complete: Sequence[Checkpoint], holdings: Holdings) -> None:
+        """What a look at all nodes found complete, the newest first."""
+        self.complete = list(complete)
+        self._has_looked = True
+        for checkpoint in complete:
+            self.take_stock(checkpoint, holdings)
 
     def take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far one has climbed."""
@@ -71,17 +98,28 @@ class KnownCheckpoints:
         """One is not, or not yet, among the complete ones."""
         self.complete = [known for known in self.complete if known != checkpoint]
 
-    def keep(self, count: int) -> list[Checkpoint]:
+    def keep(self, count: int) -> Retirement | None:
         """Forget all but the newest, and what must stay beside them.
+
+        Beside them stays the newest that survives the loss of a node, if none of them does.
 
         Args:
             count: How many of the newest are kept.
 
         Returns:
-            What stays beside them: the newest that survives the loss of a node, if none of them
-            does.
+            What may go on each rank; ``None`` if there are not so many.
         """
         kept, older = self.complete[:count], self.complete[count:]
+        if len(kept) < count:
+            return None
         stays = spared(kept, older, self._reached)
         self.complete = [*kept, *stays]
-        return stays
+        reached = [self._reached[known] for known in kept if known in self._reached]
+        safe = stays or any(known.survives_node_loss for known in reached)
+        # Whether a checkpoint of an earlier attempt survives, only who has looked knows.
+        unknown = not safe and not self._has_looked and any(known.lacking for known in reached)
+        return Retirement(
+            older_than=kept[-1].version,
+            but=frozenset(known.version for known in stays),
+            not_below=(kept[-1].version[0], 0, 0, 0) if unknown else (0, 0, 0, 0),
+        )

@@ -210,12 +210,10 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _cleanup(self, iteration: int) -> None:
         self._stored.settle(iteration)
-        if len(self._known.complete) < self.keep_last:
-            return
-        stays = self._known.keep(self.keep_last)
-        oldest_kept = self._known.complete[self.keep_last - 1]
-        spare = {checkpoint.version for checkpoint in stays}
-        self.store.retire(oldest_kept.version, self._adopted_ranks(), spare)
+        if (go := self._known.keep(self.keep_last)) is not None:
+            self.store.retire(
+                go.older_than, self._adopted_ranks(), but=go.but, not_below=go.not_below
+            )
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         self._stored.take_back(iteration)
@@ -224,7 +222,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         """Ranks with a folder on this node that now run elsewhere; one rank looks after them."""
         assert self._domains is not None
         here = [r for r, d in enumerate(self._domains) if d == self._stored.failure_domain]
-        return self.store.ranks_with_folders() - set(here) if self.rank == here[0] else set()
+        return self.store.claim.ranks() - set(here) if self.rank == here[0] else set()
 
     def _newest(self, ckpt_id: CkptID) -> ShardIdentity:
         there = [record.identity for record in self._stored.inventory()]

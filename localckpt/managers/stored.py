@@ -70,8 +70,8 @@ class StoreShelf(Shelf):
         guard: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.store = store
-        self.failure_domain = store.token
-        self.owner = store.owner
+        self.failure_domain = store.claim.token
+        self.owner = store.claim.owner
         self.planner = ImagePlanner(allowed)
         self._allowed = allowed
         self._timeout_s = timeout_s
@@ -101,8 +101,8 @@ class StoreShelf(Shelf):
         return self.store.newest_epoch()
 
     def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
-        self.store.refuse_other_jobs(owners, self._timeout_s)
-        self.store.begin_epoch(epoch)
+        self.store.claim.refuse_other_jobs(owners, self._timeout_s)
+        self.store.claim.begin_epoch(epoch)
 
     def warm_up(self, state: TensorAwareStateDict, like: ShardIdentity) -> None:
         """Lay out a state, and have the memory for it made in the background."""

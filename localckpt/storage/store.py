@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import stat
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-
-from filelock import FileLock, Timeout
 
 from localckpt.errors import (
     CheckpointingException,
@@ -35,22 +31,12 @@ from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
-from localckpt.storage.names import (
-    CORRUPT,
-    DIRTY,
-    EPOCH_NAME,
-    LOCK_NAME,
-    OWNER_NAME,
-    SHARD,
-    SPARE,
-    TOKEN_NAME,
-    session_name,
-    shard_name,
-)
-from localckpt.storage.notes import owner_of, read_note, write_note
-from localckpt.storage.owner import Owner, Running
+from localckpt.storage.names import CORRUPT, DIRTY, SHARD, SPARE, shard_name
+from localckpt.storage.notes import owner_of
+from localckpt.storage.owner import Running
 from localckpt.storage.preflight import check_room
-from localckpt.storage.write import Digests, ShardWrite, sync_folder
+from localckpt.storage.rank_folder import RankFolder
+from localckpt.storage.write import Digests, ShardWrite
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +46,6 @@ __all__ = ["Store", "one_at_a_time"]
 logger = logging.getLogger(__name__)
 
 _IMAGES = (SHARD, SPARE, DIRTY)
-# A process that was killed is there until the kernel has taken back its memory.
-_LEAVING_S = 10.0
-_POLL_S = 0.05
 
 StoreT = TypeVar("StoreT", bound="Store")
 P = ParamSpec("P")
@@ -93,6 +76,9 @@ class Store(ABC):
         rank: Whose folder this process writes.
         timeout_s: How long to wait for another process that is starting here.
 
+    Attributes:
+        claim: The rank's folder, which this process has taken.
+
     Raises:
         StorageError: The directory cannot be used, or a live process of another job owns the
             rank's folder.
@@ -102,28 +88,11 @@ class Store(ABC):
         self.root = Path(root).absolute()
         self.session_id = session_id
         self.rank = rank
-        self._session = self.root / session_name(session_id)
-        self.folder = self._session / str(rank)
         self._lock = threading.RLock()
         self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
-        self._owner = Owner.me()
-        # A process may have several: the last one that was opened has the folder.
-        self._claim = f"{self._owner}\n{secrets.token_hex(8)}"
-        with storage_errors("use", self.folder):
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self._session, self.folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                _require_our_own(folder)
-            try:
-                with FileLock(self.root / LOCK_NAME, timeout=timeout_s, mode=0o600):
-                    self.token = self._read_token()
-                    self._take_folder(timeout_s)
-            except Timeout as error:
-                raise StorageError(
-                    f"another process held {self.root / LOCK_NAME} for {timeout_s:g} s: "
-                    f"see who it is (fuser), and start again once it is gone"
-                ) from error
+        self.claim = RankFolder(self.root, session_id, rank, timeout_s)
+        self.folder, self._session = self.claim.path, self.claim.session
 
     @abstractmethod
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
@@ -231,6 +200,7 @@ class Store(ABC):
         older_than: tuple[int, int, int, int],
         adopted_ranks: Iterable[int],
         but: Collection[tuple[int, int, int, int]] = (),
+        not_below: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> None:
         """Turn this rank's shards of older versions into spares.
 
@@ -239,11 +209,12 @@ class Store(ABC):
             adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
                 go with this rank's.
             but: Older versions that stay.
+            not_below: Shards of versions below this one stay, too.
         """
         old = [
             (identity, path)
             for identity, path in self._shards.items()
-            if identity.version < older_than and identity.version not in but
+            if not_below <= identity.version < older_than and identity.version not in but
         ]
         for identity, path in old:
             if path.parent == self.folder:
@@ -303,50 +274,8 @@ class Store(ABC):
     @one_at_a_time
     def newest_epoch(self) -> int:
         """The highest epoch that began here, whether or not a shard of it is left."""
-        epochs = [identity.generation.epoch for identity in self._shards]
-        with storage_errors("read", self._session):
-            for rank in self.ranks_with_folders():
-                text = read_note(self._session / str(rank) / EPOCH_NAME)
-                # Longer than any header can have.
-                if text.isdecimal() and text.isascii() and len(text) < 19:
-                    epochs.append(int(text))
-        return max(epochs, default=0)
-
-    @property
-    def owner(self) -> str:
-        """This process, in words that tell it from all others of its node."""
-        return str(self._owner)
-
-    def refuse_other_jobs(self, owners: Collection[str], timeout_s: float) -> None:
-        """Make sure that nobody else uses the session on this node.
-
-        Args:
-            owners: The processes of this job.
-            timeout_s: How long one that is ending may take.
-
-        Raises:
-            StorageError: A live process of another job has taken some rank's folder.
-        """
-        with storage_errors("read", self._session):
-            for rank in sorted(self.ranks_with_folders()):
-                folder = self._session / str(rank)
-                _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Note, durably, that an attempt of the job has begun under this number."""
-        path = self.folder / EPOCH_NAME
-        with storage_errors("write", path):
-            write_note(path, str(epoch))
-            sync_folder(self.folder)
-
-    def ranks_with_folders(self) -> set[int]:
-        """Ranks that have ever written here in this session."""
-        with storage_errors("read", self._session):
-            return {
-                int(entry.name)
-                for entry in os.scandir(self._session)
-                if entry.name.isdecimal() and entry.is_dir(follow_symlinks=False)
-            }
+        seen = [identity.generation.epoch for identity in self._shards]
+        return max([*seen, self.claim.newest_epoch()])
 
     def images(self) -> list[Path]:
         """Files of this rank's folder that hold an image, will hold one, or did."""
@@ -383,10 +312,10 @@ class Store(ABC):
         with storage_errors("clean up", self.folder):
             for path in map(self._dirty, unfinished):
                 path.unlink(missing_ok=True)
-            if read_note(self.folder / OWNER_NAME) == self._claim:
+            if self.claim.is_ours:
                 for path in self.folder.glob(f"*{SPARE}"):
                     path.unlink(missing_ok=True)
-                (self.folder / OWNER_NAME).unlink()
+                self.claim.leave()
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)
@@ -468,57 +397,3 @@ class Store(ABC):
             logger.warning("%s is not counted: it belongs to another session", path)
             return None
         return record
-
-    def _read_token(self) -> str:
-        path = self.root / TOKEN_NAME
-        if not path.exists():
-            # Nobody else is here: the lock is held.
-            write_note(path, secrets.token_hex(16))
-        token = read_note(path).strip()
-        if not re.fullmatch(r"[0-9a-f]{32}", token):
-            raise StorageError(
-                f"{path} does not hold a node's name: remove it if nobody else uses {self.root}"
-            )
-        return token
-
-    def _take_folder(self, timeout_s: float) -> None:
-        _await_leaving(self.folder, lambda owner: owner == self._owner, timeout_s)
-        # All folders, because the rank of a dead process may start on another node now.
-        running = Running()
-        for entry in os.scandir(self._session):
-            if entry.is_dir(follow_symlinks=False):
-                _remove_leftovers(Path(entry.path), running)
-        write_note(self.folder / OWNER_NAME, self._claim)
-
-
-def _require_our_own(folder: Path) -> None:
-    status = folder.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise StorageError(f"{folder} is a symbolic link: remove it")
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StorageError(
-            f"{folder} is not this user's alone (owner {status.st_uid}, mode "
-            f"{stat.S_IMODE(status.st_mode):o}; this is user {os.geteuid()}): remove it, make it "
-            f"so (chown, chmod 700), or choose another directory"
-        )
-
-
-def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: float) -> None:
-    """Return when nobody but us owns a rank's folder; raises StorageError when somebody stays."""
-    owner = owner_of(folder)
-    deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
-    while owner is not None and not is_ours(owner) and owner in Running():
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"{folder} is in use by process {owner.pid} of a job that is still running: "
-                f"end it, or give this job another session_id or directory"
-            )
-        time.sleep(_POLL_S)
-
-
-def _remove_leftovers(folder: Path, running: Running) -> None:
-    if owner_of(folder) in running:
-        return
-    for leftover in folder.glob(f"*{DIRTY}"):
-        logger.info("removing %s, which a process that is gone left behind", leftover)
-        leftover.unlink(missing_ok=True)

@@ -495,13 +495,43 @@ def test_what_survives_a_lost_node_is_kept_until_something_newer_does(
     assert told == [[[*lacking, spared], [whole, *lacking][:keep_last]]] * 2
 
 
+def _save_once(rank: int, world_size: int, kind: str) -> None:
+    with cliques(1, 2) as repl, make_manager(kind, node_store(), "job", repl) as manager:
+        manager.save(state_of(rank, 0), 0)
+
+
+def _save_without_looking(rank: int, world_size: int, kind: str) -> list[list[int]]:
+    kept = []
+    with (
+        _breaking(1, 2) as repl,
+        make_manager(kind, node_store(), "job", repl, keep_last=1) as manager,
+    ):
+        for iteration in (1, 2, 3):
+            manager.save(state_of(rank, iteration), iteration)
+            kept.append(sorted(iterations_on(node_store())))
+    return kept
+
+
+@pytest.mark.fault("lost-nodes")
+def test_who_never_looked_keeps_what_an_earlier_attempt_left_until_something_survives(
+    kind: str, nodes: Dirs
+) -> None:
+    stores = nodes(2)
+    run_ranks(_save_once, 2, kind, store_per_node=stores)
+
+    kept = run_ranks(_save_without_looking, 2, kind, store_per_node=stores)
+
+    assert kept == [[[0, 1], [0, 2], [3]]] * 2
+
+
 # Ends.
 
 
-def _leave_one_save_apart(rank: int, world_size: int, with_queue: bool) -> float:
+def _leave_one_save_apart(rank: int, world_size: int, worker: str, with_queue: bool) -> float:
     took_s = 0.0
     with cliques(1, 2, _LONG_S) as repl:
-        manager = make_manager("disk", node_store(), "job", repl, timeout=_LONG_S)
+        options = {"timeout": _LONG_S, "async_worker": worker}
+        manager = make_manager("disk", node_store(), "job", repl, **options)
         queue = localckpt.AsyncCallsQueue(timeout_s=_LONG_S)
         save(manager, state_of(rank, 0), 0, queue)
         if rank == 1:
@@ -535,9 +565,11 @@ def _leave_one_save_apart(rank: int, world_size: int, with_queue: bool) -> float
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("with_queue", [False, True])
 def test_an_error_of_the_training_is_not_held_up_by_a_peer_that_does_not_come(
-    with_queue: bool, node_dirs: Dirs
+    worker: str, with_queue: bool, node_dirs: Dirs
 ) -> None:
-    took_s, _ = run_ranks(_leave_one_save_apart, 2, with_queue, store_per_node=node_dirs(2))
+    stores = node_dirs(2)
+
+    took_s, _ = run_ranks(_leave_one_save_apart, 2, worker, with_queue, store_per_node=stores)
 
     assert took_s < _QUICK_S
 
@@ -565,9 +597,10 @@ def test_saves_after_a_queue_that_was_given_up_are_whole(node_dirs: Dirs) -> Non
     assert run_ranks(_give_up_a_queue_and_go_on, 2, store_per_node=node_dirs(2)) == [0, 0]
 
 
-def _close_with_saves_under_way(rank: int, world_size: int, closes: bool) -> None:
+def _close_with_saves_under_way(rank: int, world_size: int, worker: str, closes: bool) -> None:
     repl = cliques(1, 2, timeout_s=1.0)
-    manager = make_manager("disk", node_store(), "job", repl, timeout=1.0)
+    options = {"timeout": 1.0, "async_worker": worker}
+    manager = make_manager("disk", node_store(), "job", repl, **options)
     queue = localckpt.AsyncCallsQueue(timeout_s=2.0)
     save(manager, state_of(rank, 0), 0, queue)
     if rank == 1:
@@ -588,11 +621,11 @@ def _close_with_saves_under_way(rank: int, world_size: int, closes: bool) -> Non
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_process_ends_well_with_saves_under_way_closed_or_not(
-    closes: bool, node_dirs: Dirs
+    worker: str, closes: bool, node_dirs: Dirs
 ) -> None:
     # A rank that ends by a signal, or not in time, fails this.
     stores = node_dirs(2)
-    run_ranks(_close_with_saves_under_way, 2, closes, store_per_node=stores)
+    run_ranks(_close_with_saves_under_way, 2, worker, closes, store_per_node=stores)
 
     assert run_ranks(_resume, 2, "disk", 0, store_per_node=stores) == ["own node"] * 2
 

@@ -73,8 +73,8 @@ def test_every_rank_of_the_node_sees_the_shards_of_all(node: Node) -> None:
         assert found(store) == shards
         assert_loads(store, identity(4, rank=7))
 
-    assert {store.token for store in stores} == {stores[0].token}
-    assert stores[1].ranks_with_folders() == {0, 1, 2}
+    assert {store.claim.token for store in stores} == {stores[0].claim.token}
+    assert stores[1].claim.ranks() == {0, 1, 2}
 
 
 @pytest.mark.fault("two-jobs")
@@ -87,7 +87,7 @@ def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None
     assert found(other) == {theirs}
     one.retire((99, 0, 0), [])
     assert found(other) == {theirs}
-    assert one.token == other.token
+    assert one.claim.token == other.claim.token
 
 
 NAMES = ["", ".", "..", "a/b", "a%2Fb", "../..", "a b\n", "漢字", "~", "-rf *", "x" * 200, "\0"]
@@ -116,7 +116,7 @@ def test_files_are_for_this_user_alone(node: Node) -> None:
     before = os.umask(0)
     try:
         store = node()
-        store.begin_epoch(1)
+        store.claim.begin_epoch(1)
         save(store, identity(1))
     finally:
         os.umask(before)
@@ -129,12 +129,12 @@ def test_files_are_for_this_user_alone(node: Node) -> None:
 
 def test_the_token_stays_with_the_directory(node: Node) -> None:
     first = node()
-    token = first.token
+    token = first.claim.token
     first.close()
 
-    assert node().token == token
+    assert node().claim.token == token
     shutil.rmtree(node.root)
-    assert node().token != token
+    assert node().claim.token != token
 
 
 def test_a_token_that_is_none_is_an_error_that_says_what_to_do(node: Node) -> None:
@@ -478,13 +478,13 @@ def test_links_pipes_and_folders_among_the_shards_are_not_followed(
     (store.folder.parent / "8").symlink_to(tmp_path)
 
     assert found(store) == set()
-    assert store.ranks_with_folders() == {0}
+    assert store.claim.ranks() == {0}
 
 
 @pytest.mark.fault("hostile-file")
 def test_notes_in_a_folder_that_is_a_link_count_for_nothing(node: Node, tmp_path: Path) -> None:
     store = node()
-    store.begin_epoch(3)
+    store.claim.begin_epoch(3)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / ".epoch").write_text("99")
@@ -493,7 +493,7 @@ def test_notes_in_a_folder_that_is_a_link_count_for_nothing(node: Node, tmp_path
     (store.folder.parent / "8").symlink_to(elsewhere)
 
     store.scan()
-    store.refuse_other_jobs([store.owner], 0.2)
+    store.claim.refuse_other_jobs([store.claim.owner], 0.2)
     assert store.newest_epoch() == 3
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from localckpt.errors import MismatchError
 from localckpt.ids import MOST_MEMBERS
@@ -128,28 +127,6 @@ class ParityLayout:
     def used_nbytes(self, stripe: int) -> int:
         """Length of a stripe's longest chunk; behind it all chunks and rows are zeros."""
         return max(self.chunk(stripe, member).nbytes for member in self.contributors(stripe))
-
-    def stripe_of(self, kind: Kind, member: int, offset: int) -> tuple[int, int]:
-        """The stripe that a byte of what a member keeps belongs to, and its place there."""
-        chunk, position = divmod(offset, self.chunk_nbytes)
-        if kind is Kind.PARITY:
-            return (member - chunk) % self.members, position
-        return (member + 1 + chunk) % self.members, position
-
-    def to_json(self) -> list[Any]:
-        """Compact JSON form."""
-        return [self.parity, list(self.image_nbytes)]
-
-    @classmethod
-    def from_json(cls, fields: Any) -> ParityLayout:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            MismatchError: That is no layout, or one that no group can have.
-        """
-        if not (isinstance(fields, list) and len(fields) == 2 and isinstance(fields[1], list)):
-            raise MismatchError(f"not the layout of a parity group: {fields!r:.200}")
-        return cls(tuple(fields[1]), fields[0])
 
 
 def _is_number(value: object, most: int) -> bool:

@@ -146,7 +146,9 @@ def test_only_the_blocks_that_are_wanted_are_computed() -> None:
 
 def test_one_bad_block_too_many_is_named() -> None:
     layout = ParityLayout((8 * BLOCK_NBYTES,) * 3, 1)
-    stripe, position = layout.stripe_of(Kind.IMAGE, 0, 6 * BLOCK_NBYTES)
+    # A member's chunks lie in the stripes that it holds no parity of, here two.
+    stripe, position = 2, 2 * BLOCK_NBYTES
+    assert layout.chunk(stripe, 0).start + position == 6 * BLOCK_NBYTES
     (other,) = (member for member in layout.contributors(stripe) if member != 0)
     there = {member: member for member in range(3)}
     block = (layout.chunk(stripe, other).start + position) // BLOCK_NBYTES

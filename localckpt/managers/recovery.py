@@ -199,14 +199,17 @@ class Recovery:
         self._holdings.remove(checkpoint, identity.rank, node)
 
     def _set_damaged_aside(self, checkpoint: Checkpoint, session_id: str) -> None:
-        """Those that nobody needs any more; one that was mended stays until it is replaced."""
+        """Those that nobody needs any more; one that was mended stays until it is replaced.
+
+        They are looked at once more: it may be the rank that they were sent to that is broken.
+        """
         for owner, nodes in self._damaged.items():
             identity = checkpoint.shard(owner, session_id)
             for node, why in nodes.items():
                 if reader_on([node], owner, self._holdings) != self._coordinator.rank:
                     continue
                 if owner not in self.rebuilt:
-                    self._shelf.set_aside(identity, why)
+                    self._shelf.doubt(identity, f"read: {why}")
                 elif owner == self._coordinator.rank:
                     self.to_replace[identity] = why
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import localckpt
+from localckpt.errors import CorruptShardError
+from localckpt.managers import rebuilding
 from localckpt.state_dict.digests import BLOCK_NBYTES
 from tests.faults.lives import Lives
-from tests.managers.jobs import assert_same, error_of, files
-from tests.ranks import run_ranks
+from tests.managers.jobs import assert_same, error_of, files, make_manager, resume, state_of
+from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
 
@@ -150,3 +152,47 @@ def test_two_bad_blocks_in_one_place_are_too_many_for_one_parity(node_dirs: Dirs
         assert older == "2 own node"
         assert "iteration 3" in text
         assert "lacks the shards of ranks 0, 1" in text
+
+
+def _save_one(rank: int, world_size: int) -> None:
+    with (
+        localckpt.ParityReplicationStrategy(1, world_size) as repl,
+        make_manager("disk", node_store(), "job", repl) as manager,
+    ):
+        manager.save(state_of(rank, 3), 3)
+
+
+def _load_with_bad_memory(rank: int, world_size: int) -> str:
+    """Whatever comes to rank 0 is spoiled there."""
+    with (
+        localckpt.ParityReplicationStrategy(1, world_size) as repl,
+        make_manager("disk", node_store(), "job", repl) as manager,
+    ):
+        if rank == 0:
+            rebuilding.ImageHead.matches = lambda *_: False
+
+            def spoiled(*_: Any) -> Any:
+                raise CorruptShardError("a bit has flipped")
+
+            manager._shelf.restore = spoiled
+        assert manager.find_latest() == 3
+        return error_of(manager.load, localckpt.NoReplicasAvailableError)
+
+
+def _load_elsewhere(rank: int, world_size: int) -> str:
+    with make_manager("disk", node_store(), "job") as manager:
+        return resume(manager, rank, 3)
+
+
+@pytest.mark.fault("bad-copies")
+def test_a_rank_with_bad_memory_does_not_talk_others_out_of_good_copies(node_dirs: Dirs) -> None:
+    nodes = node_dirs(3)
+    run_ranks(_save_one, 3, store_per_node=nodes)
+    # Ranks 0 and 1 come back on each other's nodes, so each is sent its shard.
+    moved = [nodes[1], nodes[0], nodes[2]]
+
+    told = run_ranks(_load_with_bad_memory, 3, store_per_node=moved)
+
+    assert all("a bit has flipped" in text for text in told)
+    assert not [name for name in files(*nodes) if ".corrupt" in name]
+    assert run_ranks(_load_elsewhere, 3, store_per_node=nodes) == ["own node"] * 3

@@ -267,7 +267,12 @@ class Rebuilding:
         source, bad = group.sources[Kind.IMAGE, rank], set()
         for block in group.findings.left.bad_blocks[Kind.IMAGE, group.place[rank]]:
             start = block * BLOCK_NBYTES
-            content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
+            try:
+                content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
+            except (StorageError, CorruptShardError):
+                # It can be done without, as it was to be.
+                bad.add(block)
+                continue
             if not group.heads[rank].matches(block, content):
                 bad.add(block)
         return bad

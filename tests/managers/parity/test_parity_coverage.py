@@ -213,7 +213,10 @@ def test_every_parity_that_is_there_counts_as_a_copy(m: int) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2), 0), ((0, 1, 1), 1), ((0, 1, MOST_RANKS), 1)],
+    [
+        *(((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2), 0), ((0, 1, 1), 1), ((0, 1, MOST_RANKS), 1)),
+        ((0, 1, 2, 3, 4), 3),
+    ],
 )
 def test_groups_that_cannot_be_are_refused(fields: tuple[tuple[int, ...], int]) -> None:
     with pytest.raises(MismatchError):

@@ -19,7 +19,13 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import CheckpointingException, CliqueReplicationStrategy, PeerLostError
+from localckpt import (
+    CheckpointingException,
+    CliqueReplicationStrategy,
+    PeerLostError,
+    SaveFailedError,
+    StorageError,
+)
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -395,6 +401,42 @@ def test_a_peer_that_comes_after_the_deadline_costs_the_copies_of_that_save(
 
     lacking = "iteration 1 is local, 1 of 2: 2 shards lack copies"
     assert told == [([lacking, "iteration 2 is replicated, 2 of 2"], 1)] * 2
+
+
+def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
+    given_up = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            given_up.set()
+
+    logging.getLogger("localckpt.managers.replicator").addHandler(Listener())
+    with (
+        CliqueReplicationStrategy.from_replication_params(1, 2) as repl,
+        make_manager("disk", node_store(), "job", repl) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        repl.take_timeout(0.5)
+        if rank == 1:
+            await_announced("zero has given up")
+        else:
+
+            def stage(*_: Any, **__: Any) -> Any:
+                raise StorageError("no memory is left")
+
+            manager._shelf.stage = stage
+        _begin(manager, queue, rank, 1)
+        if rank == 0:
+            assert given_up.wait(MAX_S)
+            announce("zero has given up")
+        return error_of(lambda: queue.maybe_finalize_async_calls(blocking=True), SaveFailedError)
+
+
+def test_the_first_thing_that_went_wrong_is_what_all_ranks_are_told(node_dirs: Dirs) -> None:
+    told = run_ranks(_fail_before_a_late_peer_comes, 2, store_per_node=node_dirs(2))
+
+    assert told[0] == told[1]
+    assert "rank 0: StorageError: no memory is left" in told[0]
 
 
 def _fail_without_collecting(rank: int, world_size: int, strict: bool) -> list[bool]:

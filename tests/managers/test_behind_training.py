@@ -26,6 +26,12 @@ from localckpt import (
     SaveFailedError,
     StorageError,
 )
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.managers import stored
+from localckpt.managers.stored import StoreShelf
+from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.disk import DiskStore
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -202,6 +208,33 @@ def test_an_image_that_is_being_sent_is_not_overwritten_by_a_later_save(
         == [[f"iteration {number} is replicated, 2 of 2" for number in range(newest, -1, -1)]] * 2
     )
     assert run_ranks(_resume, 2, kind, newest, store_per_node=stores[::-1]) == ["own node"] * 2
+
+
+def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    seal = stored.seal
+
+    def seal_late(*args: Any) -> None:
+        time.sleep(0.3)
+        seal(*args)
+        over.set()
+
+    monkeypatch.setattr(stored, "seal", seal_late)
+    store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
+    shelf = StoreShelf(store, SafeGlobals(()), MAX_S)
+    identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
+    shard = shelf.stage(wrapped(state_of(0, 1)), identity, travels=True)
+    # Another process is done with it, and the peer was lost before all was sent.
+    shard.payload.buffer.give_back()
+    assert shelf.is_busy()
+
+    shelf.was_sent(identity)
+
+    assert over.is_set()
+    assert not shelf.is_busy()
+    shelf.close()
 
 
 # The order of replications.

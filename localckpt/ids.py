@@ -14,6 +14,7 @@ from localckpt.errors import MismatchError
 __all__ = [
     "MOST_DIGITS",
     "MOST_MEMBERS",
+    "MOST_PARITIES",
     "MOST_RANKS",
     "SAVES_AN_ATTEMPT",
     "Checkpoint",
@@ -36,6 +37,9 @@ MOST_RANKS = 1 << 20
 
 MOST_MEMBERS = 255
 """No parity group has more: so many different powers x has in the field of its arithmetic."""
+
+MOST_PARITIES = 2
+"""No parity group has more."""
 
 
 class CkptID(NamedTuple):
@@ -173,10 +177,12 @@ class ParityGroup:
         # JSON's true is an int to Python.
         if set(map(type, (*self.ranks, self.parity))) != {int}:
             raise MismatchError("the ranks of a parity group, and its parities, are whole numbers")
-        if not 1 <= self.parity <= len(self.ranks) - 2 < MOST_MEMBERS - 1:
+        most = min(MOST_PARITIES, len(self.ranks) - 2)
+        if not 1 <= self.parity <= most or len(self.ranks) > MOST_MEMBERS:
             raise MismatchError(
                 f"a group of {len(self.ranks)} ranks with {self.parity} parities cannot be: there "
-                f"are at least two ranks more than parities, and at most {MOST_MEMBERS}"
+                f"are at most {MOST_PARITIES} parities, at least two ranks more than these, and at "
+                f"most {MOST_MEMBERS}"
             )
         if len(set(self.ranks)) < len(self.ranks) or not (
             0 <= min(self.ranks) <= max(self.ranks) < MOST_RANKS

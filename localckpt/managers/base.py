@@ -402,7 +402,9 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         self._join()
         assert self._domains is not None
-        return chances_of_loss(self._domains, self._strategy.keepers)
+        parity = self._strategy.parity
+        groups = self._strategy.cliques() if parity else []
+        return chances_of_loss(self._domains, self._strategy.keepers, parity, groups)
 
     def _finish_copies(self) -> None:
         if self._redundancy is not None:

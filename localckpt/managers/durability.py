@@ -101,19 +101,30 @@ def durability_found(
     )
 
 
-def chances_of_loss(nodes: Sequence[str], keepers: Mapping[int, Sequence[int]]) -> list[LossChance]:
+def chances_of_loss(
+    nodes: Sequence[str],
+    keepers: Mapping[int, Sequence[int]],
+    parity: int = 0,
+    parity_groups: Iterable[Iterable[int]] = (),
+) -> list[LossChance]:
     """How likely data is lost with 1, 2, ... nodes, for a checkpoint with all its copies.
 
     Args:
         nodes: For each rank of the job its node.
         keepers: For each rank those that keep a copy of its shard.
+        parity: How many parities each group has, where there are no copies.
+        parity_groups: The ranks of each group, each on another node.
     """
-    groups = [
-        frozenset(nodes[keeper] for keeper in (rank, *keepers.get(rank, ())))
-        for rank in range(len(nodes))
-    ]
+    if parity:
+        groups = [frozenset(nodes[rank] for rank in ranks) for ranks in parity_groups]
+        spare = [parity] * len(groups)
+    else:
+        groups = [
+            frozenset(nodes[keeper] for keeper in (rank, *keepers.get(rank, ())))
+            for rank in range(len(nodes))
+        ]
+        spare = [len(group) - 1 for group in groups]
     most = min(_MOST_LOST, len(set(nodes)))
-    spare = [len(group) - 1 for group in groups]
     return [loss_of_groups(groups, spare, lost) for lost in range(1, most + 1)]
 
 

@@ -22,7 +22,14 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import Checkpoint, ShardIdentity
-from localckpt.managers.repairs import NOTHING_FOUND, Repair, Seen, require_group, take_together
+from localckpt.managers.repairs import (
+    NOTHING_FOUND,
+    Repair,
+    Seen,
+    require_group,
+    take_together,
+    turns,
+)
 from localckpt.managers.shelf import Shelf
 from localckpt.managers.watched import WatchedSource
 from localckpt.replication.agreement import Attempt, agree
@@ -105,8 +112,10 @@ class Rebuilding:
             if self.gone or new:
                 return False
             usual_s = self._coordinator.timeout_s
-            # A rank that is in several groups takes one after the other.
-            self._coordinator.timeout_s = max(usual_s, 3 * self._timeout_s * len(self._groups))
+            # A rank that is in several groups takes one after the other. Most are in one: nobody
+            # is to wait for all groups of the job when a rank is lost.
+            in_turn = turns(group.repair for group in self._groups)
+            self._coordinator.timeout_s = max(usual_s, 3 * self._timeout_s * in_turn)
             try:
                 return self._carry_out(name, opened)
             finally:
@@ -267,7 +276,12 @@ class Rebuilding:
         source, bad = group.sources[Kind.IMAGE, rank], set()
         for block in group.findings.left.bad_blocks[Kind.IMAGE, group.place[rank]]:
             start = block * BLOCK_NBYTES
-            content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
+            try:
+                content = source.read(start, min(start + BLOCK_NBYTES, source.nbytes))
+            except (StorageError, CorruptShardError):
+                # It can be done without, as it was to be.
+                bad.add(block)
+                continue
             if not group.heads[rank].matches(block, content):
                 bad.add(block)
         return bad

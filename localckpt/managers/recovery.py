@@ -102,6 +102,8 @@ class Recovery:
         self._repairs: list[Repair] = []
         # Nodes with copies that are good in part, by rank, and what is wrong with them.
         self._damaged: dict[int, dict[str, str]] = {}
+        # The same of parities, by rank and node; they are of use until all is loaded.
+        self._damaged_parities: list[tuple[int, str]] = []
         self._hopeless: set[int] = set()
         self._room: memoryview | None = None
         self.bad: list[tuple[ShardIdentity, int, str]] = []
@@ -122,6 +124,7 @@ class Recovery:
                 cure; raised on all ranks.
         """
         self._damaged, self._hopeless, self.rebuilt, self.to_replace = {}, set(), {}, {}
+        self._damaged_parities = []
         mine = checkpoint.shard(self._coordinator.rank, session_id)
         try:
             while True:
@@ -142,6 +145,9 @@ class Recovery:
                 phase = f"load iteration {checkpoint.iteration}"
                 if self._all_well(phase, outcome, checkpoint, session_id):
                     self._set_damaged_aside(checkpoint, session_id)
+                    for owner, node in self._damaged_parities:
+                        # It is to be made anew.
+                        self._holdings.remove_parity(checkpoint, owner, node)
                     return loaded
         except BaseException:
             self._drop_room(mine)
@@ -172,19 +178,22 @@ class Recovery:
         for rank, why in rebuilding.hopeless.items():
             logger.error("%s cannot be computed: %s", checkpoint.shard(rank, session_id), why)
         self._hopeless |= rebuilding.hopeless.keys()
+        # What was damaged may have failed altogether since.
+        gone = {(kind, owner, reader) for kind, owner, reader, _ in rebuilding.gone}
         for kind, owner, reader, why in [*rebuilding.gone, *rebuilding.damaged]:
             node = self._holdings.node_of(reader)
             identity = checkpoint.shard(owner, session_id)
             if kind is Kind.IMAGE:
                 self._take_out(checkpoint, identity, reader, why)
-                if (kind, owner, reader, why) in rebuilding.gone:
+                if (kind, owner, reader) in gone:
                     self._damaged.get(owner, {}).pop(node, None)
                 else:
                     self._damaged.setdefault(owner, {}).setdefault(node, why)
                 continue
-            if (kind, owner, reader, why) in rebuilding.gone or done:
-                # What is good of it was of use; it is to be made anew.
+            if (kind, owner, reader) in gone:
                 self._holdings.remove_parity(checkpoint, owner, node)
+            else:
+                self._damaged_parities.append((owner, node))
             if reader == self._coordinator.rank:
                 self.to_replace[identity.parity] = why
         return done
@@ -199,14 +208,17 @@ class Recovery:
         self._holdings.remove(checkpoint, identity.rank, node)
 
     def _set_damaged_aside(self, checkpoint: Checkpoint, session_id: str) -> None:
-        """Those that nobody needs any more; one that was mended stays until it is replaced."""
+        """Those that nobody needs any more; one that was mended stays until it is replaced.
+
+        They are looked at once more: it may be the rank that they were sent to that is broken.
+        """
         for owner, nodes in self._damaged.items():
             identity = checkpoint.shard(owner, session_id)
             for node, why in nodes.items():
                 if reader_on([node], owner, self._holdings) != self._coordinator.rank:
                     continue
                 if owner not in self.rebuilt:
-                    self._shelf.set_aside(identity, why)
+                    self._shelf.doubt(identity, f"read: {why}")
                 elif owner == self._coordinator.rank:
                     self.to_replace[identity] = why
 

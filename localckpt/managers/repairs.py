@@ -6,7 +6,7 @@ read it, and they plan again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "reader_on",
     "require_group",
     "take_together",
+    "turns",
 ]
 
 
@@ -107,6 +108,15 @@ def reader_on(nodes: Sequence[str], owner: int, holdings: Holdings) -> int:
         return owner
     ranks = holdings.ranks_on[nodes[0]]
     return ranks[owner % len(ranks)]
+
+
+def turns(repairs: Iterable[Repair]) -> int:
+    """How many repairs may have to wait for one another, where each rank makes its own in order."""
+    of_rank: dict[int, int] = {}
+    for repair in repairs:
+        turn = 1 + max(of_rank.get(rank, 0) for rank in repair.ranks)
+        of_rank.update(dict.fromkeys(repair.ranks, turn))
+    return max(of_rank.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,20 +100,25 @@ class Replicator:
             CheckpointingException: The copies could not be made, and the save must not stand
                 without them; or nobody knows, after all deadlines.
         """
-        if save.copies is None:
+        # Looked at once: another thread may drop them when they have failed.
+        if (copies := save.copies) is None:
             return []
         self.settle(save)
-        if not save.copies.done():
+        if not copies.done():
             raise CheckpointingException(
                 f"replicating iteration {save.identity.iteration} has not ended after "
                 f"{STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
             )
-        return save.copies.result()
+        try:
+            return copies.result()
+        finally:
+            # An error keeps the frames that it came through: it must not be in one of them itself.
+            del copies
 
     def settle(self, save: SaveUnderWay) -> None:
         """Return when nothing is being sent or received for a save, or its deadlines are past."""
-        if save.copies is not None:
-            wait_for_futures([save.copies], STEPS * self._timeout_s)
+        if (copies := save.copies) is not None:
+            wait_for_futures([copies], STEPS * self._timeout_s)
 
     def cancel(self) -> None:
         """End what is under way; the other ranks may not come any more."""

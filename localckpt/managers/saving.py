@@ -172,7 +172,8 @@ def _note_failure(save: SaveUnderWay, error: Exception) -> None:
         str(error),
         exc_info=not isinstance(error, CheckpointingException),
     )
-    save.error, save.shards = f"{type(error).__name__}: {error}", []
+    # What went wrong first is why; what follows from it says less.
+    save.error, save.shards = save.error or f"{type(error).__name__}: {error}", []
     if save.copies is not None and save.copies.done():
         # It may hold this error, and that what it came through, this save included.
         save.copies = None

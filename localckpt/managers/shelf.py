@@ -171,7 +171,7 @@ class Shelf(ABC):
 
     @abstractmethod
     def doubt(self, identity: ShardIdentity, why: str) -> None:
-        """Another rank got a bad copy from here: set it aside if it is bad here, too."""
+        """A copy from here was bad where it was read: set it aside if it is bad here, too."""
 
     @abstractmethod
     def close(self) -> None:

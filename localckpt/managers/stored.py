@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,6 +124,9 @@ class StoreShelf(Shelf):
             copies.wait()
 
     def was_sent(self, identity: ShardIdentity) -> None:
+        # Another process may have written it, with digests of its own, before those are here that
+        # nobody got to send: they would be put into the next image.
+        wait_for_futures(self._sealings)
         with self._lock:
             sent = [begun.buffer for begun in self._begun if begun.identity == identity]
         for buffer in sent:

@@ -93,8 +93,9 @@ class MemberStrategy(ReplicationStrategy):
 
     def give_up(self) -> None:
         self._members.stop_waiting()
-        if self._host is not None:
-            self._host.abort()
+        # Looked at once: another thread may be about to connect anew.
+        if (host := self._host) is not None:
+            host.abort()
 
     def close(self) -> None:
         if os.getpid() != self._process:
@@ -170,6 +171,9 @@ class MemberStrategy(ReplicationStrategy):
                 is_given_up=lambda: self._members.in_a_hurry,
             )
             self._host_name = name
+            if self._members.in_a_hurry:
+                # There was nothing to abort yet.
+                self._host.abort()
         return self._host
 
 

@@ -19,7 +19,19 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import CheckpointingException, CliqueReplicationStrategy, PeerLostError
+from localckpt import (
+    CheckpointingException,
+    CliqueReplicationStrategy,
+    PeerLostError,
+    SaveFailedError,
+    StorageError,
+)
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.managers import stored
+from localckpt.managers.stored import StoreShelf
+from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.disk import DiskStore
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -196,6 +208,33 @@ def test_an_image_that_is_being_sent_is_not_overwritten_by_a_later_save(
         == [[f"iteration {number} is replicated, 2 of 2" for number in range(newest, -1, -1)]] * 2
     )
     assert run_ranks(_resume, 2, kind, newest, store_per_node=stores[::-1]) == ["own node"] * 2
+
+
+def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    seal = stored.seal
+
+    def seal_late(*args: Any) -> None:
+        time.sleep(0.3)
+        seal(*args)
+        over.set()
+
+    monkeypatch.setattr(stored, "seal", seal_late)
+    store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
+    shelf = StoreShelf(store, SafeGlobals(()), MAX_S)
+    identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
+    shard = shelf.stage(wrapped(state_of(0, 1)), identity, travels=True)
+    # Another process is done with it, and the peer was lost before all was sent.
+    shard.payload.buffer.give_back()
+    assert shelf.is_busy()
+
+    shelf.was_sent(identity)
+
+    assert over.is_set()
+    assert not shelf.is_busy()
+    shelf.close()
 
 
 # The order of replications.
@@ -395,6 +434,42 @@ def test_a_peer_that_comes_after_the_deadline_costs_the_copies_of_that_save(
 
     lacking = "iteration 1 is local, 1 of 2: 2 shards lack copies"
     assert told == [([lacking, "iteration 2 is replicated, 2 of 2"], 1)] * 2
+
+
+def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
+    given_up = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            given_up.set()
+
+    logging.getLogger("localckpt.managers.replicator").addHandler(Listener())
+    with (
+        CliqueReplicationStrategy.from_replication_params(1, 2) as repl,
+        make_manager("disk", node_store(), "job", repl) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        repl.take_timeout(0.5)
+        if rank == 1:
+            await_announced("zero has given up")
+        else:
+
+            def stage(*_: Any, **__: Any) -> Any:
+                raise StorageError("no memory is left")
+
+            manager._shelf.stage = stage
+        _begin(manager, queue, rank, 1)
+        if rank == 0:
+            assert given_up.wait(MAX_S)
+            announce("zero has given up")
+        return error_of(lambda: queue.maybe_finalize_async_calls(blocking=True), SaveFailedError)
+
+
+def test_the_first_thing_that_went_wrong_is_what_all_ranks_are_told(node_dirs: Dirs) -> None:
+    told = run_ranks(_fail_before_a_late_peer_comes, 2, store_per_node=node_dirs(2))
+
+    assert told[0] == told[1]
+    assert "rank 0: StorageError: no memory is left" in told[0]
 
 
 def _fail_without_collecting(rank: int, world_size: int, strict: bool) -> list[bool]:

@@ -22,8 +22,10 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import CkptID
+from localckpt.replication import member_strategy
 from localckpt.replication.exchange import plan_exchange
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
+from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -288,6 +290,34 @@ def _never_call(rank: int, world_size: int) -> float:
 @pytest.mark.fault("silent-peer")
 def test_a_member_that_never_saves_is_named_at_the_deadline() -> None:
     assert 0.9 < run_ranks(_never_call, 2)[0] < 10.0
+
+
+def _give_up_when_connected(rank: int, world_size: int) -> float:
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=20)
+    connect = HostTransport.connect
+
+    def connected(*args: Any, **more: Any) -> HostTransport:
+        transport = connect(*args, **more)
+        if rank == 0:
+            # By another thread, which finds no connection yet that it could cut.
+            strategy.give_up()
+        else:
+            await_announced("zero has given up")
+        return transport
+
+    member_strategy.HostTransport.connect = connected  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(PeerLostError):
+        _replicate(strategy, rank, 1)
+    took = time.monotonic() - started
+    if rank == 0:
+        announce("zero has given up")
+    strategy.close()
+    return took
+
+
+def test_what_is_given_up_while_it_connects_waits_for_nobody() -> None:
+    assert max(run_ranks(_give_up_when_connected, 2)) < 10.0
 
 
 def _send_slowly(rank: int, world_size: int) -> float:

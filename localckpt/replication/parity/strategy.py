@@ -13,13 +13,12 @@ from localckpt.errors import (
     MismatchError,
     SameMachineReplicationException,
 )
-from localckpt.ids import CkptID, ParityGroup
+from localckpt.ids import MOST_PARITIES, CkptID, ParityGroup
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.base import Accept, AcceptParity
 from localckpt.replication.member_strategy import Announcement, MemberStrategy
 from localckpt.replication.membership import Membership
 from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
-from localckpt.replication.parity.stripes import MOST_PARITIES
 from localckpt.replication.placement import place_cliques
 from localckpt.state_dict.parity_image import head_nbytes
 from localckpt.state_dict.parity_of import ParityOf

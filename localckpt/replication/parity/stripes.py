@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from localckpt.errors import MismatchError
-from localckpt.ids import MOST_MEMBERS
+from localckpt.ids import MOST_MEMBERS, MOST_PARITIES
 from localckpt.state_dict.digests import BLOCK_NBYTES
 
-__all__ = ["MOST_PARITIES", "Kind", "ParityLayout", "Strip"]
+__all__ = ["Kind", "ParityLayout", "Strip"]
 
-MOST_PARITIES = 2
 # Far above any image, and sums of it stay exact in whatever reads the JSON.
 _MOST_NBYTES = 1 << 50
 

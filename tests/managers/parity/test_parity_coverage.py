@@ -19,6 +19,7 @@ from localckpt.managers.durability import durability_found, durability_saved
 from localckpt.managers.explanation import explain
 from localckpt.managers.holdings import Holdings, ranks_by_node, tell
 from localckpt.managers.parity_coverage import can_rebuild, minimal
+from localckpt.managers.repairs import Repair, turns
 from localckpt.replication.parity.gf import inverse, multiply, power
 from localckpt.replication.parity.strategy import place_parity_groups
 from localckpt.replication.parity.stripes import ParityLayout
@@ -212,8 +213,33 @@ def test_every_parity_that_is_there_counts_as_a_copy(m: int) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2), 0), ((0, 1, 1), 1), ((0, 1, MOST_RANKS), 1)],
+    [
+        *(((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2), 0), ((0, 1, 1), 1), ((0, 1, MOST_RANKS), 1)),
+        ((0, 1, 2, 3, 4), 3),
+    ],
 )
 def test_groups_that_cannot_be_are_refused(fields: tuple[tuple[int, ...], int]) -> None:
     with pytest.raises(MismatchError):
         ParityGroup(*fields)
+
+
+@pytest.mark.parametrize(
+    ("readers", "expected"),
+    [
+        ([], 0),
+        ([{0, 1, 2}], 1),
+        # One node of four ranks is lost: nobody takes part in more than one repair.
+        ([{0, 4, 8}, {1, 5, 9}, {2, 6, 10}, {3, 7, 11}], 1),
+        # Rank 4 reads for two groups; and rank 8 waits for it, and has ranks waiting in turn.
+        ([{0, 4}, {4, 8}, {1, 5}], 2),
+        ([{0, 4}, {4, 8}, {8, 12}, {1, 12}], 4),
+    ],
+)
+def test_repairs_wait_for_each_other_only_where_they_share_ranks(
+    readers: list[set[int]], expected: int
+) -> None:
+    group = ParityGroup((0, 1, 2), 1)
+
+    repairs = [Repair(group, {rank: rank for rank in ranks}, {}, ()) for ranks in readers]
+
+    assert turns(repairs) == expected

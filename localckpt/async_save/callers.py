@@ -195,6 +195,7 @@ class AsyncCaller(ABC):
                 waiting = False
                 if not call.then_runs and call.stop():
                     return True
+                self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
                 if self._runner is not None:
                     self._left_behind.append(self._runner)
                 self._runner = self._running = None

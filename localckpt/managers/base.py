@@ -161,7 +161,10 @@ class BaseCheckpointManager(ABC):
 
     @abstractmethod
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
-        """Keep a shard. Its tensors are in host memory, and it belongs to the hook."""
+        """Keep a shard. Its tensors are in host memory, and it belongs to the hook.
+
+        It may run in another thread, or process, while the other hooks are called.
+        """
 
     @abstractmethod
     def _cleanup(self, iteration: int) -> None:

@@ -18,6 +18,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Checkpoint, CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.parity_coverage import least_losses
 from localckpt.managers.recovery import plan_shards
 from localckpt.managers.saving import Saving
 from localckpt.managers.stored import StoreShelf
@@ -131,8 +132,9 @@ class Redundancy:
         if parity:
             missing = shards_away(checkpoint, holdings)
             groups = [ParityGroup(tuple(ranks), parity) for ranks in self._strategy.cliques()]
-            kept = holdings.parities(checkpoint)
-            groups = [g for g in groups if len(kept.get(g, ())) < len(g.ranks)]
+            # Of other groups it does as well: to replace it would take it away until all is there.
+            bears = least_losses(checkpoint, holdings)
+            groups = [g for g in groups if any(bears[rank] <= parity for rank in g.ranks)]
         else:
             missing, groups = missing_copies(checkpoint, holdings, self._strategy.keepers), []
         if not (missing or groups or rebuilt):

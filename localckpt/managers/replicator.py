@@ -90,7 +90,7 @@ class Replicator:
             save.copies.set_result(self._replicate(turn, save, shelf, own, error))
         except BaseException as failure:
             save.copies.set_exception(failure)
-            if own is not None:
+            if own is not None or not isinstance(failure, Exception):
                 raise
 
     def finish(self, save: SaveUnderWay) -> list[StagedShard]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localckpt.errors import PeerLostError
 from localckpt.ids import ParityGroup
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.encode import encode
@@ -58,7 +57,23 @@ class GroupEncoder:
             PeerLostError: A member died, stopped or failed.
             CheckpointingException: The source failed, or the arguments do not fit.
         """
-        encode(layout_of(of), self._relay, source, room.parity, timeout_s)
+        try:
+            encode(layout_of(of), self._relay, source, room.parity, timeout_s)
+            self._exchange_heads(of, source, room, head_nbytes, timeout_s)
+        except BaseException:
+            # The other members are not to wait for this one until their deadline.
+            self._relay.close()
+            self.transport.abort()
+            raise
+
+    def _exchange_heads(
+        self,
+        of: ParityOf,
+        source: ShardSource,
+        room: ParityRoom,
+        head_nbytes: Sequence[int],
+        timeout_s: float,
+    ) -> None:
         ranks = self.transport.connections.ranks
         here, count = ranks.index(self.transport.connections.rank), len(ranks)
         head = MemorySource(memoryview(bytearray(read_head(source))))
@@ -70,11 +85,7 @@ class GroupEncoder:
             at += head_nbytes[member]
         sends = [(ranks[(here + step) % count], head) for step in range(1, of.group.parity + 1)]
         self.transport.timeout_s = timeout_s
-        try:
-            self.transport.exchange(sends, receives)
-        except PeerLostError:
-            self._relay.close()
-            raise
+        self.transport.exchange(sends, receives)
 
     def close(self) -> None:
         """Give the memory for messages back."""

@@ -13,7 +13,7 @@ from localckpt.errors import (
     MismatchError,
     SameMachineReplicationException,
 )
-from localckpt.ids import MOST_PARITIES, CkptID, ParityGroup
+from localckpt.ids import MOST_MEMBERS, MOST_PARITIES, CkptID, ParityGroup
 from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.base import Accept, AcceptParity
 from localckpt.replication.member_strategy import Announcement, MemberStrategy
@@ -81,6 +81,10 @@ class ParityReplicationStrategy(MemberStrategy):
                 f"group_size is {group_size!r}; with parity={parity} it must be at least "
                 f"{parity + 2}: in a smaller group parity takes as much as copies do, so use "
                 f"CliqueReplicationStrategy"
+            )
+        if group_size > MOST_MEMBERS:
+            raise CheckpointingException(
+                f"group_size is {group_size}; it can be {MOST_MEMBERS} at most"
             )
         self._parity, self._group_size = parity, group_size
         self._failure_domain = failure_domain

@@ -103,6 +103,27 @@ def test_ranks_that_come_back_on_other_nodes_get_their_shards_and_new_parity(
         run_ranks(_restart, 3, "disk", 1, 3, store_per_node=order)
 
 
+def _parity_files(nodes: list[Path]) -> dict[str, bytes]:
+    kept = [path for node in nodes for path in node.rglob("*000003.*.parity.safetensors")]
+    return {path.name: path.read_bytes() for path in kept}
+
+
+def test_parity_of_other_groups_stays_while_it_does_as_well(node_dirs: Dirs) -> None:
+    nodes = node_dirs(6)
+    run_ranks(_save, 6, "disk", 1, 3, store_per_node=nodes)
+    before = _parity_files(nodes)
+
+    told = run_ranks(_restart, 6, "disk", 1, 6, store_per_node=nodes)
+
+    assert told == [["own node", 0, "iteration 3 is replicated, 2 of 2"]] * 6
+    assert _parity_files(nodes) == before
+    # Of what they can no longer give, the new group makes parity of its own.
+    _empty(nodes[0])
+    told = run_ranks(_restart, 6, "disk", 1, 6, store_per_node=nodes)
+    assert [rest for _, *rest in told] == [[0, "iteration 3 is replicated, 2 of 2"]] * 6
+    assert len(_parity_files(nodes)) == 6
+
+
 def _restart_without(rank: int, world_size: int) -> tuple[str, int]:
     with make_manager("disk", node_store(), "job") as manager:
         assert manager.find_latest() == 3

@@ -47,19 +47,15 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A member's image, or some blocks of it, for a rank; the same for parity.
+    """A member's image, for a rank.
 
     Attributes:
         rank: Where it is to be.
-        kind: Image or parity.
         member: Whose.
-        blocks: Which blocks; ``None`` for all.
     """
 
     rank: int
     member: int
-    kind: Kind = Kind.IMAGE
-    blocks: frozenset[int] | None = None
 
 
 def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> list[Chain]:
@@ -76,11 +72,11 @@ def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> lis
     chains: list[Chain] = []
     hopeless: list[str] = []
     for want in wants:
-        for stripe, place in _places(layout, want):
+        for stripe, place in _places(layout, want.member):
             symbols = _Symbols.of(layout, stripe)
             # The same sum of the same parts is one chain, wherever in the stripe it is needed.
             spans: dict[tuple[tuple[Strip, int], ...], list[tuple[int, int]]] = {}
-            for start, stop in _spans(symbols, left, want, place):
+            for start, stop in _spans(symbols, left, place):
                 lost = symbols.lost(left, start)
                 parts = symbols.express(place, lost, start)
                 if parts is None:
@@ -135,7 +131,7 @@ class _Symbols:
         )
 
     def express(self, wanted: Strip, lost: frozenset[Strip], start: int) -> dict[Strip, int] | None:
-        """A block of a strip as a sum of what can be read, each with a factor that is not 0.
+        """A block of a chunk as a sum of what can be read, each with a factor that is not 0.
 
         Strips that have only zeros there are no part of it, whether they can be read or not.
 
@@ -149,31 +145,12 @@ class _Symbols:
         if len(unknown) > len(known_rows):
             return None
         sums = dict.fromkeys((*self.chunks, *self.rows), 0)
-        if wanted in self.chunks:
-            self._add_chunk(sums, self.chunks.index(wanted), 1, unknown, known_rows)
-        else:
-            for number, factor in enumerate(self.factors[self.rows.index(wanted)]):
-                self._add_chunk(sums, number, factor, unknown, known_rows)
-        return {strip: factor for strip, factor in sums.items() if factor and start < strip.nbytes}
-
-    def _add_chunk(
-        self,
-        sums: dict[Strip, int],
-        number: int,
-        factor: int,
-        unknown: Sequence[int],
-        known_rows: Sequence[int],
-    ) -> None:
-        """Add a chunk times a factor, by the rows if it is unknown."""
-        if number not in unknown:
-            sums[self.chunks[number]] ^= factor
-            return
-        for row, weight in self._solve(number, unknown, known_rows):
-            share = multiply(factor, weight)
-            sums[self.rows[row]] ^= share
+        for row, weight in self._solve(self.chunks.index(wanted), unknown, known_rows):
+            sums[self.rows[row]] ^= weight
             for other, chunk in enumerate(self.chunks):
                 if other not in unknown:
-                    sums[chunk] ^= multiply(share, self.factors[row][other])
+                    sums[chunk] ^= multiply(weight, self.factors[row][other])
+        return {strip: factor for strip, factor in sums.items() if factor and start < strip.nbytes}
 
     def _solve(
         self, number: int, unknown: Sequence[int], known_rows: Sequence[int]
@@ -192,29 +169,20 @@ class _Symbols:
         return [(first, multiply(scale, theirs[0])), (second, multiply(scale, theirs[1]))]
 
 
-def _places(layout: ParityLayout, want: Want) -> Iterator[tuple[int, Strip]]:
-    """What is wanted, stripe by stripe."""
+def _places(layout: ParityLayout, member: int) -> Iterator[tuple[int, Strip]]:
+    """A member's image, stripe by stripe."""
     for stripe in range(layout.members):
-        if want.kind is Kind.PARITY:
-            strips = [row for row in layout.rows(stripe) if row.member == want.member]
-        elif want.member in layout.contributors(stripe):
-            strips = [layout.chunk(stripe, want.member)]
-        else:
-            strips = []
-        for strip in strips:
-            yield stripe, strip
+        if member in layout.contributors(stripe):
+            yield stripe, layout.chunk(stripe, member)
 
 
-def _spans(symbols: _Symbols, left: Left, want: Want, place: Strip) -> Iterator[tuple[int, int]]:
+def _spans(symbols: _Symbols, left: Left, place: Strip) -> Iterator[tuple[int, int]]:
     """Parts of what is wanted within which the same can be read, in whole blocks."""
     cuts = {0, place.nbytes}
     for strip in (*symbols.chunks, *symbols.rows):
         cuts.add(-(-strip.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES)
         cuts.update(_edges(strip, left.bad_blocks.get((strip.kind, strip.member), ())))
-    cuts.update(_edges(place, want.blocks or ()))
-    for start, stop in pairwise(sorted(cut for cut in cuts if cut <= place.nbytes)):
-        if want.blocks is None or _block(place, start) in want.blocks:
-            yield start, stop
+    yield from pairwise(sorted(cut for cut in cuts if cut <= place.nbytes))
 
 
 def _edges(strip: Strip, blocks: Iterable[int]) -> Iterator[int]:

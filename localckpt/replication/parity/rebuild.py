@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.replication.parity.chains import Chain
-from localckpt.replication.parity.encode import clear_unused
 from localckpt.replication.parity.relay import Relay, Sinks, Sources
 from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
 from localckpt.state_dict.digests import BLOCK_NBYTES
@@ -46,8 +45,7 @@ def rebuild(
         layout: As the parity was encoded.
         chains: From :func:`plan_rebuild`; the same on all ranks.
         sources: All images and parities that the plan reads on this rank.
-        sinks: Writable memory for the whole image or parity of each member of which this rank
-            wants something. What the plan does not bring is left as it is.
+        sinks: Writable memory for the whole image of each member that this rank wants.
         timeout_s: Deadline of it all, in seconds.
         verify: Asked about every block that is rebuilt here.
         message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
@@ -62,9 +60,6 @@ def rebuild(
     rank = relay.connections.rank
     _require_fit(layout, chains, rank, sources, sinks)
     sinks = {place: sink.cast("B") for place, sink in sinks.items()}
-    for (kind, member), sink in sinks.items():
-        if kind is Kind.PARITY:
-            clear_unused(layout, member, sink)
     refused: list[tuple[int, str]] = []
 
     def landed(place: Strip, start: int, stop: int) -> None:

@@ -59,7 +59,7 @@ def _rebuild(
         for (kind, member), content in kept.items()
         if at[kind].get(member) == rank
     }
-    mine = [(want.kind, want.member) for want in wants if want.rank == rank]
+    mine = [(Kind.IMAGE, want.member) for want in wants if want.rank == rank]
     sinks = {place: memoryview(bytearray(len(kept[place]))) for place in mine}
     seen = []
 
@@ -73,9 +73,8 @@ def _rebuild(
 
     for kind, member in mine:
         assert np.array_equal(np.asarray(sinks[kind, member]), kept[kind, member])
-        if kind is Kind.IMAGE:
-            blocks = [block for k, m, block in seen if (k, m) == (kind, member)]
-            assert sorted(blocks) == list(range(-(-layout.image_nbytes[member] // BLOCK_NBYTES)))
+        blocks = [block for k, m, block in seen if (k, m) == (kind, member)]
+        assert sorted(blocks) == list(range(-(-layout.image_nbytes[member] // BLOCK_NBYTES)))
 
 
 def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int) -> None:
@@ -87,7 +86,7 @@ def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int)
         _encode(rank, layout, relay, kept, message)
     for lost in ([0], [world_size - 1], [1, 2][:m], [0, world_size - 1][:m]):
         there = {member: member for member in members if member not in lost}
-        wants = [Want(member, member, kind) for member in lost for kind in Kind]
+        wants = [Want(member, member) for member in lost]
         _rebuild(rank, layout, relay, kept, Left(there, there), wants)
         # Everything for a rank that is left, whose own part is added last.
         keeper = next(iter(there))
@@ -136,7 +135,7 @@ def _bad_blocks(rank: int, world_size: int) -> None:
     there = {member: member for member in range(4) if member != 3}
     bad = {(Kind.IMAGE, 0): frozenset({0, 5}), (Kind.PARITY, 1): frozenset({1})}
     left = Left(there, there, bad)
-    wants = [Want(3, 3), Want(0, 0, blocks=frozenset({0, 5}))]
+    wants = [Want(3, 3), Want(0, 0)]
     relay = _relay(rank, world_size)
     sources: dict[Kept, ShardSource] = {}
     for (kind, member), content in kept.items():
@@ -147,10 +146,7 @@ def _bad_blocks(rank: int, world_size: int) -> None:
             sources[kind, member] = MemorySource(memoryview(spoiled))
     sinks: dict[Kept, memoryview] = {}
     if rank in (0, 3):
-        healed = kept[Kind.IMAGE, rank].copy()
-        for block in (0, 5) if rank == 0 else range(6):
-            healed[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES] = 0
-        sinks = {(Kind.IMAGE, rank): memoryview(healed)}
+        sinks = {(Kind.IMAGE, rank): memoryview(bytearray(layout.image_nbytes[rank]))}
 
     rebuild(layout, plan_rebuild(layout, left, wants), relay, sources, sinks, 30.0)
 

@@ -261,8 +261,8 @@ class BaseCheckpointManager(ABC):
         assert self._domains is not None
         self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
         complete = complete_checkpoints(self._holdings)
-        judge_newest(complete, self.world_size)
         self._known.found(complete, self._holdings)
+        judge_newest(complete, self.world_size)
         if complete:
             self.latest_iteration = complete[0].iteration
         elif self._holdings.checkpoints:

@@ -75,7 +75,7 @@ class Membership:
         self._outer: list[str] | None = None
         self._agreed = False
         self._group: GroupWrapper | None = None
-        self._is_placed = False
+        self._placed_on: list[int] | None = None
         self._coordinator: Coordinator | None = None
         self._cliques: list[list[int]] | None = None
         self.owns_group = False
@@ -123,17 +123,20 @@ class Membership:
 
     def take_domains(self, domains: Sequence[str]) -> None:
         """Form the cliques, or check them; see :meth:`ReplicationStrategy.take_domains`."""
+        numbers: dict[str, int] = {}
+        nodes = [numbers.setdefault(domain, len(numbers)) for domain in domains]
         if self._group is None and self._jump is None:
             self._agree_on_parameters()
             self._form(self._place(domains, self._outer))
-            self._is_placed = True
+            self._placed_on = nodes
         cliques = self.cliques()
         if sorted(rank for clique in cliques for rank in clique) != list(range(len(domains))):
             raise MismatchError(
                 f"the cliques {cliques} are not those of the {len(domains)} ranks of the manager: "
                 f"give the strategy and the manager the same process_group"
             )
-        if not self._is_placed:
+        # Managers may share a strategy, and the stores of one lie where the other's do not.
+        if nodes != self._placed_on:
             check_failure_domains(cliques, domains)
         apart = self._outer or domains
         self.keepers = {

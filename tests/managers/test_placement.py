@@ -27,6 +27,30 @@ from tests.ranks import node_store, run_ranks
 Dirs = Callable[[int], list[Path]]
 
 
+def _share_a_strategy(rank: int, world_size: int, one_store: Path) -> str:
+    """Cliques that were formed for one manager's stores, with another's in one place."""
+    replicas = localckpt.CliqueReplicationStrategy.from_replication_params(
+        replication_factor=2, timeout_s=MAX_S
+    )
+    with replicas, make_manager("disk", node_store(), "job", replicas) as manager:
+        told = error_of(
+            lambda: make_manager("disk", one_store, "job", replicas),
+            SameMachineReplicationException,
+        )
+        manager.save(state_of(rank, 1), 1)
+        assert resume(manager, rank, 1) == "own node"
+    return told
+
+
+def test_cliques_are_checked_for_every_manager_that_uses_them(node_dirs: Dirs) -> None:
+    *stores, one_store = node_dirs(3)
+
+    told = run_ranks(_share_a_strategy, 2, one_store, store_per_node=stores)
+
+    assert told[0] == told[1]
+    assert "ranks [0, 1] of clique [0, 1]" in told[0]
+
+
 def _share_a_node(rank: int, world_size: int, kind: str) -> list[str]:
     told = []
     neighbours = cliques(1, 2)

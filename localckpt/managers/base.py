@@ -261,8 +261,10 @@ class BaseCheckpointManager(ABC):
         assert self._domains is not None
         self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
         complete = complete_checkpoints(self._holdings)
-        self._known.found(complete, self._holdings)
+        self._known.found(complete)
         judge_newest(complete, self.world_size)
+        for checkpoint in complete:
+            self._known.take_stock(checkpoint, self._holdings)
         if complete:
             self.latest_iteration = complete[0].iteration
         elif self._holdings.checkpoints:

@@ -68,12 +68,10 @@ class KnownCheckpoints:
         ]
         return captured + [self._reached[c] for c in self.complete if c in self._reached]
 
-    def found(self, complete: Sequence[Checkpoint], holdings: Holdings) -> None:
+    def found(self, complete: Sequence[Checkpoint]) -> None:
         """What a look at all nodes found complete, the newest first."""
         self.complete = list(complete)
         self._has_looked = True
-        for checkpoint in complete:
-            self.take_stock(checkpoint, holdings)
 
     def take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far one has climbed."""

@@ -422,10 +422,14 @@ class BaseCheckpointManager(ABC):
         self._saving = Saving(
             shelf,
             None if self.repl_strategy is None else self._replicator,
-            self._save,
+            self._keep,
             self._check_room,
             by_process=self.async_worker == "process",
         )
+
+    def _keep(self, payload: Any, ckpt_id: CkptID) -> None:
+        """The hook, whichever this manager has by then."""
+        self._save(payload, ckpt_id)
 
     def _check_room(self) -> None:  # noqa: B027 - hooks know best
         """Raise if what this rank is to keep of a save finds no room."""

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -120,10 +121,13 @@ class DiskStore(Store):
     def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
         super().check_room(images, checkpoints, ranks)
         if self._writer == "process":
+            had = 0
             with storage_errors("look at", self._shared_memory):
                 status = os.statvfs(self._shared_memory)
-                own = self._shared_memory.glob(f"{self._staging_prefix}*")
-                had = sum(path.lstat().st_blocks * 512 for path in own)
+                for path in self._shared_memory.glob(f"{self._staging_prefix}*"):
+                    # One that could not be made ahead of time goes again.
+                    with suppress(FileNotFoundError):
+                        had += path.lstat().st_blocks * 512
             sizes = [buffer_nbytes(image) for image in images]
             check_shared_memory(self._shared_memory, status, had, sizes, self._num_buffers)
 

@@ -224,9 +224,14 @@ class StoreShelf(Shelf):
         self._unsettled -= {begun.identity for begun in failed}
 
     def drop_unfinished(self, identities: Collection[ShardIdentity]) -> None:
-        for begun in self._take_begun(lambda b: b.identity in identities):
-            self.store.drop_unfinished(begun.buffer, begun.lease, begun.identity)
-            self._unsettled.discard(begun.identity)
+        with ExitStack() as removals:
+            # One that cannot be removed keeps no other from being given back.
+            for begun in self._take_begun(lambda b: b.identity in identities):
+                removals.callback(self._drop, begun)
+
+    def _drop(self, begun: _Begun) -> None:
+        self.store.drop_unfinished(begun.buffer, begun.lease, begun.identity)
+        self._unsettled.discard(begun.identity)
 
     def open(self, identity: ShardIdentity) -> ShardSource:
         return self.store.open(identity)

@@ -148,11 +148,18 @@ class MemoryStore(Store):
 
     @one_at_a_time
     def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
-        if buffer.in_use:
-            self._staged.pop(identity, None)
-            buffer.close()
+        is_committed = False
+        try:
             with storage_errors("clean up", self.folder):
-                self._dirty(identity).unlink(missing_ok=True)
+                try:
+                    self._dirty(identity).unlink()
+                except FileNotFoundError:
+                    is_committed = True
+        finally:
+            # Also when the store does not work: it may again, and nobody else gives this back.
+            if not is_committed:
+                self._staged.pop(identity, None)
+                buffer.close()
 
     @property
     def staging_nbytes(self) -> int:
@@ -225,7 +232,8 @@ class _MappedFile(Buffer):
     @property
     def in_use(self) -> bool:
         # Whoever commits it, in whatever process, takes this name from it.
-        return self._path.exists()
+        with storage_errors("look at", self._path):
+            return self._path.exists()
 
     def give_back(self) -> None:
         """Losing its name tells that it is free."""

@@ -125,7 +125,8 @@ class StoreShelf(Shelf):
 
     def was_sent(self, identity: ShardIdentity) -> None:
         # Another process may have written it, with digests of its own, before those are here that
-        # nobody got to send: they would be put into the next image.
+        # nobody got to send: they would be put into the next image. Computing them waits for
+        # nothing but copies of a GPU, which have a deadline.
         wait_for_futures(self._sealings)
         with self._lock:
             sent = [begun.buffer for begun in self._begun if begun.identity == identity]

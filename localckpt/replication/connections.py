@@ -76,8 +76,8 @@ class HostConnections:
         """New connections, whose failure touches no group; see :meth:`HostTransport.connect`."""
 
         store = PrefixStore(f"localckpt/transport/{name}", default_store())
-        asking = _AskingStore(store, is_given_up)
         deadline = timedelta(seconds=timeout_s)
+        asking = _AskingStore(store, deadline, is_given_up)
 
         def make() -> Any:
             return dist.ProcessGroupGloo(asking, ranks.index(rank), len(ranks), deadline)
@@ -132,12 +132,14 @@ class _AskingStore(Store):
 
     Args:
         store: A part of the job's store.
+        longest: How long a wait may take that is given no deadline.
         is_given_up: Whether waits are to end now.
     """
 
-    def __init__(self, store: Store, is_given_up: Callable[[], bool]) -> None:
+    def __init__(self, store: Store, longest: timedelta, is_given_up: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
+        self._longest = longest
         self._is_given_up = is_given_up
 
     def has_extended_api(self) -> bool:
@@ -151,9 +153,10 @@ class _AskingStore(Store):
         """What is there; gloo has waited for it."""
         return self._store.get(key)
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
-        deadline, nap_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_NAP_S
+        deadline = time.monotonic() + (timeout or self._longest).total_seconds()
+        nap_s = _SHORTEST_NAP_S
         while not self._store.check(keys):
             if self._is_given_up():
                 raise TimeoutError("it is not waited for any more")

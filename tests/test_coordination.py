@@ -86,3 +86,23 @@ def test_ranks_that_come_late_hear_why_another_failed_and_not_only_that_they_wer
 
     assert "PeerLostError: could not look: /disk cannot be read" in told[0]
     assert told[1] == told[2] == "StorageError: could not look: rank 0: /disk cannot be read"
+
+
+def _succeed_and_wait(rank: int, world_size: int) -> str:
+    coordinator = Coordinator("patience", None, timeout_s=1.0)
+    coordinator.barrier("wait for all")
+    with Attempt() as exchanging:
+        if rank == 0:
+            time.sleep(2.0)
+            raise PeerLostError("rank 7 is lost")
+    try:
+        agree(coordinator, "exchange", exchanging, others_s=30.0)
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:
+    told = run_ranks(_succeed_and_wait, 3)
+
+    assert told == ["PeerLostError: could not exchange: rank 0: rank 7 is lost"] * 3

@@ -52,6 +52,7 @@ def agree(
     payload: Any = None,
     *,
     grace_s: float = GRACE_S,
+    others_s: float = 0.0,
 ) -> list[Any]:
     """Tell every rank how an attempt ended here; return if it succeeded on all.
 
@@ -59,6 +60,8 @@ def agree(
         phase: What was attempted, as an infinitive.
         payload: Something for the other ranks, if it succeeded here.
         grace_s: How long to wait for the others if it failed here.
+        others_s: How much longer than usual to wait if it succeeded here: others may be in the
+            middle of an attempt with a deadline of its own, and are to say how it ended.
 
     Returns:
         The payloads in rank order.
@@ -76,8 +79,7 @@ def agree(
         failures = {rank: described for rank, (described, _) in told if described is not None}
         return _joint_error(phase, failures) if failures else None
 
-    if failure is not None:
-        coordinator.timeout_s = min(usual_s, grace_s)
+    coordinator.timeout_s = usual_s + others_s if failure is None else min(usual_s, grace_s)
     try:
         records = coordinator.all_gather(
             phase,

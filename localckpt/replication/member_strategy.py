@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import require_same
+from localckpt.replication.agreement import GRACE_S, require_same
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.ledger import CHUNK_NBYTES
@@ -76,6 +76,11 @@ class MemberStrategy(ReplicationStrategy):
     @abstractmethod
     def _make_membership(self) -> Membership:
         """This rank's place among the members; called once."""
+
+    @property
+    def _others_s(self) -> float:
+        """How long members whose deadline passed may take to say so, in seconds."""
+        return min(GRACE_S, self.timeout_s / 2)
 
     def take_turn(self) -> Turn:
         self._members.wait_again()

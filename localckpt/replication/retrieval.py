@@ -18,6 +18,9 @@ __all__ = ["as_asked", "carry_out", "new_name", "ranks_of"]
 
 IdT = TypeVar("IdT", bound=Hashable)
 
+# What a rank does from its connecting to the end of its exchange has two.
+_DEADLINES = 2
+
 
 def carry_out(
     everyone: Coordinator,
@@ -67,7 +70,13 @@ def carry_out(
                     opened.callback(transport.close)
                 transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
         # Others may be in the middle of theirs, and go on together with this rank.
-        agree(everyone, "bring shards to the ranks that lack them", exchanging, grace_s=timeout_s)
+        agree(
+            everyone,
+            "bring shards to the ranks that lack them",
+            exchanging,
+            grace_s=timeout_s,
+            others_s=_DEADLINES * timeout_s,
+        )
     return [entry.id_ for entry in plan.receives(rank)]
 
 

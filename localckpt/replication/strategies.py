@@ -204,7 +204,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
-        agree(clique, f"replicate {what}", exchanging, grace_s=grace_s)
+        agree(clique, f"replicate {what}", exchanging, grace_s=grace_s, others_s=self._others_s)
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
             what, source.nbytes if source else 0, len(announced) - 1, took_s,

@@ -128,7 +128,7 @@ class ParityReplicationStrategy(MemberStrategy):
         with Attempt() as encoding:
             assert source is not None
             self._connected(announced).run(of, source, room, heads, self.timeout_s)
-        agree(clique, f"encode the parity of {what}", encoding)
+        agree(clique, f"encode the parity of {what}", encoding, others_s=self._others_s)
         logger.debug(
             "%d bytes of parity of %s from %d ranks in %.3f s",
             parity_nbytes, what, len(announced), time.monotonic() - started,

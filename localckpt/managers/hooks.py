@@ -20,6 +20,7 @@ from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.targets import find_targets
 
 __all__ = ["HookShelf", "Hooks"]
 
@@ -139,7 +140,7 @@ class HookShelf(Shelf):
             source = pack(state, identity)
         else:
             source = MemorySource(arrived)
-        into = None if options.into is None else self._planner.targets(options.into)
+        into = None if options.into is None else find_targets(options.into)
         state = ImageReader(source, self._allowed, identity).restore(into, options.map_location)
         if options == LoadOptions():
             state.restore_tensor_device(non_blocking=False)

@@ -32,6 +32,7 @@ from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.targets import find_targets
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite, write_shards
@@ -247,7 +248,7 @@ class StoreShelf(Shelf):
     ) -> tuple[Any, int]:
         source = self.store.open(identity) if arrived is None else MemorySource(arrived)
         try:
-            into = None if options.into is None else self.planner.targets(options.into)
+            into = None if options.into is None else find_targets(options.into)
             reader = ImageReader(source, self._allowed, identity)
             return reader.restore(into, options.map_location), source.nbytes
         finally:

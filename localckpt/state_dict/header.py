@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NoReturn
 
 from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
@@ -238,11 +237,14 @@ def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int
 def _parse_entry(name: str, entry: Any) -> TensorSlot:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        figures = (*shape, begin, end)
-        # JSON's true is an int to Python.
-        good = type(shape) is list and set(map(type, figures)) == {int} and min(figures) >= 0
-        if good and end - begin == prod(shape) * ITEM_NBYTES[dtype]:
-            return TensorSlot(name, dtype, tuple(shape), end - begin, begin)
+        nbytes = ITEM_NBYTES[dtype]
+        # JSON's true is an int to Python. A restart waits for this loop.
+        good = type(shape) is list and type(begin) is int and type(end) is int and begin >= 0
+        for size in shape:
+            good = good and type(size) is int and size >= 0
+            nbytes *= size
+        if good and end - begin == nbytes:
+            return TensorSlot(name, dtype, tuple(shape), nbytes, begin)
     except (KeyError, TypeError, ValueError):
         pass
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")

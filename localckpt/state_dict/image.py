@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.base import TensorAwareStateDict
-from localckpt.state_dict.containers import named_tensors
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.garbage import collection_paused
@@ -27,6 +25,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.targets import names_of
 from localckpt.state_dict.tensor_table import (
     TensorTable,
     build_table,
@@ -88,7 +87,7 @@ class ImagePlanner:
             UnsafeGlobalError: It holds a class that could not be loaded.
         """
         skeleton, tensors, named = take_tensors(state)
-        names = _names(state)
+        names = names_of(state)
         found = signature(tensors, names)
         plan = self._plan
         if plan is None or plan.signature != found or not named <= self._checked:
@@ -105,19 +104,6 @@ class ImagePlanner:
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
         return Capture(plan, framed, tensors)
-
-    @collection_paused()
-    def targets(self, state: Any) -> tuple[TensorTable, list[torch.Tensor]]:
-        """The tensors of a state that is to be filled, and their table.
-
-        Raises:
-            CheckpointingException: The state holds something that cannot have been saved.
-        """
-        _, tensors, _ = take_tensors(state)
-        names = _names(state)
-        if self._plan is not None and self._plan.signature == signature(tensors, names):
-            return self._plan.table, tensors
-        return build_table(tensors, names), tensors
 
 
 @dataclass(frozen=True)
@@ -258,14 +244,6 @@ def unpack(
     """
     reader = ImageReader(source, allowed or SafeGlobals(), expect)
     return reader.restore(map_location=map_location)
-
-
-def _names(state: Any) -> dict[int, str]:
-    root = vars(state) if isinstance(state, TensorAwareStateDict) else state
-    names: dict[int, str] = {}
-    for path, tensor in named_tensors(root):
-        names.setdefault(id(tensor), path.removeprefix("state_dict."))
-    return names
 
 
 def _copies(

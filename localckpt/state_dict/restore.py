@@ -23,19 +23,16 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import Landing
 from localckpt.state_dict.skeleton import check_names, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import (
     TableEntry,
-    TensorTable,
     copy_values,
     flat_bytes,
     is_flat,
     parse_entries,
-    slot_bytes,
 )
 
 __all__ = ["ImageReader"]
-
-_SHOWN_DIFFERENCES = 10
 
 
 class ImageReader:
@@ -68,13 +65,13 @@ class ImageReader:
     @collection_paused()
     def restore(
         self,
-        into: tuple[TensorTable, list[torch.Tensor]] | None = None,
+        into: Targets | None = None,
         map_location: str | torch.device | None = None,
     ) -> Any:
         """Read the state.
 
         Args:
-            into: Tensors to fill, with their table; ``None`` for new ones.
+            into: Tensors to fill; ``None`` for new ones.
             map_location: Device of new tensors; ``None`` for the one that each was saved from.
 
         Returns:
@@ -90,12 +87,7 @@ class ImageReader:
         # Before anything is allocated, and while the given tensors are as they were.
         check_names(skeleton, self._allowed)
         if into is not None:
-            table, tensors = into
-            _check_same_structure(entries, table.entries)
-            bases = {
-                slot.name: slot_bytes(tensors[number], span)
-                for slot, (number, span) in zip(table.slots, table.sources, strict=True)
-            }
+            tensors, bases = into.tensors, into.by_slot(entries)
         else:
             bases = self._make_bases(entries, map_location)
             try:
@@ -180,16 +172,14 @@ class _Target:
     def __init__(self, slot: TensorSlot, data_start: int, tensor: torch.Tensor) -> None:
         self.start = data_start + slot.offset
         self.stop = self.start + slot.nbytes
-        self._tensor = tensor.detach()
-        self._direct = is_flat(tensor)
-        self._filled = self._tensor
-        if not self._direct:
+        self._tensor = self._filled = tensor
+        if not is_flat(tensor):
             self._filled = torch.empty_like(
-                self._tensor, memory_format=torch.contiguous_format, device="cpu"
+                tensor, memory_format=torch.contiguous_format, device="cpu"
             )
         self.memory: memoryview | None = None
         """The bytes of the tensor, if they are in host memory."""
-        if self._filled.device.type == "cpu":
+        if self._filled.is_cpu:
             self.memory = memory_at(self._filled.data_ptr(), slot.nbytes)
 
     @property
@@ -215,7 +205,7 @@ class _Target:
 
     def finish(self) -> None:
         """Bring what was filled to where it belongs."""
-        if not self._direct:
+        if self._filled is not self._tensor:
             copy_values(self._tensor, self._filled)
 
 
@@ -268,25 +258,3 @@ def _tensor_by_number(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tens
         return tensors[number]
 
     return get
-
-
-def _check_same_structure(saved: tuple[TableEntry, ...], given: tuple[TableEntry, ...]) -> None:
-    if saved == given or [e.structure() for e in saved] == [e.structure() for e in given]:
-        return
-    there = {e.slot: e for e in given}
-    here = {e.slot: e for e in saved}
-    lines = [f"{name}: saved, not given" for name in here if name not in there]
-    lines += [f"{name}: given, not saved" for name in there if name not in here]
-    lines += [
-        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name].dtype} "
-        f"{list(there[name].shape)}"
-        for name, e in here.items()
-        if name in there and e.structure() != there[name].structure()
-    ]
-    more = len(lines) - _SHOWN_DIFFERENCES
-    shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "the tensors stand in another order"
-    raise MismatchError(
-        f"the state to load into differs from the saved one, and was left as it is: {shown}"
-        + (f"; and {more} more" if more > 0 else "")
-        + ". Call load() without into= to get new tensors"
-    )

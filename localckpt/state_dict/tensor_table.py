@@ -115,10 +115,11 @@ def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
 
 def _parse_row(row: list[Any]) -> TableEntry:
     slot, dtype, shape, device, kind, requires_grad, view = row
-    if not all(isinstance(t, str) for t in (dtype, device, kind, "" if slot is None else slot)):
+    if {type(dtype), type(device), type(kind), type("" if slot is None else slot)} != {str}:
         raise ValueError(f"a row is {row}")
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"a shape is {shape}")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"a shape is {shape}")
     if view is not None:
         offset, strides = view
         if not all(type(n) is int and n >= 0 for n in (offset, *strides)):

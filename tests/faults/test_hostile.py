@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from localckpt import CheckpointingException
 from localckpt.state_dict.identify import read_header, read_verified_identity
-from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 from tests.faults.forged import (
     BOMBS,
@@ -159,7 +159,7 @@ def _escapes(image: bytes, path: Path) -> list[str]:
         read_header,
         read_verified_identity,
         restore,
-        lambda source: restore(source, ImagePlanner().targets(given)),
+        lambda source: restore(source, find_targets(given)),
     ):
         source = FileSource(path)
         try:

@@ -21,10 +21,11 @@ from localckpt.state_dict.digests import (
 )
 from localckpt.state_dict.header import ImageHeader
 from localckpt.state_dict.identify import read_header, read_verified_identity
-from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, image_of, source_of
 
 SMALL = {"weight": torch.arange(20.0), "step": torch.tensor(3), "note": "text", "view": [1, 2]}
@@ -74,7 +75,7 @@ def test_a_flipped_bit_is_seen_when_tensors_are_filled_in_place() -> None:
     state = large_state()
     image = memoryview(bytearray(image_of(state)))
     header = read_header(MemorySource(image))
-    target = ImagePlanner().targets({name: torch.empty_like(t) for name, t in state.items()})
+    target = find_targets({name: torch.empty_like(t) for name, t in state.items()})
     for start, stop in regions(header).values():
         position = (start + stop) // 2
         image[position] ^= 16

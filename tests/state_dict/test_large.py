@@ -14,6 +14,7 @@ from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import SideStreams
+from localckpt.state_dict.targets import find_targets
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.write import write_shards
 from tests.state_dict.states import IDENTITY
@@ -45,7 +46,7 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     words[5 << 26] = 7
     assert store.holds(IDENTITY)
     source = store.open(IDENTITY)
-    target = ImagePlanner().targets({"large": tensor, "small": torch.tensor(0)})
+    target = find_targets({"large": tensor, "small": torch.tensor(0)})
     loaded = ImageReader(source, SafeGlobals(), IDENTITY).restore(target)
 
     source.close()

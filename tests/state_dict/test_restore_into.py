@@ -13,16 +13,17 @@ import torch
 
 from localckpt.errors import MismatchError
 from localckpt.state_dict.containers import named_tensors
-from localckpt.state_dict.image import ImagePlanner, pack
+from localckpt.state_dict.image import pack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import IDENTITY, assert_same, bits
 
 ROOT = Path(__file__).parents[2]
 
 
 def load_into(saved: Any, given: Any) -> Any:
-    target = ImagePlanner().targets(given)
+    target = find_targets(given)
     return ImageReader(pack(saved, IDENTITY), SafeGlobals()).restore(target)
 
 
@@ -169,9 +170,9 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 
 def status(name):
@@ -180,7 +181,7 @@ def status(name):
             return int(line.split()[1]) << 10
 
 given = {f"t{n}": torch.ones(2_500_000) for n in range(20)}
-into = ImagePlanner().targets(given)
+into = find_targets(given)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 source = FileSource(Path(sys.argv[1]))

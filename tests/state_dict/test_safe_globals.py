@@ -18,6 +18,7 @@ from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGl
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
 from tests.state_dict.states import (
     IDENTITY,
     Settings,
@@ -190,7 +191,7 @@ def test_a_refused_shard_makes_no_object_and_fills_no_tensor() -> None:
     target = torch.zeros(4)
     state = {"weight": torch.ones(4), "loud": [Loud()], "settings": Settings(1)}
     image = pack(state, IDENTITY, ImagePlanner(SafeGlobals([Loud, Settings])))
-    into = ImagePlanner(allowed).capture({"weight": target})
+    into = find_targets({"weight": target})
     Loud.made.clear()
 
     for given in (None, into):

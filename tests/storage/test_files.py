@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import PIECE_NBYTES, MemorySource, ShardSource
+from localckpt.state_dict.targets import find_targets
 from localckpt.storage.files import FileSource
 from tests.storage.shards import identity
 
@@ -114,7 +115,7 @@ def test_only_what_is_wanted_is_streamed(source_of: Any) -> None:
 def test_pieces_in_thousands_of_parts_arrive(source_of: Any) -> None:
     state = {f"t{n}": torch.tensor([n, -n]) for n in range(5000)}
     image = pack(state, WHO)
-    into = ImagePlanner().targets({name: torch.zeros_like(t) for name, t in state.items()})
+    into = find_targets({name: torch.zeros_like(t) for name, t in state.items()})
 
     loaded = ImageReader(source_of(image.view), SafeGlobals(), WHO).restore(into)
 

@@ -1,0 +1,115 @@
+"""The tensors of a state that is to be filled, matched with those that were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from localckpt.errors import MismatchError
+from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.containers import named_tensors
+from localckpt.state_dict.garbage import collection_paused
+from localckpt.state_dict.skeleton import take_tensors
+from localckpt.state_dict.tensor_table import TableEntry, build_table, is_flat, slot_bytes
+
+__all__ = ["Targets", "find_targets", "names_of"]
+
+_SHOWN_DIFFERENCES = 10
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tensors that are to be filled.
+
+    Attributes:
+        tensors: Distinct ones, in the order in which the state's skeleton numbers them.
+        names: ``id(tensor)`` to its path in the state, where known.
+    """
+
+    tensors: list[torch.Tensor]
+    names: dict[int, str]
+
+    @collection_paused()
+    def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
+        """What each slot of an image is to be copied to.
+
+        Raises:
+            MismatchError: Other tensors were saved; it lists them.
+        """
+        # Nearly always so, and a restart waits for it.
+        if self._are_plainly(saved):
+            return {str(entry.slot): t for entry, t in zip(saved, self.tensors, strict=True)}
+        table = build_table(self.tensors, self.names)
+        _require_same_structure(saved, table.entries)
+        return {
+            slot.name: slot_bytes(self.tensors[number], span)
+            for slot, (number, span) in zip(table.slots, table.sources, strict=True)
+        }
+
+    def _are_plainly(self, saved: Sequence[TableEntry]) -> bool:
+        """Whether each tensor fills one slot, shares no bytes, and is the one that was saved."""
+        tensors, names = self.tensors, self.names
+        if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
+            return False
+        runs = []
+        for entry, tensor in zip(saved, tensors, strict=True):
+            if (
+                entry.view is not None
+                or entry.slot is None
+                or entry.slot != names.get(id(tensor))
+                or entry.shape != tensor.shape
+                or entry.torch_dtype() is not tensor.dtype
+                or tensor.is_meta
+                or not is_flat(tensor)
+            ):
+                return False
+            if nbytes := tensor.nbytes:
+                runs.append((address := tensor.data_ptr(), address + nbytes))
+        runs.sort()
+        return all(run[1] <= after[0] for run, after in pairwise(runs))
+
+
+@collection_paused()
+def find_targets(state: Any) -> Targets:
+    """The tensors of a state that is to be filled.
+
+    Raises:
+        CheckpointingException: The state holds something that cannot have been saved.
+    """
+    _, tensors, _ = take_tensors(state)
+    return Targets(tensors, names_of(state))
+
+
+def names_of(state: Any) -> dict[int, str]:
+    """``id(tensor)`` to its path in a state, for those in its containers."""
+    root = vars(state) if isinstance(state, TensorAwareStateDict) else state
+    names: dict[int, str] = {}
+    for path, tensor in named_tensors(root):
+        names.setdefault(id(tensor), path.removeprefix("state_dict."))
+    return names
+
+
+def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEntry]) -> None:
+    if [entry.structure() for entry in saved] == [entry.structure() for entry in given]:
+        return
+    there = {e.slot: e for e in given}
+    here = {e.slot: e for e in saved}
+    lines = [f"{name}: saved, not given" for name in here if name not in there]
+    lines += [f"{name}: given, not saved" for name in there if name not in here]
+    lines += [
+        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name].dtype} "
+        f"{list(there[name].shape)}"
+        for name, e in here.items()
+        if name in there and e.structure() != there[name].structure()
+    ]
+    more = len(lines) - _SHOWN_DIFFERENCES
+    shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "the tensors stand in another order"
+    raise MismatchError(
+        f"the state to load into differs from the saved one, and was left as it is: {shown}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Call load() without into= to get new tensors"
+    )

@@ -151,20 +151,22 @@ class StoreShelf(Shelf):
         if capture.gpu is not None:
             buffer.pin(capture.gpu)
         image = buffer.view[:nbytes]
-        covered, copies = capture.write(
+        written = capture.write(
             image, identity, self._copier, self._streams, self._guard.storages()
         )
+        covered, copies = written.covered_nbytes, written.under_way
         self._copies = [*(c for c in self._copies if not c.over), copies]
         source = None
         if travels:
-            sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
-            self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
+            sealing: Future[None] | None = None
+            if not written.sealed:
+                sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
+                self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
             source = _StagedSource(image, capture, covered, sealing)
             # Until was_sent: this node may have written it long before.
             buffer.is_being_sent = True
-        job = self.store.write_job(
-            buffer, identity, nbytes, covered, "done" if travels else "compute"
-        )
+        digests: Digests = "done" if travels or written.sealed else "compute"
+        job = self.store.write_job(buffer, identity, nbytes, covered, digests)
         self.store.prepare(identity.series, nbytes, capture.gpu)
         return StagedShard(identity, nbytes, job, source, capture.gpu is not None)
 
@@ -324,14 +326,14 @@ def _seal_once_over(
 
 
 class _StagedSource(MemorySource):
-    """A staged image whose digests are still being computed while its first bytes travel."""
+    """A staged image whose digests may be computed while its first bytes travel."""
 
     def __init__(
         self,
         image: memoryview,
         capture: Capture,
         covered_nbytes: int,
-        sealing: Future[None],
+        sealing: Future[None] | None,
     ) -> None:
         super().__init__(image)
         self._capture = capture
@@ -340,7 +342,7 @@ class _StagedSource(MemorySource):
         self._sealing = sealing
 
     def read(self, start: int, stop: int) -> memoryview:
-        if stop > self._covered_nbytes:
+        if self._sealing is not None and stop > self._covered_nbytes:
             self._sealing.result()
         return super().read(start, stop)
 

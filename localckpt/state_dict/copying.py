@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 __all__ = ["Copier", "default_copy_threads"]
 
@@ -41,13 +41,21 @@ class Copier:
         """
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
         pieces = iter([piece for job in jobs for piece in _pieces(job)])
+        self.share(lambda: _copy_pieces(pieces))
+
+    def share(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in all threads at once, the caller's among them; returns when all have."""
         if self._threads == 1:
-            _copy_pieces(pieces)
+            work()
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads - 1, "localckpt-copy")
-        others = [self._pool.submit(_copy_pieces, pieces) for _ in range(self._threads - 1)]
-        _copy_pieces(pieces)
+        others = [self._pool.submit(work) for _ in range(self._threads - 1)]
+        try:
+            work()
+        finally:
+            # None of them may still write to memory that is given up.
+            wait(others)
         for other in others:
             other.result()
 

@@ -61,11 +61,14 @@ class BlockHasher:
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:
         """Write the digests of ``image[:covered_nbytes]`` right behind it."""
-        for index, start in enumerate(range(0, covered_nbytes, BLOCK_NBYTES)):
-            block = image[start : min(start + BLOCK_NBYTES, covered_nbytes)]
-            _DIGEST.pack_into(
-                image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block)
-            )
+        for index in range(digests_nbytes(covered_nbytes) // DIGEST_NBYTES):
+            self.fill_block(image, covered_nbytes, index)
+
+    def fill_block(self, image: memoryview, covered_nbytes: int, index: int) -> None:
+        """Write the digest of one block where :meth:`fill` does."""
+        start = index * BLOCK_NBYTES
+        block = image[start : min(start + BLOCK_NBYTES, covered_nbytes)]
+        _DIGEST.pack_into(image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block))
 
     def check(self, start: int, parts: Iterable[memoryview], digests: memoryview) -> None:
         """Verify whole blocks.

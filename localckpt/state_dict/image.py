@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from localckpt.ids import ShardIdentity
+from localckpt.state_dict.block_copies import BlockCopies
 from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.header import render_header, render_slots
-from localckpt.state_dict.host_memory import address_of
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -48,8 +48,10 @@ class _Plan:
     layout: Layout
     slots_json: bytes
     table_json: bytes
-    whole: tuple[tuple[int, int, int], ...]
-    """(number, offset, bytes) of each tensor that fills a slot from one run of host memory."""
+    runs: tuple[_Copy, ...]
+    """What fills slots from one run of host memory each."""
+    copies: BlockCopies
+    """Of the above."""
     others: tuple[_Copy, ...]
     """What fills the other slots, in the order of their offsets."""
 
@@ -61,6 +63,20 @@ class _Copy(NamedTuple):
     span: tuple[int, int] | None
     offset: int
     nbytes: int
+
+
+class Written(NamedTuple):
+    """What has become of an image.
+
+    Attributes:
+        covered_nbytes: How many bytes the digests cover, which follow them.
+        under_way: The copies that are not over yet, those of guarded storages.
+        sealed: Whether the digests are there; else :func:`seal` adds them once all is copied.
+    """
+
+    covered_nbytes: int
+    under_way: CopiesUnderWay
+    sealed: bool
 
 
 class ImagePlanner:
@@ -96,9 +112,10 @@ class ImagePlanner:
         if plan is None or plan.signature != found:
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
-            whole, others = _copies(table, layout, tensors)
+            runs, others = _copies(table, layout, tensors)
+            copies = BlockCopies((run.offset, run.nbytes) for run in runs)
             plan = self._plan = _Plan(
-                found, table, layout, render_slots(layout), table.to_json(), whole, others
+                found, table, layout, render_slots(layout), table.to_json(), runs, copies, others
             )
             self.layouts_made += 1
         table_json = plan.table_json
@@ -135,8 +152,8 @@ class Capture:
         copier: Copier,
         streams: SideStreams,
         guarded: Collection[int] = (),
-    ) -> tuple[int, CopiesUnderWay]:
-        """Copy everything but the digests into ``image``.
+    ) -> Written:
+        """Copy everything into ``image``, and the digests if nothing is on a GPU.
 
         Args:
             image: Writable, exactly :meth:`nbytes` long.
@@ -144,46 +161,37 @@ class Capture:
             copier: Does the copying from host memory.
             streams: Do the copying from GPUs.
             guarded: Addresses of storages on GPUs that nobody changes until their copies are over.
-
-        Returns:
-            How many bytes the digests cover, which follow them; and the copies that are still under
-            way, those of guarded storages.
         """
         header, nbytes = self._header(identity)
         if len(image) != nbytes:
             raise ValueError(f"the image has {nbytes} bytes and its buffer {len(image)}")
-        image[: len(header)] = header
-        data = address_of(image) + len(header)
-        jobs = [
-            (data + offset, self.tensors[number].data_ptr(), nbytes)
-            for number, offset, nbytes in self.plan.whole
-        ]
+        start = len(header)
+        covered = start + self.data_nbytes + len(self.skeleton)
+        image[:start] = header
+        image[covered - len(self.skeleton) : covered] = self.skeleton
         now: list[tuple[memoryview, torch.Tensor]] = []
         later: list[tuple[memoryview, torch.Tensor]] = []
         for number, span, offset, nbytes in self.plan.others:
-            tensor = self.tensors[number]
-            if tensor.is_cpu and span is not None:
-                jobs.append((data + offset, storage_address(tensor) + span[0], nbytes))
-                continue
-            place = image[len(header) + offset : len(header) + offset + nbytes]
-            tensor = slot_bytes(tensor.detach(), span)
+            place = image[start + offset : start + offset + nbytes]
+            tensor = slot_bytes(self.tensors[number].detach(), span)
             if tensor.is_cpu:
                 copy_to_host(place, tensor)
             elif storage_address(tensor) in guarded:
                 later.append((place, tensor))
             else:
                 now.append((place, tensor))
+        sources = [_address(self.tensors[run.number], run.span) for run in self.plan.runs]
+        sealed = not now and not later
+        hasher = BlockHasher(identity) if sealed else None
         try:
             unguarded, under_way = streams.queue(now), streams.queue(later)
-            copier.copy(jobs)
+            self.plan.copies.copy(image, start, covered, sources, copier, hasher)
         except BaseException:
             # The memory is given up now, and nothing may still be written to it.
             streams.synchronize()
             raise
-        covered = len(header) + self.data_nbytes + len(self.skeleton)
-        image[covered - len(self.skeleton) : covered] = self.skeleton
         unguarded.wait()
-        return covered, under_way
+        return Written(covered, under_way, sealed)
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
         """Put a part of the image into device memory, without a way through the host.
@@ -224,8 +232,9 @@ def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = Non
     """A state's image in new memory."""
     capture = (planner or ImagePlanner()).capture(state)
     image = memoryview(bytearray(capture.nbytes(identity)))
-    covered, _ = capture.write(image, identity, Copier(1), SideStreams())
-    seal(image, covered, identity)
+    written = capture.write(image, identity, Copier(1), SideStreams())
+    if not written.sealed:
+        seal(image, written.covered_nbytes, identity)
     return MemorySource(image)
 
 
@@ -248,16 +257,21 @@ def unpack(
 
 def _copies(
     table: TensorTable, layout: Layout, tensors: list[torch.Tensor]
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[_Copy, ...]]:
-    whole, others = [], []
+) -> tuple[tuple[_Copy, ...], tuple[_Copy, ...]]:
+    """What fills the slots: runs of host memory, and all else."""
+    runs: list[_Copy] = []
+    others: list[_Copy] = []
     for slot, (number, span) in zip(layout.slots, table.sources, strict=True):
         if slot.nbytes:
             tensor = tensors[number]
-            if span is None and tensor.is_cpu and is_flat(tensor):
-                whole.append((number, slot.offset, slot.nbytes))
-            else:
-                others.append(_Copy(number, span, slot.offset, slot.nbytes))
-    return tuple(whole), tuple(sorted(others, key=lambda copy: copy.offset))
+            is_run = tensor.is_cpu and (span is not None or is_flat(tensor))
+            (runs if is_run else others).append(_Copy(number, span, slot.offset, slot.nbytes))
+    return tuple(runs), tuple(sorted(others, key=lambda copy: copy.offset))
+
+
+def _address(tensor: torch.Tensor, span: tuple[int, int] | None) -> int:
+    """Where a run of host memory begins."""
+    return tensor.data_ptr() if span is None else storage_address(tensor) + span[0]
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

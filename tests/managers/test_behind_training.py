@@ -30,6 +30,7 @@ from localckpt.ids import Generation, ShardIdentity
 from localckpt.managers import stored
 from localckpt.managers.stored import StoreShelf
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.image import Capture, Written
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.disk import DiskStore
 from tests.managers.jobs import (
@@ -221,6 +222,11 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
         seal(*args)
         over.set()
 
+    def write_as_from_a_gpu(*args: Any) -> Written:
+        return write(*args)._replace(sealed=False)
+
+    write = Capture.write
+    monkeypatch.setattr(Capture, "write", write_as_from_a_gpu)
     monkeypatch.setattr(stored, "seal", seal_late)
     store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
     shelf = StoreShelf(store, SafeGlobals(()), MAX_S)

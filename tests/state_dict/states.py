@@ -12,7 +12,7 @@ import torch
 
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.image import Capture, ImagePlanner, pack, seal, unpack
+from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import SideStreams
 from localckpt.state_dict.source import MemorySource
@@ -73,8 +73,7 @@ def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
     """The sealed image of a capture, which a test may have tampered with."""
     image = bytearray(capture.nbytes(identity))
     view = memoryview(image)
-    covered, _ = capture.write(view, identity, Copier(1), SideStreams())
-    seal(view, covered, identity)
+    assert capture.write(view, identity, Copier(1), SideStreams()).sealed
     return image
 
 

@@ -39,8 +39,9 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     capture = ImagePlanner().capture({"large": tensor, "small": torch.tensor(5)})
     nbytes = capture.nbytes(IDENTITY)
     buffer = store.stage(IDENTITY, nbytes, 10.0)
-    covered, _ = capture.write(buffer.view[:nbytes], IDENTITY, copier, SideStreams())
-    write_shards([store.write_job(buffer, IDENTITY, nbytes, covered, "compute")])
+    written = capture.write(buffer.view[:nbytes], IDENTITY, copier, SideStreams())
+    covered = written.covered_nbytes
+    write_shards([store.write_job(buffer, IDENTITY, nbytes, covered, "done")])
     del buffer, capture
     words[:: 1 << 17] = 0
     words[5 << 26] = 7

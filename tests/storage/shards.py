@@ -42,8 +42,8 @@ def staged(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrit
     capture = ImagePlanner().capture(state(who.iteration, nbytes))
     size = capture.nbytes(who)
     buffer = store.stage(who, size, 5.0)
-    covered, _ = capture.write(buffer.view[:size], who, Copier(1), SideStreams())
-    return store.write_job(buffer, who, size, covered, "compute")
+    written = capture.write(buffer.view[:size], who, Copier(1), SideStreams())
+    return store.write_job(buffer, who, size, written.covered_nbytes, "compute")
 
 
 def save(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardIdentity:

@@ -35,7 +35,7 @@ __all__ = ["Samples", "Task"]
 
 # For each thing that is measured, so that the fast ways get more samples and the slow ones still
 # leave time for another round.
-_SAVES_S = 3.0
+_SAVES_S = 10.0
 _LOADS_S = 1.0
 _LOOP_S = 2.5
 # Where each save has new files, and removing the old ones slows whatever is written beside it.

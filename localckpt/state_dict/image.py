@@ -171,16 +171,22 @@ class Capture:
         image[covered - len(self.skeleton) : covered] = self.skeleton
         now: list[tuple[memoryview, torch.Tensor]] = []
         later: list[tuple[memoryview, torch.Tensor]] = []
+        tensors = self.tensors
         for number, span, offset, nbytes in self.plan.others:
             place = image[start + offset : start + offset + nbytes]
-            tensor = slot_bytes(self.tensors[number].detach(), span)
+            tensor = slot_bytes(tensors[number].detach(), span)
             if tensor.is_cpu:
                 copy_to_host(place, tensor)
             elif storage_address(tensor) in guarded:
                 later.append((place, tensor))
             else:
                 now.append((place, tensor))
-        sources = [_address(self.tensors[run.number], run.span) for run in self.plan.runs]
+        sources = [
+            tensors[number].data_ptr()
+            if span is None
+            else storage_address(tensors[number]) + span[0]
+            for number, span, _, _ in self.plan.runs
+        ]
         sealed = not now and not later
         hasher = BlockHasher(identity) if sealed else None
         try:
@@ -267,11 +273,6 @@ def _copies(
             is_run = tensor.is_cpu and (span is not None or is_flat(tensor))
             (runs if is_run else others).append(_Copy(number, span, slot.offset, slot.nbytes))
     return tuple(runs), tuple(sorted(others, key=lambda copy: copy.offset))
-
-
-def _address(tensor: torch.Tensor, span: tuple[int, int] | None) -> int:
-    """Where a run of host memory begins."""
-    return tensor.data_ptr() if span is None else storage_address(tensor) + span[0]
 
 
 def _copy_up(place: torch.Tensor, image: memoryview) -> None:

@@ -24,10 +24,11 @@ from localckpt.state_dict.header import (
     render_header,
 )
 from localckpt.state_dict.identify import read_header, read_verified_identity
-from localckpt.state_dict.image import ImagePlanner, unpack
+from localckpt.state_dict.image import ImagePlanner, seal, unpack
 from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
 from localckpt.state_dict.side_streams import SideStreams
-from tests.state_dict.states import IDENTITY, bits, image_of, source_of
+from localckpt.state_dict.source import MemorySource
+from tests.state_dict.states import IDENTITY, assert_same, bits, image_of, source_of
 
 # What both torch and the safetensors library have a name for.
 NAMED = [
@@ -262,3 +263,33 @@ def test_the_image_is_the_same_however_many_threads_copy() -> None:
         copier.close()
         images.append(image)
     assert images[0] == images[1]
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 16, 1000, 1 << 18, (1 << 20) - 1, 3 << 20]), max_size=8),
+    shared=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+)
+def test_digests_of_blocks_hashed_while_they_are_copied_are_those_of_the_image(
+    sizes: list[int], shared: bool, threads: int
+) -> None:
+    state: dict[str, Any] = {
+        f"t{number}": torch.full((size,), number % 251, dtype=torch.uint8)
+        for number, size in enumerate(sizes)
+    }
+    if shared:
+        base = torch.arange(1 << 19)
+        # Two that overlap, and one whose values are not what its storage holds.
+        state |= {"head": base[:-1], "tail": base[1:], "turned": base.view(2, -1).t()}
+    capture = ImagePlanner().capture(state)
+    copier = Copier(threads)
+    image = memoryview(bytearray(capture.nbytes(IDENTITY)))
+
+    written = capture.write(image, IDENTITY, copier, SideStreams())
+
+    copier.close()
+    assert written.sealed
+    hashed = bytes(image)
+    seal(image, written.covered_nbytes, IDENTITY)
+    assert bytes(image) == hashed
+    assert_same(unpack(MemorySource(image)), state)

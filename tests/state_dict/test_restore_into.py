@@ -166,6 +166,19 @@ def test_many_differences_are_told_in_a_few_lines() -> None:
     assert len(str(refused.value)) < 2000
 
 
+def test_given_tensors_may_lie_side_by_side_in_one_storage_and_not_over_each_other() -> None:
+    saved = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)}
+    memory = torch.zeros(8)
+
+    load_into(saved, {"a": memory[:4], "b": memory[4:]})
+    assert memory.tolist() == [1.0] * 4 + [2.0] * 4
+
+    before = memory.clone()
+    with pytest.raises(MismatchError, match="was left as it is"):
+        load_into(saved, {"a": memory[:4], "b": memory[3:7]})
+    assert torch.equal(memory, before)
+
+
 MEASURE = """
 import sys, torch
 from pathlib import Path

@@ -99,11 +99,8 @@ def running(loop: Loop, core: int = -1) -> Iterator[tuple[Callable[[], None], in
 
 
 def lost_in(step: Callable[[], None], steps: int, saving: Saving) -> Lost:
-    """The loop alone, then with a save behind it, which goes on at least until the save is over."""
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    step_s = (time.perf_counter() - began) / steps
+    """The loop with a save behind it, at least until the save is over; alone before and after."""
+    alone_s = _alone_s(step, steps)
     began = time.perf_counter()
     # Threads and processes that a save starts inherit the cores, and should have all of them.
     with _on_cores(_CORES):
@@ -116,7 +113,16 @@ def lost_in(step: Callable[[], None], steps: int, saving: Saving) -> Lost:
         if time.perf_counter() - began > _SAVE_TIMEOUT_S:
             raise TimeoutError(f"a save was not over after {_SAVE_TIMEOUT_S:.0f} s")
     saving.finish()
-    return Lost(stall_s, time.perf_counter() - began - taken * step_s)
+    took_s = time.perf_counter() - began
+    step_s = (alone_s + _alone_s(step, steps)) / 2 / steps
+    return Lost(stall_s, took_s - taken * step_s)
+
+
+def _alone_s(step: Callable[[], None], steps: int) -> float:
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return time.perf_counter() - began
 
 
 @contextmanager

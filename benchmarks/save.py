@@ -16,9 +16,10 @@ from benchmarks.report import Comparison, Report, compare
 from benchmarks.setup import Options, Saver, Setting, closing_all, make_setting
 from benchmarks.state import flat_tensors
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.state_dict.block_copies import BlockCopies
 from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.image import ImagePlanner
-from localckpt.state_dict.side_streams import SideStreams
 
 __all__ = ["measure"]
 
@@ -45,18 +46,22 @@ def measure(options: Options) -> Report:
 def _measure_copy_loop(report: Report, setting: Setting, options: Options) -> None:
     """What of the stall is copying, without finding the tensors and comparing their structure."""
     capture = ImagePlanner().capture(setting.state)
-    identity = ShardIdentity("", Generation(1, 1), 1, 0, 1)
-    image = setting.buffer.view[: capture.nbytes(identity)]
-    copier, streams = Copier(), SideStreams()
+    runs = capture.plan.runs
+    copies = BlockCopies((run.offset, run.nbytes) for run in runs)
+    sources = [capture.tensors[run.number].data_ptr() for run in runs]
+    copier = Copier()
 
-    def copy_loop_s() -> float:
+    def copy_loop_s(hasher: BlockHasher | None) -> float:
         began = time.perf_counter()
-        capture.write(image, identity, copier, streams)
+        copies.copy(setting.buffer.view, 0, capture.data_nbytes, sources, copier, hasher)
         return time.perf_counter() - began
 
+    hasher = BlockHasher(ShardIdentity("", Generation(1, 1), 1, 0, 1))
     goal = _COPY_GOAL[options.state]
-    comparison = report.compared("copy loop of a save", _COPY, setting.nbytes, goal)
-    compare(options.rounds, setting.copy_flat_s, [(comparison, copy_loop_s)])
+    alone = report.compared("copy loop of a save", _COPY, setting.nbytes, goal)
+    hashing = report.compared("the same, hashing each block", _COPY, setting.nbytes)
+    loops = [(alone, lambda: copy_loop_s(None)), (hashing, lambda: copy_loop_s(hasher))]
+    compare(options.rounds, setting.copy_flat_s, loops)
     copier.close()
 
 

@@ -37,7 +37,7 @@ __all__ = ["Samples", "Task"]
 # leave time for another round.
 _SAVES_S = 10.0
 _LOADS_S = 1.0
-_LOOP_S = 2.5
+_LOOP_S = 6.0
 # Where each save has new files, and removing the old ones slows whatever is written beside it.
 _SAVES_AT_REST, _REST_S = 4, 1.0
 

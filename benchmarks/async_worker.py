@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 
+from benchmarks.limits import RecycledFile
 from benchmarks.loops import LOOPS, Lost, lost_in, running
 from benchmarks.peers.ours import OursProcess, OursThread
 from benchmarks.report import Report
-from benchmarks.setup import Options
-from benchmarks.state import build_state
+from benchmarks.setup import Options, make_setting
 
 __all__ = ["measure"]
 
@@ -16,9 +17,11 @@ _WARM_UP_SAVES = 4
 
 
 def measure(options: Options) -> Report:
-    """Each loop alone and with a save behind it, in turn, for both async workers."""
+    """Each loop alone and with a save behind it, in turn, for both async workers and the limit."""
     report = Report("async")
-    state = build_state(options.width)
+    setting = make_setting(options)
+    state = setting.state
+    raw = _RawWrite(RecycledFile(options.directory / "limit", setting.buffer))
     savers = [
         OursThread(options.directory / "thread", state),
         OursProcess(options.directory / "process", state),
@@ -30,16 +33,43 @@ def measure(options: Options) -> Report:
                 saver.finish()
         for name, loop in LOOPS.items():
             lost: dict[str, list[Lost]] = {saver.worker: [] for saver in savers}
+            to_raw_write: list[float] = []
             with running(loop) as (step, steps):
                 for _ in range(2 * options.rounds):
                     for saver in savers:
                         lost[saver.worker].append(lost_in(step, steps, saver))
+                    to_raw_write.append(lost_in(step, steps, raw).lost_s)
+            report.fact(f"lost to a raw write, {name}", median(to_raw_write) * 1e3, "ms")
             for worker, samples in lost.items():
                 _tell(report, f"{name}, {worker}", samples)
     finally:
         for saver in savers:
             saver.close()
+        raw.close()
     return report
+
+
+class _RawWrite:
+    """What of the loss is the disk's: as many bytes written by one thread, and nothing else."""
+
+    def __init__(self, file: RecycledFile) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future[float] | None = None
+
+    def start(self) -> None:
+        self._writing = self._pool.submit(self._file.write_s)
+
+    def done(self) -> bool:
+        return self._writing is not None and self._writing.done()
+
+    def finish(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._file.close()
 
 
 def _tell(report: Report, name: str, samples: list[Lost]) -> None:

@@ -1,7 +1,7 @@
 """Copies host memory into an image block by block, and hashes each block while it is in the cache.
 
 Hashed behind training, a block has to come from memory once more, which takes a core from it for 70
-ms per 1.5 GB; here it is 12 ms for two threads (AMD EPYC, 1 MiB of L2 cache for each core).
+ms per 1.5 GB; here it is some 15 ms for two threads (AMD EPYC, 1 MiB of L2 cache for each core).
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ class Targets:
     tensors: list[torch.Tensor]
     names: dict[int, str]
 
-    @collection_paused()
     def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
         """What each slot of an image is to be copied to.
 

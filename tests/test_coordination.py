@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -74,8 +75,12 @@ def _fail_and_come_late(rank: int, world_size: int) -> str:
     with Attempt() as looking:
         if rank == 0:
             raise StorageError("/disk cannot be read")
+    return _outcome(lambda: agree(coordinator, "look", looking, grace_s=0.2))
+
+
+def _outcome(agreeing: Callable[[], object]) -> str:
     try:
-        agree(coordinator, "look", looking, grace_s=0.2)
+        agreeing()
     except CheckpointingException as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -95,11 +100,7 @@ def _succeed_and_wait(rank: int, world_size: int) -> str:
         if rank == 0:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
-    try:
-        agree(coordinator, "exchange", exchanging, others_s=30.0)
-    except CheckpointingException as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _outcome(lambda: agree(coordinator, "exchange", exchanging, others_s=30.0))
 
 
 def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:

@@ -88,6 +88,7 @@ class ImageReader:
         check_names(skeleton, self._allowed)
         if into is not None:
             tensors, bases = into.tensors, into.by_slot(entries)
+            self._require_sizes(bases)
         else:
             bases = self._make_bases(entries, map_location)
             try:
@@ -107,6 +108,16 @@ class ImageReader:
         if 8 + table_nbytes > len(framed):
             raise CorruptShardError(f"{header.identity}: the skeleton is cut short")
         return parse_entries(framed[8 : 8 + table_nbytes]), framed[8 + table_nbytes :]
+
+    def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
+        """What is given has just the room for what the header says; else others' memory is hit."""
+        for name, base in bases.items():
+            slot = self.header.slots.get(name)
+            if slot is None or slot.nbytes != base.nbytes:
+                raise CorruptShardError(
+                    f"{self.header.identity}: the skeleton says {base.nbytes} bytes of tensor "
+                    f"{name!r}, the header {slot.nbytes if slot else 'nothing'}"
+                )
 
     def _make_bases(
         self, entries: tuple[TableEntry, ...], map_location: str | torch.device | None

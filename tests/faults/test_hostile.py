@@ -6,6 +6,7 @@ the older checkpoint, the made-up one where there is nothing wrong with it, or a
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from localckpt import CheckpointingException
+from localckpt.errors import CorruptShardError
 from localckpt.state_dict.identify import read_header, read_verified_identity
+from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.targets import find_targets
@@ -37,7 +40,7 @@ from tests.faults.images import Parts, identity_in
 from tests.faults.small_store import NEWEST, OLDER, Growth, go_on, limit_memory, write_store
 from tests.managers.jobs import make_manager
 from tests.ranks import RanksFailedError, run_ranks
-from tests.state_dict.states import assert_same
+from tests.state_dict.states import assert_same, source_of, written
 
 Dirs = Callable[[int], list[Path]]
 
@@ -171,6 +174,22 @@ def _escapes(image: bytes, path: Path) -> list[str]:
         finally:
             source.close()
     return escaped
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("described", [{"a": torch.ones(1000)}, {"b": torch.ones(10)}])
+def test_a_header_and_a_skeleton_that_contradict_each_other_write_to_no_tensor(
+    described: dict[str, torch.Tensor],
+) -> None:
+    claimed = ImagePlanner().capture({"a": torch.ones(10)})
+    capture = ImagePlanner().capture(described)
+    image = written(dataclasses.replace(capture, skeleton=claimed.skeleton))
+    memory = torch.zeros(1000)
+
+    with pytest.raises(CorruptShardError, match="of tensor 'a', the header"):
+        ImageReader(source_of(image), SafeGlobals()).restore(find_targets({"a": memory[:10]}))
+
+    assert not memory.any()
 
 
 # At random.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.profiler import record_function
 
@@ -14,6 +13,7 @@ from localckpt.global_tier.planning import Written
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.save import SaveUnderWay
+from localckpt.global_tier.torch_dcp import FORMAT_VERSION
 from localckpt.global_tier.write import write_files
 from localckpt.global_tier.writer import FileSystemWriterAsync
 
@@ -106,7 +106,7 @@ class Committing:
         """What the checkpoint holds, and where; made anew when anything of it has changed."""
         assert save.metadata is not None, "the first rank has planned"
         if not (as_before and self._pickled and self._pickled[0] is save.metadata):
-            save.metadata.version = CURRENT_DCP_VERSION
+            save.metadata.version = FORMAT_VERSION
             save.metadata.storage_data = {
                 result.index: result.storage_data for part in written for result in part.results
             }

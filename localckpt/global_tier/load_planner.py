@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 from localckpt.errors import MismatchError
 from localckpt.global_tier.objects import load_object
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
-from localckpt.global_tier.torch_dcp import create_chunk_list, create_read_items, set_element
+from localckpt.global_tier.torch_dcp import (
+    create_chunk_list,
+    create_read_items,
+    format_version,
+    set_element,
+)
 
 __all__ = ["ReshardingLoadPlanner", "give", "read_here"]
 
@@ -58,8 +63,8 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None, "set_up_planner comes first"
         saved = self.metadata.state_dict_metadata
-        if self.metadata.version is None and saved.keys() - self.state_dict.keys():
-            # Saved before torch 2.4, with other names for what is nested.
+        if format_version(self.metadata) is None and saved.keys() - self.state_dict.keys():
+            # Maybe saved before torch 2.4, with other names for what is nested.
             return super().create_local_plan()
         wrong, items = [], []
         for name, value in self.state_dict.items():

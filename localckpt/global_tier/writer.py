@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -34,6 +34,7 @@ from localckpt.global_tier.planning import PlanCache
 from localckpt.global_tier.staging import Staging
 from localckpt.global_tier.torch_dcp import (
     DATA_SUFFIX,
+    FORMAT_VERSION,
     METADATA_NAME,
     StorageInfo,
     StoragePrefix,
@@ -338,7 +339,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StorageError: The file system refused.
         """
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = FORMAT_VERSION
         metadata.storage_data = {r.index: r.storage_data for part in results for r in part}
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)

@@ -60,6 +60,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "localckpt.state_dict.skeleton": ("_restore_subclass",),
 }
 
+# Python 3.13 moved the classes, and 3.14 moved them back.
+_MOVED = {"pathlib._local": "pathlib"}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
@@ -79,6 +81,7 @@ class SafeGlobals:
         Raises:
             UnsafeGlobalError: It is not allowed; the message says how to allow it.
         """
+        module = _MOVED.get(module, module)
         if name in _VALUES.get(module, ()):
             __import__(module)
             return _resolve(module, name)

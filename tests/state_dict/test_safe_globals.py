@@ -50,6 +50,15 @@ def marker(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists()
 
 
+def test_a_path_that_python_3_13_saved_is_loaded() -> None:
+    here = f"c{type(Path()).__module__}\nPosixPath\n".encode()
+    told = pickle.dumps({"from": Path("/data")}, protocol=2)
+    image = with_pickle(told.replace(here, b"cpathlib._local\nPosixPath\n"))
+
+    assert b"pathlib._local" in image
+    assert unpack(source_of(image)) == {"from": Path("/data")}
+
+
 @pytest.mark.fault("hostile-file")
 def test_a_pickle_that_runs_a_command_is_refused(marker: Path) -> None:
     image = with_pickle(pickle.dumps(Call(os.system, (f"touch {marker}",))))

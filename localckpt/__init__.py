@@ -7,7 +7,7 @@ import torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from localckpt.async_save.callers import AsyncCaller as AsyncCaller
@@ -114,11 +114,13 @@ _HOMES = {
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
+# A type checker takes every name for one of a module that has ``__getattr__``.
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'localckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"localckpt.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'localckpt' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"localckpt.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

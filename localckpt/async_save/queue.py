@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from localckpt.async_save.agreement import Agreement
 from localckpt.async_save.callers import (
@@ -103,7 +103,7 @@ class AsyncCallsQueue:
         self._agreement: Agreement | None = None
         self._lost_ranks = False
 
-    def __enter__(self) -> AsyncCallsQueue:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

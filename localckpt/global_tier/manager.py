@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -310,7 +310,7 @@ class GlobalCheckpointManager:
             self._free()
             self._meeting.leave()
 
-    def __enter__(self) -> GlobalCheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

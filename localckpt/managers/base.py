@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -366,7 +366,7 @@ class BaseCheckpointManager(ABC):
             if self.repl_strategy is None:
                 self._strategy.close()
 
-    def __enter__(self) -> BaseCheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

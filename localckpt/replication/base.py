@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -184,7 +184,7 @@ class ReplicationStrategy(ABC):
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""
 
-    def __enter__(self) -> ReplicationStrategy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

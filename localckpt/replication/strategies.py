@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch.distributed as dist
 
@@ -127,7 +128,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         target_device: str = "cpu",
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
-    ) -> CliqueReplicationStrategy:
+    ) -> Self:
         """Agree on how the job is cut into cliques; all ranks call it together.
 
         Args:

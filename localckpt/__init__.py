@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from localckpt.async_save.callers import TemporalAsyncCaller as TemporalAsyncCaller
     from localckpt.async_save.callers import ThreadAsyncCaller as ThreadAsyncCaller
     from localckpt.async_save.queue import AsyncCallsQueue as AsyncCallsQueue
+    from localckpt.async_save.request import AsyncCall as AsyncCall
     from localckpt.async_save.request import AsyncRequest as AsyncRequest
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCaller": "async_save.callers",
+    "AsyncCall": "async_save.request",
     "AsyncCallsQueue": "async_save.queue",
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",

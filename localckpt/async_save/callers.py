@@ -44,7 +44,7 @@ class PendingCall:
     def __init__(self, name: str) -> None:
         self.name = name
         self.then_fn: Callable[[], None] | None = None
-        """What follows it in the trainer; see :class:`AsyncRequest`."""
+        """What follows it in the trainer; see :class:`AsyncCall`."""
         self.then_runs = False
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -121,12 +121,13 @@ class AsyncCaller(ABC):
         if self._closed:
             raise CheckpointingException("this caller is closed; make another")
         request = request.preload()
-        if request.async_fn is None:
+        function = request.call.function
+        if function is None:
             call = PendingCall(function_name(None))
             call.settle(None)
         else:
-            call = self._make_call(request, request.async_fn)
-            call.then_fn = request.then_fn
+            call = self._make_call(request, function)
+            call.then_fn = request.call.then_fn
             self._enqueue(call)
         self._latest = call
         self._scheduled += 1

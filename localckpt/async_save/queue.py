@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from localckpt.async_save.agreement import Agreement
 from localckpt.async_save.callers import (
@@ -123,21 +123,27 @@ class AsyncCallsQueue:
         if self._persistent:
             self._worker.warm_up()
 
-    def schedule_async_request(self, request: AsyncRequest) -> int:
+    def schedule_async_request(self, request: AsyncRequest | tuple[Any, ...]) -> int:
         """Begin a call behind training.
 
         What goes wrong on this rank from here on, the beginning included, is raised on every rank
         when the call's turn to be finalized comes.
 
+        Args:
+            request: An :class:`AsyncRequest`, or one of Megatron-Core or NVRx.
+
         Returns:
             The number of the call.
+
+        Raises:
+            CheckpointingException: ``request`` is something else, or this queue is closed.
         """
         self._check_usable()
         if self._ranks is None:
             # Not when the queue is made, which may be before the process group is.
             self._ranks = Coordinator("async calls", self._process_group, self._timeout_s)
             self._agreement = Agreement(self._ranks, self._timeout_s)
-        request = request.freeze()._replace(call_idx=self._scheduled)
+        request = AsyncRequest.of(request).scheduled(self._scheduled)
         caller = None
         try:
             request = request.preload()
@@ -146,7 +152,9 @@ class AsyncCallsQueue:
             call = PendingCall(function_name(request.async_fn))
             call.settle(error)
         # What the call works on is not kept until it is finalized.
-        rest = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={})
+        rest = request._replace(
+            async_fn=request.call.without_work(), async_fn_args=(), async_fn_kwargs={}
+        )
         self._entries.append(_Entry(rest, call, caller))
         self._scheduled += 1
         return request.call_idx
@@ -269,7 +277,8 @@ class AsyncCallsQueue:
             )
 
     def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
-        if request.async_fn is None or must_run_in_trainer(request.async_fn):
+        function = request.call.function
+        if function is None or must_run_in_trainer(function):
             return self._thread, self._thread.schedule_async_call(request)
         if self._persistent:
             try:

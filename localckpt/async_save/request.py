@@ -1,13 +1,16 @@
-"""What is to be done behind training, and what all ranks make of its outcome.
+"""Requests for work behind training, and the judgement of their outcome.
 
-A request is plain data: a function, its arguments, and what runs once every rank is done. Whether
-a call stands or fails is decided by :func:`judge`, a pure function of what the ranks report.
+A request has the seven fields that requests of NVRx and Megatron-Core have, so that their queues
+carry it out as well; whatever else belongs to a call hangs on its function (:class:`AsyncCall`).
+Whether a call stands or fails is decided by :func:`judge`, a pure function of what the ranks
+report.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,8 +22,10 @@ if TYPE_CHECKING:
     from localckpt.coordination import Coordinator
 
 __all__ = [
+    "AsyncCall",
     "AsyncRequest",
     "CallReport",
+    "do_nothing",
     "function_name",
     "judge",
     "must_run_in_trainer",
@@ -40,11 +45,76 @@ _NO_FUNCTION = "no function"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+# Modules whose queues accept only instances of the ``AsyncRequest`` that they define themselves.
+_FOREIGN_MODULES = (
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+)
+
+
+class AsyncCall:
+    """A function to carry out behind training, and what else an :class:`AsyncCallsQueue` runs.
+
+    Called, it calls the function; pickled, it is the function alone.
+
+    Args:
+        function: Runs behind training; ``None`` for nothing.
+        failure_fns: Run in place of the request's ``finalize_fns``, on every rank, with the error
+            that every rank is about to raise.
+        stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
+            of the call: other ranks may not come any more, and the call is to wait for none.
+        then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
+            the call is over when ``then_fn`` has returned.
+        hand_over: Runs in the trainer when a queue of another library takes the request, and
+            returns a function that this queue's process can run. Without it, ``function`` is
+            handed over, and nothing else of this object runs there.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        *,
+        failure_fns: Sequence[Callable[[BaseException], None]] = (),
+        stop_fns: Sequence[Callable[[], None]] = (),
+        then_fn: Callable[[], None] | None = None,
+        hand_over: Callable[[], Callable[..., Any]] | None = None,
+    ) -> None:
+        self.function = function
+        self.failure_fns = tuple(failure_fns)
+        self.stop_fns = tuple(stop_fns)
+        self.then_fn = then_fn
+        self.hand_over = hand_over
+
+    @classmethod
+    def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
+        """``function`` itself if it is an :class:`AsyncCall` already."""
+        return function if isinstance(function, AsyncCall) else cls(function)
+
+    def without_work(self) -> AsyncCall:
+        """The same functions around nothing: what is left to keep once the work has begun."""
+        return AsyncCall(None, failure_fns=self.failure_fns, stop_fns=self.stop_fns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self.function is None else self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpickled, (self.function,)
+
+
+def do_nothing() -> None:
+    """What a process is given to run for a call that has nothing to do there."""
+
+
+def _unpickled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    return function
+
+
 class AsyncRequest(NamedTuple):
     """A call to carry out behind training, and what follows it.
 
     Attributes:
-        async_fn: Runs behind training on each rank; ``None`` for nothing but the finalizing.
+        async_fn: Runs behind training on each rank; ``None`` for nothing but the finalizing. It
+            may be an :class:`AsyncCall`.
         async_fn_args: Its positional arguments.
         finalize_fns: Run in the trainer, in order, once all ranks are done without an error.
         async_fn_kwargs: Its keyword arguments.
@@ -52,12 +122,6 @@ class AsyncRequest(NamedTuple):
             takes the place of the second positional argument.
         is_frozen: Whether nothing may be added any more.
         call_idx: Number of the call in its queue.
-        failure_fns: Run in place of ``finalize_fns``, on every rank, with the error that every
-            rank is about to raise.
-        stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
-            of the call: other ranks may not come any more, and it is to wait for none.
-        then_fn: Runs in a thread of the trainer once ``async_fn`` has returned, wherever that ran;
-            the call is over when this is. A queue of others does not know of it.
     """
 
     async_fn: Callable[..., Any] | None
@@ -67,9 +131,28 @@ class AsyncRequest(NamedTuple):
     preload_fn: Callable[[], Any] | None = None
     is_frozen: bool = False
     call_idx: int = 0
-    failure_fns: Sequence[Callable[[BaseException], None]] = ()
-    stop_fns: Sequence[Callable[[], None]] = ()
-    then_fn: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, request: Any) -> AsyncRequest:
+        """A request of another library's class, with the fields that it has, as one of ours.
+
+        Raises:
+            CheckpointingException: It is no such request.
+        """
+        if isinstance(request, AsyncRequest):
+            return request
+        fields = request._asdict() if hasattr(request, "_asdict") else {}
+        if not {"async_fn", "async_fn_args", "finalize_fns"} <= fields.keys() <= {*cls._fields}:
+            raise CheckpointingException(
+                f"a {type(request).__name__} cannot be scheduled: make an AsyncRequest, whose "
+                f"fields are {', '.join(cls._fields)}"
+            )
+        return cls(**fields)
+
+    @property
+    def call(self) -> AsyncCall:
+        """``async_fn`` with what belongs to it."""
+        return AsyncCall.of(self.async_fn)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a function that runs after those that are there.
@@ -90,8 +173,35 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which nothing can be added; what this one gets later is its own."""
-        return self._replace(finalize_fns=tuple(self.finalize_fns), is_frozen=True)
+        """The same request for a queue of another library, to which nothing can be added.
+
+        Those queues call this when they schedule a request, before they fork, or send it to their
+        process. So it is here that a call hands over what such a process can run.
+        """
+        call = self.call
+        # Never None: NVRx's persistent queue waits for ever for the end of a call without function.
+        async_fn = call.hand_over() if call.hand_over is not None else call.function or do_nothing
+        return self._replace(async_fn=async_fn).scheduled(self.call_idx)
+
+    def scheduled(self, call_idx: int) -> AsyncRequest:
+        """The same request with its number; what this one is given later does not reach it."""
+        return self._replace(
+            finalize_fns=tuple(self.finalize_fns), is_frozen=True, call_idx=call_idx
+        )
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run the finalize functions, as NVRx's queue has it done; returns the call's number.
+
+        Args:
+            validate_matching_call_idx: Accepted for NVRx. The finalize functions of the managers
+                compare what the ranks finalize themselves, without a device.
+        """
+        for fn in self.finalize_fns:
+            fn()
+        return self.call_idx
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _accepted_here, tuple(self)
 
     def preload(self) -> AsyncRequest:
         """Run ``preload_fn`` and give the request as it stands then."""
@@ -128,8 +238,8 @@ class AsyncRequest(NamedTuple):
             request = self.preload()
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-                if request.then_fn is not None:
-                    request.then_fn()
+                if request.call.then_fn is not None:
+                    request.call.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
         own = CallReport.of(self.call_idx, name, error)
@@ -142,8 +252,26 @@ class AsyncRequest(NamedTuple):
         if failed is not None:
             run_failure_fns(self, failed)
             raise failed from error
-        for fn in self.finalize_fns:
-            fn()
+        self.execute_finalize_fns()
+
+
+def _accepted_here(*fields: Any) -> AsyncRequest:
+    """A request that was pickled, as the queues whose modules are loaded here accept it."""
+    foreign = (getattr(sys.modules.get(name), "AsyncRequest", None) for name in _FOREIGN_MODULES)
+    return _request_class(tuple(kind for kind in foreign if _has_our_fields(kind)))(*fields)
+
+
+def _has_our_fields(kind: Any) -> bool:
+    is_foreign = isinstance(kind, type) and not issubclass(kind, AsyncRequest)
+    return is_foreign and getattr(kind, "_fields", None) == AsyncRequest._fields
+
+
+@functools.cache
+def _request_class(foreign: tuple[type, ...]) -> type[AsyncRequest]:
+    """``AsyncRequest``, or a subclass of it whose instances pass as each of the others, too."""
+    if not foreign:
+        return AsyncRequest
+    return type("AsyncRequest", (AsyncRequest, *foreign), {"__slots__": ()})
 
 
 def runs_in_trainer(function: _Function) -> _Function:
@@ -154,17 +282,20 @@ def runs_in_trainer(function: _Function) -> _Function:
 
 def must_run_in_trainer(function: Callable[..., Any]) -> bool:
     """Whether the function, or the one inside a partial, method or callable object, is marked."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return bool(
-        getattr(function, _MARK, False) or getattr(function.__call__, _MARK, False)  # type: ignore[operator]
-    )
+    function = _innermost(function)
+    called = getattr(function, "__call__", None)  # noqa: B004 - its mark is what is asked for
+    return bool(getattr(function, _MARK, False) or getattr(called, _MARK, False))
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial | AsyncCall):
+        function = function.func if isinstance(function, functools.partial) else function.function
+    return function
 
 
 def function_name(function: Callable[..., Any] | None) -> str:
     """What messages call a function."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _innermost(function)
     if function is None:
         return _NO_FUNCTION
     return str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -172,7 +303,7 @@ def function_name(function: Callable[..., Any] | None) -> str:
 
 def run_failure_fns(request: AsyncRequest, error: BaseException) -> None:
     """Tell the owner of a failed call. One that fails itself does not keep the others from it."""
-    for fn in request.failure_fns:
+    for fn in request.call.failure_fns:
         try:
             fn(error)
         except Exception:
@@ -181,7 +312,7 @@ def run_failure_fns(request: AsyncRequest, error: BaseException) -> None:
 
 def run_stop_fns(request: AsyncRequest) -> None:
     """Tell the owner of a call that nobody waits for it any more; as :func:`run_failure_fns`."""
-    for fn in request.stop_fns:
+    for fn in request.call.stop_fns:
         try:
             fn()
         except Exception:

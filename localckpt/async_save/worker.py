@@ -24,6 +24,7 @@ __all__ = [
     "Failure",
     "RemoteTraceback",
     "carry_out",
+    "carry_out_packed",
     "is_readable",
     "leave_ctrl_c_to_trainer",
     "main",
@@ -59,7 +60,7 @@ def main() -> None:
             request = read_frame(requests)
         except EOFError:
             return
-        failure = _carry_out_request(request)
+        failure = carry_out_packed(request)
         sys.stdout.flush()
         try:
             write_frame(replies, b"" if failure is None else pickle.dumps(failure))
@@ -83,7 +84,8 @@ def carry_out(function: Any, args: Any, kwargs: Any) -> Failure | None:
     return None
 
 
-def _carry_out_request(request: bytes) -> Failure | None:
+def carry_out_packed(request: bytes) -> Failure | None:
+    """Carry out what ``pack_call`` packed."""
     try:
         sys_path, call = pickle.loads(request)
         # Before the call is unpickled, which imports the modules that it names.

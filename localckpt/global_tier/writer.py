@@ -356,8 +356,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def give_up(self, error: BaseException) -> None:
         """Forget a save that failed, and take its buffer back, which nobody may use any more.
 
-        One of the ``failure_fns`` that an :class:`AsyncRequest` of ours can have: whoever was
-        writing may be dead.
+        One of the ``failure_fns`` that an :class:`AsyncCall` can have: the process that was writing
+        may be dead.
         """
         prepared, self._prepared, self._failed = self._prepared, None, error
         if prepared is None or prepared.staged is None:

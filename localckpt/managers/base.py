@@ -233,11 +233,8 @@ class BaseCheckpointManager(ABC):
         self._saving.begin(save, state_dict)
         self.last_save = save.report()
         request = AsyncRequest(
-            *self._saving.call(save),
+            *self._saving.call(save, lambda _: self._take_back(save)),
             [lambda: self._finalize(save)],
-            failure_fns=[lambda _: self._take_back(save)],
-            stop_fns=[self._saving.cancel],
-            then_fn=lambda: self._saving.finish(save),
         )
         if is_async:
             return request
@@ -425,6 +422,7 @@ class BaseCheckpointManager(ABC):
             self._keep,
             self._check_room,
             by_process=self.async_worker == "process",
+            timeout_s=self.timeout,
         )
 
     def _keep(self, payload: Any, ckpt_id: CkptID) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from localckpt.async_save.foreign import ForeignOutcome
 from localckpt.ids import ParityGroup, Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
 
@@ -135,6 +136,8 @@ class SaveUnderWay:
         copies_come_later: Whether that is behind training.
         kept: Ranks whose shards have come here and are kept, too.
         group: The ranks whose parity is kept here, too.
+        outcome: What the process of a foreign queue tells of it; ``None`` in a queue of ours.
+        here: What this process does of it for a foreign queue.
     """
 
     identity: ShardIdentity
@@ -145,6 +148,8 @@ class SaveUnderWay:
     copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
     group: ParityGroup | None = None
+    outcome: ForeignOutcome | None = None
+    here: Future[None] | None = None
     error: str | None = None
     staged: float = 0.0
     replicate_s: float | None = None

@@ -8,11 +8,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch.profiler import record_function
 
-from localckpt.async_save.request import runs_in_trainer
+from localckpt.async_save.callers import OWN_WORK
+from localckpt.async_save.foreign import ForeignOutcome, RunAndTell, WaitForTrainer
+from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.request import AsyncCall, runs_in_trainer
 from localckpt.errors import CheckpointingException
 from localckpt.ids import CkptID
 from localckpt.managers.coverage import SaveOutcome
@@ -36,6 +43,7 @@ class Saving:
         keep: Keeps a shard, given its payload and its ID.
         check: Runs once it is known which shards a save keeps here; raises if it cannot.
         by_process: Whether another process keeps this rank's own shard.
+        timeout_s: The longest that a save in a foreign queue is waited for, in seconds.
     """
 
     def __init__(
@@ -46,12 +54,17 @@ class Saving:
         check: Callable[[], None],
         *,
         by_process: bool,
+        timeout_s: float,
     ) -> None:
         self._shelf = shelf
         self._replicator = replicator
         self._keep = keep
         self._check = check
         self._by_process = by_process
+        self._timeout_s = timeout_s
+        # Made when needed: a manager that has none can be handed to another process.
+        self._thread: ThreadPoolExecutor | None = None
+        self._outcomes: list[ForeignOutcome] = []
 
     def begin(self, save: SaveUnderWay, state: Any) -> None:
         """Capture the state, and have the ranks that keep replicas exchange images.
@@ -68,11 +81,84 @@ class Saving:
             _note_failure(save, error)
         save.returned = time.monotonic()
 
-    def call(self, save: SaveUnderWay) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function and its arguments that keep what is here once :meth:`begin` has returned."""
+    def call(
+        self, save: SaveUnderWay, failed: Callable[[BaseException], None]
+    ) -> tuple[AsyncCall, tuple[Any, ...]]:
+        """A call and its arguments that keep what is here once :meth:`begin` has returned.
+
+        Args:
+            save: Which save.
+            failed: Runs in a queue of ours when the save has failed on some rank.
+        """
+        function, args = self._work(save)
+        call = AsyncCall(
+            function,
+            failure_fns=[failed],
+            stop_fns=[self.cancel],
+            then_fn=lambda: self.finish(save),
+            hand_over=lambda: self._hand_over(save),
+        )
+        return call, args
+
+    def _work(self, save: SaveUnderWay) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._by_process:
             return self._shelf.worker_call(save.shards)
         return self._keep_staged, (save,)
+
+    def _hand_over(self, save: SaveUnderWay) -> Callable[[], None]:
+        """Begin here what a foreign queue cannot do, and give what its process is to run.
+
+        The process writes from shared memory, or waits for the thread that writes from private
+        memory. The thread also waits for the copies that other ranks send, and keeps them.
+        """
+        save.outcome = ForeignOutcome()
+        self._outcomes.append(save.outcome)
+        function: Callable[[], None] = WaitForTrainer(save.outcome.place, self._timeout_s)
+        work: Callable[[], None] | None = None
+        if self._by_process:
+            with suppress(NotSendableError):
+                function = RunAndTell.of(save.outcome, *self._work(save), {})
+        if isinstance(function, WaitForTrainer):
+            keep, args = self._work(save)
+            work = partial(keep, *args)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "localckpt-foreign")
+        save.here = self._thread.submit(self._do_here, save, save.outcome, work)
+        return function
+
+    def _do_here(
+        self, save: SaveUnderWay, outcome: ForeignOutcome, work: Callable[[], None] | None
+    ) -> None:
+        try:
+            if work is not None:
+                work()
+            self.finish(save)
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            _note_failure(save, error)
+        finally:
+            if work is not None:
+                outcome.tell(save.error)
+
+    def _take_over(self, save: SaveUnderWay) -> None:
+        """Learn what came of a save that was handed over.
+
+        Raises:
+            CheckpointingException: The thread of this process has not ended in time.
+        """
+        if save.outcome is None or save.here is None:
+            return
+        # Less than the other ranks wait for this one, so that they hear the reason from it.
+        wait_for_futures([save.here], OWN_WORK * self._timeout_s)
+        save.error = save.error or save.outcome.error
+        self._outcomes.remove(save.outcome)
+        save.outcome.close()
+        if not save.here.done():
+            raise CheckpointingException(
+                f"iteration {save.identity.iteration} was not written "
+                f"{OWN_WORK * self._timeout_s:g} s after the queue had finished it"
+            )
+        # The other process may have ended after the thread.
+        save.durable = time.monotonic()
 
     def finish(self, save: SaveUnderWay) -> None:
         """Keep what comes from other ranks, too; then this rank's part is over."""
@@ -96,7 +182,8 @@ class Saving:
         """
         missing: list[CkptID] = []
         with Attempt() as finishing:
-            # Queues of others have not done so.
+            self._take_over(save)
+            # A queue that is neither ours nor froze the request has not run it.
             self.finish(save)
             missing += [
                 s.identity.ckpt_id for s in save.shards if not self._shelf.holds(s.identity)
@@ -130,6 +217,11 @@ class Saving:
         """Wait for what is under way."""
         if self._replicator is not None:
             self._replicator.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for outcome in self._outcomes:
+            outcome.close()
+        self._outcomes.clear()
 
     def _stage(self, save: SaveUnderWay, state: Any) -> None:
         travels = self._replicator is not None

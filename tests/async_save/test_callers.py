@@ -24,7 +24,7 @@ from localckpt.async_save.callers import (
     ThreadAsyncCaller,
 )
 from localckpt.async_save.processes import NotSendableError, Priority
-from localckpt.async_save.request import AsyncRequest
+from localckpt.async_save.request import AsyncCall, AsyncRequest
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from tests.async_save import work
 
@@ -89,7 +89,7 @@ class TestEveryCaller:
             beside = threading.current_thread() is not threading.main_thread()
             seen.append((os.getpid(), beside, (tmp_path / "a").exists()))
 
-        both = request(work.write_when, tmp_path / "a", gate)._replace(then_fn=then)
+        both = request(AsyncCall(work.write_when, then_fn=then), tmp_path / "a", gate)
         call = caller.schedule_async_call(both)
         before = [*seen]
         work.write(gate)
@@ -101,7 +101,7 @@ class TestEveryCaller:
         self, make: Any, kind: type[AsyncCaller]
     ) -> None:
         seen: list[str] = []
-        both = request(work.fail_storage)._replace(then_fn=lambda: seen.append("went on"))
+        both = request(AsyncCall(work.fail_storage, then_fn=lambda: seen.append("went on")))
 
         call = make(kind).schedule_async_call(both)
 
@@ -115,7 +115,7 @@ class TestEveryCaller:
         def then() -> None:
             raise StorageError("no room for what came")
 
-        call = make(kind).schedule_async_call(request(work.nothing)._replace(then_fn=then))
+        call = make(kind).schedule_async_call(request(AsyncCall(work.nothing, then_fn=then)))
 
         assert call.wait(PATIENCE_S)
         assert str(call.error) == "no room for what came"
@@ -130,7 +130,7 @@ class TestEveryCaller:
             there.set()
             ended.append(gate.wait(PATIENCE_S))
 
-        call = caller.schedule_async_call(request(work.nothing)._replace(then_fn=then))
+        call = caller.schedule_async_call(request(AsyncCall(work.nothing, then_fn=then)))
         assert there.wait(PATIENCE_S)
         nothing_runs = caller.give_up(call, CheckpointingException("too late"))
         error = outcome(caller, work.write, tmp_path / "a")

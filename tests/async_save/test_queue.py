@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localckpt import AsyncCallsQueue, AsyncRequest
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, StorageError, WorkerDiedError
 from tests.async_save import work
@@ -35,10 +35,9 @@ class Owner:
     def schedule(self, function: Any, *args: Any, name: str = "") -> int:
         return self.queue.schedule_async_request(
             AsyncRequest(
-                function,
+                AsyncCall(function, failure_fns=[self.failed.append]),
                 args,
                 [lambda: self.finalized.append(name)],
-                failure_fns=[self.failed.append],
             )
         )
 
@@ -352,8 +351,9 @@ def test_calls_are_told_not_to_wait_for_others_before_the_queue_waits_for_them(h
         raise ZeroDivisionError
 
     # A function that fails keeps no other call from being told.
-    queue.schedule_async_request(AsyncRequest(None, (), [], stop_fns=[fail]))
-    queue.schedule_async_request(AsyncRequest(wait_for_a_peer, (), [], stop_fns=[told.set]))
+    queue.schedule_async_request(AsyncRequest(AsyncCall(None, stop_fns=[fail]), (), []))
+    waiting = AsyncCall(wait_for_a_peer, stop_fns=[told.set])
+    queue.schedule_async_request(AsyncRequest(waiting, (), []))
     assert begun.wait(PATIENCE_S)
     if how == "aborted":
         queue.close(abort=True)
@@ -368,7 +368,7 @@ def test_a_queue_that_is_closed_tells_no_call_to_stop(queue: AsyncCallsQueue) ->
     told, finalized = list[str](), list[str]()
     stop, finalize = (lambda: told.append("stop")), (lambda: finalized.append("finalized"))
 
-    queue.schedule_async_request(AsyncRequest(None, (), [finalize], stop_fns=[stop]))
+    queue.schedule_async_request(AsyncRequest(AsyncCall(None, stop_fns=[stop]), (), [finalize]))
     queue.close()
 
     assert (told, finalized) == ([], ["finalized"])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from localckpt import AsyncCallsQueue, AsyncRequest
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
 from tests.async_save import work
@@ -37,10 +37,9 @@ class Rank:
     def schedule(self, function: Any, *args: Any, name: str = "") -> int:
         return self.queue.schedule_async_request(
             AsyncRequest(
-                function,
+                AsyncCall(function, failure_fns=[lambda error: self.failed.append(told(error))]),
                 args,
                 [lambda: self.finalized.append(name)],
-                failure_fns=[lambda error: self.failed.append(told(error))],
             )
         )
 
@@ -535,10 +534,9 @@ def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) ->
         _get_default_store().set(f"worked/{rank}", "")
 
     request = AsyncRequest(
-        do,
+        AsyncCall(do, failure_fns=[lambda error: seen.append(told(error))]),
         (),
         [check_that_all_have_worked],
-        failure_fns=[lambda error: seen.append(told(error))],
     )
     for _ in range(2):
         try:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import pickle
-from typing import Any
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
 from localckpt.async_save.request import (
+    _FOREIGN_MODULES,
+    AsyncCall,
     AsyncRequest,
     CallReport,
     function_name,
@@ -35,9 +39,6 @@ def test_the_fields_stand_in_the_order_that_other_queues_expect() -> None:
         "preload_fn",
         "is_frozen",
         "call_idx",
-        "failure_fns",
-        "stop_fns",
-        "then_fn",
     )
 
 
@@ -110,11 +111,10 @@ def test_execute_sync_that_fails_tells_the_owner_and_does_not_finalize(where: st
     functions: dict[str, Any] = {"preload_fn": None, "async_fn": work.nothing}
     functions[where] = work.fail_storage
     request = AsyncRequest(
-        functions["async_fn"],
+        AsyncCall(functions["async_fn"], failure_fns=[seen.append]),
         (),
         [lambda: seen.append("finalized")],
         preload_fn=functions["preload_fn"],
-        failure_fns=[seen.append],
     )
 
     with pytest.raises(StorageError, match="no space left") as raised:
@@ -132,8 +132,10 @@ def test_a_failure_function_that_fails_does_not_hide_the_error_nor_the_next_one(
     def spoil(error: BaseException) -> None:
         raise RuntimeError("spoiled")
 
+    request = AsyncRequest(AsyncCall(work.fail_value, failure_fns=[spoil, seen.append]), (), [])
+
     with pytest.raises(CheckpointingException, match="a number is wrong"):
-        AsyncRequest(work.fail_value, (), [], failure_fns=[spoil, seen.append]).execute_sync()
+        request.execute_sync()
 
     assert len(seen) == 1
     assert "spoiled" in caplog.text
@@ -156,6 +158,8 @@ class _Marked:
         (_Marked(), True),
         (work.nothing, False),
         (functools.partial(work.nothing), False),
+        (functools.partial(AsyncCall(_Marked().method)), True),
+        (AsyncCall(None), False),
         (print, False),
     ],
 )
@@ -168,13 +172,74 @@ def test_the_mark_is_seen_through_methods_partials_and_callable_objects(
 def test_a_function_is_named_through_a_partial() -> None:
     assert function_name(functools.partial(work.write)) == "write"
     assert function_name(_Marked()) == "_Marked"
-    assert function_name(None) == "no function"
+    assert function_name(AsyncCall(functools.partial(work.write))) == "write"
+    assert function_name(None) == function_name(AsyncCall(None)) == "no function"
 
 
 def test_a_request_of_plain_functions_can_be_pickled() -> None:
     request = AsyncRequest(work.write, (1,), [work.nothing])
 
     assert pickle.loads(pickle.dumps(request)) == request
+
+
+def test_another_process_gets_the_function_of_a_call_and_nothing_else() -> None:
+    call = AsyncCall(work.write, failure_fns=[lambda _: None], then_fn=lambda: None)
+
+    assert pickle.loads(pickle.dumps(call)) is work.write
+
+
+def test_a_queue_of_another_library_is_never_given_a_call_without_function() -> None:
+    request = AsyncRequest(None, (), []).freeze()
+
+    assert request.async_fn is not None
+    request.async_fn()
+
+
+def test_who_freezes_a_request_is_handed_what_another_process_can_run() -> None:
+    handed = AsyncRequest(AsyncCall(print, hand_over=lambda: work.nothing), (), []).freeze()
+    plain = AsyncRequest(AsyncCall(print, then_fn=work.nothing), (1,), []).freeze()
+
+    assert (handed.async_fn, plain.async_fn, plain.async_fn_args) == (work.nothing, print, (1,))
+
+
+class _OtherRequest(NamedTuple):
+    async_fn: Any
+    async_fn_args: Any
+    finalize_fns: Any
+    async_fn_kwargs: Any = None
+    preload_fn: Any = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+
+def test_a_request_that_was_pickled_passes_as_one_of_each_library_that_is_loaded_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = ModuleType("core")
+    core.AsyncRequest = _OtherRequest  # type: ignore[attr-defined]
+    request = AsyncRequest(work.write, (1,), [])
+    sent = pickle.dumps(request)
+
+    monkeypatch.setitem(sys.modules, _FOREIGN_MODULES[0], core)
+    there = pickle.loads(sent)
+
+    assert isinstance(there, AsyncRequest)
+    assert isinstance(there, _OtherRequest)
+    assert tuple(there) == tuple(request)
+    assert pickle.loads(pickle.dumps(there._replace(call_idx=3))).call_idx == 3
+
+
+def test_a_request_of_another_library_is_taken_for_its_fields() -> None:
+    ours = AsyncRequest.of(_OtherRequest(work.write, (1,), [], {}, call_idx=4))
+
+    assert type(ours) is AsyncRequest
+    assert ours == AsyncRequest(work.write, (1,), [], call_idx=4)
+
+
+@pytest.mark.parametrize("other", [None, (work.write, (), []), CallReport(1, "write")])
+def test_what_is_no_request_is_refused_with_the_fields_that_one_has(other: Any) -> None:
+    with pytest.raises(CheckpointingException, match="async_fn_args, finalize_fns"):
+        AsyncRequest.of(other)
 
 
 GOOD = CallReport.of(3, "write", None)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from localckpt import AsyncCallsQueue, AsyncRequest, CheckpointingException
+from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
 from localckpt.async_save.callers import ThreadAsyncCaller
 from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from localckpt.global_tier.write import FileWrite, write_preloaded_data
@@ -60,11 +60,10 @@ def request_of(
         return writes
 
     return AsyncRequest(
-        wrap(function),
+        AsyncCall(wrap(function), failure_fns=[writer.give_up]),
         tuple(args),
         [partial(save_state_dict_async_finalize, *planned)],
         preload_fn=stage,
-        failure_fns=[writer.give_up],
     )
 
 

@@ -203,7 +203,7 @@ def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
         try:
             request = manager.save(state_of(rank, 2), 2, is_async=True)
             request.async_fn(*request.async_fn_args)
-            request.then_fn()
+            request.call.then_fn()
             (save,) = request.async_fn_args
             told = [save.error, save.group, len(save.shards)]
         finally:

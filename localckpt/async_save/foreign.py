@@ -1,0 +1,148 @@
+"""Calls that a queue of another library carries out, in a process of its own.
+
+Such a queue loses what its process raises, and its persistent worker ends with it. So the function
+that it is given raises nothing: it writes the outcome to a few bytes of memory that the trainer
+made, and the trainer reads them when the call is finalized. The function is plain data. It finds
+the memory by the trainer's pid and the number of a descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt.async_save.processes import pack_call
+from localckpt.async_save.worker import carry_out_packed
+
+__all__ = ["ForeignOutcome", "RunAndTell", "WaitForTrainer"]
+
+_LONGEST_TEXT = 4000
+_WAIT_ROUND_S = 0.01
+_GOOD = b"+"
+
+
+class ForeignOutcome:
+    """The outcome of one call, written by the process that carries it out and read by the other.
+
+    Made by the trainer, which closes it. A process that comes later finds nothing and does nothing.
+    """
+
+    def __init__(self) -> None:
+        name = f"localckpt-outcome-{uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        self._fd = os.memfd_create(name)
+        self.place = _Place(os.getpid(), self._fd, name)
+
+    def tell(self, error: str | None) -> None:
+        """Write the outcome: an error's text, or ``None`` for success."""
+        with self._lock:
+            if self._fd >= 0:
+                _write(self._fd, error)
+
+    @property
+    def error(self) -> str | None:
+        """What the call failed with; ``None`` while nobody has said so."""
+        told = os.pread(self._fd, 1 + _LONGEST_TEXT, 0)
+        return None if told in (b"", _GOOD) else told[1:].decode(errors="replace")
+
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where another process finds the memory."""
+
+    pid: int
+    fd: int
+    name: str
+
+    def open(self) -> int | None:
+        """A descriptor; ``None`` once the trainer has closed the memory, or has ended."""
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            # The trainer may have given the number to another file since.
+            if self.name in os.readlink(f"/proc/self/fd/{fd}"):
+                return fd
+            os.close(fd)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunAndTell:
+    """Carries out a call in another process and writes its outcome.
+
+    Raises nothing, so that the worker of a foreign queue outlives a failed save.
+    """
+
+    place: _Place
+    packed: bytes
+
+    @classmethod
+    def of(
+        cls,
+        outcome: ForeignOutcome,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> RunAndTell:
+        """The call as plain data.
+
+        Raises:
+            NotSendableError: It cannot be pickled.
+        """
+        return cls(outcome.place, pack_call(function, args, kwargs))
+
+    def __call__(self) -> None:
+        fd = self.place.open()
+        if fd is None:
+            return
+        try:
+            failure = carry_out_packed(self.packed)
+            _write(fd, None if failure is None else failure.summary)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForTrainer:
+    """Waits in another process while a thread of the trainer does the work.
+
+    A foreign queue finalizes a call, which training waits for, once its process has returned.
+    """
+
+    place: _Place
+    timeout_s: float
+
+    def __call__(self) -> None:
+        fd = self.place.open()
+        if fd is None:
+            return
+        try:
+            deadline = time.monotonic() + self.timeout_s
+            while not os.pread(fd, 1, 0) and time.monotonic() < deadline and self._is_there():
+                time.sleep(_WAIT_ROUND_S)
+        finally:
+            os.close(fd)
+
+    def _is_there(self) -> bool:
+        """Whether the trainer still has the memory: it closes what nobody finalizes any more."""
+        with contextlib.suppress(OSError):
+            return self.place.name in os.readlink(f"/proc/{self.place.pid}/fd/{self.place.fd}")
+        return False
+
+
+def _write(fd: int, error: str | None) -> None:
+    text = _GOOD if error is None else b"-" + error.encode()[:_LONGEST_TEXT]
+    # One write of less than a page: who reads finds all of it, or nothing.
+    os.pwrite(fd, text, 0)

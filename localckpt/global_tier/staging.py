@@ -154,7 +154,7 @@ class Staging:
             buffer.pin(from_gpus[0][1].device)
         under_way = self._streams.queue(from_gpus)
         try:
-            self._copier.copy(jobs)
+            self._copier.copy(jobs, (view, tensors))
         finally:
             try:
                 under_way.wait()

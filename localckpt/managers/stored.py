@@ -216,16 +216,23 @@ class StoreShelf(Shelf):
 
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
+        self._copier.settle()
         failed = self._take_begun(lambda b: b.identity.iteration == iteration)
+        with self._lock:
+            identities = {i for i in self._unsettled if i.iteration == iteration}
         with ExitStack() as removals:
             # One that cannot be removed keeps no other from being removed.
-            for begun in failed:
-                removals.callback(self.store.discard, begun.identity)
+            for identity in identities:
+                removals.callback(self.store.discard, identity)
             # Memory that a GPU may still write to is neither freed nor used again.
             self._streams.synchronize()
+            for identity in identities:
+                # What an interrupted save has taken and did not come to note; after the others.
+                removals.callback(self.store.release, identity)
             for begun in failed:
                 removals.callback(self.store.abandon, begun.buffer, begun.lease, begun.identity)
-        self._unsettled -= {begun.identity for begun in failed}
+        with self._lock:
+            self._unsettled -= identities
 
     def drop_unfinished(self, identities: Collection[ShardIdentity]) -> None:
         with ExitStack() as removals:
@@ -301,6 +308,8 @@ class StoreShelf(Shelf):
         if self._arrival is not None:
             self._arrival.give_back()
             self._arrival = None
+        # Of a load that was interrupted while it took one.
+        self.store.release(Store.LOADING)
 
     def _begin(self, identity: ShardIdentity, nbytes: int) -> Buffer:
         with self._lock:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Copier", "default_copy_threads"]
+
+T = TypeVar("T")
 
 _PIECE_NBYTES = 8 << 20
 
@@ -33,37 +38,108 @@ class Copier:
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or default_copy_threads()
         self._pool: ThreadPoolExecutor | None = None
+        self._shares: Sequence[_Share[Any]] = ()
 
-    def copy(self, jobs: Iterable[tuple[int, int, int]]) -> None:
+    def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
         """Carry out ``(destination address, source address, bytes)`` copies; returns when done.
 
-        The memory on both sides must stay alive meanwhile, and destinations must not overlap.
+        Args:
+            jobs: Destinations must not overlap.
+            keep: What owns the memory on both sides; it lives until no thread copies any more.
         """
-        # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
-        pieces = iter([piece for job in jobs for piece in _pieces(job)])
-        self.share(lambda: _copy_pieces(pieces))
+        self.share([piece for job in jobs for piece in _pieces(job)], _copy_pieces, keep)
 
-    def share(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in all threads at once, the caller's among them; returns when all have."""
+    def share(
+        self, pieces: Iterable[T], work: Callable[[Iterator[T]], None], keep: Any = None
+    ) -> None:
+        """Call ``work`` in all threads at once, the caller's among them; returns when all have.
+
+        When it raises, as a ``KeyboardInterrupt`` makes it at any moment, the threads begin no
+        further piece, and none of them still works.
+
+        Args:
+            pieces: What there is to do; ``work`` takes pieces from it until none is left.
+            work: Does them.
+            keep: What it works on; it lives until no thread works any more.
+        """
+        self.settle()
+        # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
+        left = iter(list(pieces))
         if self._threads == 1:
-            work()
+            work(left)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads - 1, "localckpt-copy")
-        others = [self._pool.submit(work) for _ in range(self._threads - 1)]
+        # Known before the first one begins: what is interrupted here is settled all the same.
+        shares = self._shares = [_Share(work, left, keep) for _ in range(self._threads - 1)]
         try:
-            work()
+            for share in shares:
+                self._pool.submit(share.run)
+            work(left)
         finally:
-            # None of them may still write to memory that is given up.
-            wait(others)
-        for other in others:
-            other.result()
+            self.settle()
+        for share in shares:
+            if share.error is not None:
+                raise share.error
+
+    def settle(self) -> None:
+        """Begin no further piece, and return when no thread works any more.
+
+        Raises:
+            BaseException: The interrupt that came meanwhile, once no thread works any more.
+        """
+        interrupt: BaseException | None = None
+        while self._shares:
+            try:
+                for share in self._shares:
+                    share.end()
+                self._shares = ()
+            except BaseException as error:  # noqa: BLE001 - raised once no thread works any more
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def close(self) -> None:
         """End the threads."""
+        self.settle()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+class _Share(Generic[T]):
+    """One thread's part in work that several do.
+
+    Args:
+        work, left, keep: What :meth:`Copier.share` was given.
+    """
+
+    def __init__(self, work: Callable[[Iterator[T]], None], left: Iterator[T], keep: Any) -> None:
+        self.error: BaseException | None = None
+        self._work = work
+        self._left = left
+        self._keep = keep
+        # Filled once, by whoever comes first; unlike a lock it can be asked again.
+        self._begun: dict[str, bool] = {}
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Do the part, in a thread of the pool, unless :meth:`end` was called before."""
+        if self._begun.setdefault("begun", True):
+            try:
+                self._work(self._left)
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that shares
+                self.error = error
+            finally:
+                self._over.set()
+
+    def end(self) -> None:
+        """Return when the part is over; it begins no further piece. May be called again."""
+        deque(self._left, maxlen=0)
+        if self._begun.setdefault("begun", False):
+            self._over.wait()
+        # A pool that has not come to this part yet must not keep the memory.
+        self._keep = None
 
 
 def _pieces(job: tuple[int, int, int]) -> Sequence[tuple[int, int, int]]:

@@ -17,8 +17,9 @@ def collection_paused() -> Iterator[None]:
     trainer: 0.1 s with torch alone imported.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        # Inside, so that an interrupt right after it does not leave the collector off.
+        gc.disable()
         yield
     finally:
         if was_enabled:

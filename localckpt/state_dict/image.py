@@ -191,7 +191,7 @@ class Capture:
         hasher = BlockHasher(identity) if sealed else None
         try:
             unguarded, under_way = streams.queue(now), streams.queue(later)
-            self.plan.copies.copy(image, start, covered, sources, copier, hasher)
+            self.plan.copies.copy(image, start, covered, sources, copier, hasher, tensors)
         except BaseException:
             # The memory is given up now, and nothing may still be written to it.
             streams.synchronize()

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,6 +40,8 @@ class Buffer(ABC):
     """All bytes, writable; a whole number of pages."""
     lease = 0
     """How often it has been taken: tells a save whether the buffer is still its own."""
+    owner: Hashable = None
+    """Who took it last: finds the buffer of a save that was interrupted while it took one."""
     is_being_sent = False
     """Whether other ranks still get its bytes; it is not free before they have them."""
 
@@ -48,8 +50,10 @@ class Buffer(ABC):
     def in_use(self) -> bool:
         """Whether a save has taken it and nobody has given it back."""
 
-    def take(self) -> None:
-        """Reserve it for a save."""
+    def take(self, owner: Hashable = None) -> None:
+        """Reserve it for a save, which can be named."""
+        # The owner first: memory that is in use always has one.
+        self.owner = owner
         self.lease += 1
 
     @abstractmethod
@@ -111,8 +115,8 @@ class PrivateBuffer(Buffer):
     def in_use(self) -> bool:
         return self._in_use or self.is_being_sent
 
-    def take(self) -> None:
-        super().take()
+    def take(self, owner: Hashable = None) -> None:
+        super().take(owner)
         self._in_use = True
 
     def give_back(self) -> None:
@@ -167,8 +171,8 @@ class SharedBuffer(Buffer):
     def in_use(self) -> bool:
         return bool(self._whole[self._flag]) or self.is_being_sent
 
-    def take(self) -> None:
-        super().take()
+    def take(self, owner: Hashable = None) -> None:
+        super().take(owner)
         self._whole[self._flag] = 1
 
     def give_back(self) -> None:

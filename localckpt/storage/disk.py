@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -73,7 +73,7 @@ class DiskStore(Store):
         )
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        return self._pool.take(identity.series, nbytes, timeout_s)
+        return self._pool.take(identity.series, nbytes, timeout_s, identity)
 
     def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
         self._pool.prepare(series, nbytes, pin)
@@ -83,7 +83,10 @@ class DiskStore(Store):
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         # The buffer that this rank's next save will want anyway.
-        return self._pool.take(Series(self.rank), nbytes, timeout_s)
+        return self._pool.take(Series(self.rank), nbytes, timeout_s, self.LOADING)
+
+    def release(self, owner: Hashable) -> None:
+        self._pool.release(owner)
 
     @one_at_a_time
     def write_job(

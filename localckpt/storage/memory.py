@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,10 +105,12 @@ class MemoryStore(Store):
         if self._preparing is not None and self._preparing.is_alive():
             return
         if len(self.images()) < wanted:
-            self._preparing = threading.Thread(
+            preparing = threading.Thread(
                 target=self._make_spare, args=(nbytes, pin), name="localckpt-prepare", daemon=True
             )
-            self._preparing.start()
+            preparing.start()
+            # Once it runs: one that an interrupt kept from starting could not be waited for.
+            self._preparing = preparing
 
     @one_at_a_time
     def is_busy(self, series: Series) -> bool:
@@ -117,6 +119,11 @@ class MemoryStore(Store):
 
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         return allocate(PrivateBuffer, nbytes)
+
+    @one_at_a_time
+    def release(self, owner: Hashable) -> None:
+        for identity in [identity for identity in self._staged if identity == owner]:
+            self._staged.pop(identity).close()
 
     @one_at_a_time
     def write_job(

@@ -76,8 +76,16 @@ class BufferPool:
             buffers = self._buffers.get(purpose, [])
             return len(buffers) >= self._depth and all(buffer.in_use for buffer in buffers)
 
-    def take(self, purpose: Hashable, nbytes: int, timeout_s: float) -> Buffer:
-        """A free buffer of at least ``nbytes``; waits for an older save when all are busy.
+    def take(
+        self, purpose: Hashable, nbytes: int, timeout_s: float, owner: Hashable = None
+    ) -> Buffer:
+        """Take a free buffer of at least ``nbytes``; waits for an older save when all are busy.
+
+        Args:
+            purpose: What the buffer is for.
+            nbytes: How many bytes it has to hold.
+            timeout_s: The longest wait, in seconds.
+            owner: Who takes it; see :meth:`release`.
 
         Raises:
             CheckpointingException: The older saves did not finish in time.
@@ -92,11 +100,27 @@ class BufferPool:
                 buffers.remove(free[0])
                 free[0].close()
         buffer = large[0] if large else self._new(nbytes)
-        buffer.take()
         if not large:
+            # Before it is taken, so that an interrupt loses no buffer that is in use.
             with self._lock:
                 buffers.append(buffer)
+        buffer.take(owner)
         return buffer
+
+    def release(self, owner: Hashable) -> None:
+        """Take out the buffers that an owner has taken and did not give back.
+
+        An interrupt can come between taking a buffer and telling the owner which one it is.
+        """
+        with self._lock:
+            taken = [
+                buffer
+                for buffers in self._buffers.values()
+                for buffer in buffers
+                if buffer.in_use and buffer.owner == owner
+            ]
+        for buffer in taken:
+            self.drop(buffer)
 
     def drop(self, buffer: Buffer) -> None:
         """Take out a buffer that somebody may still be using; a later save gets another one."""
@@ -165,7 +189,8 @@ class BufferPool:
             logger.warning("a staging buffer could not be made ahead of time: %s", error)
         finally:
             with self._lock:
-                del self._preparing[purpose]
+                # Whoever started this thread may have been interrupted before it was noted.
+                self._preparing.pop(purpose, None)
 
     def _new(self, nbytes: int) -> Buffer:
         return allocate(self._make, buffer_nbytes(nbytes))

@@ -13,11 +13,11 @@ import secrets
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from localckpt.errors import (
     CheckpointingException,
@@ -94,6 +94,9 @@ class Store(ABC):
         self.claim = RankFolder(self.root, session_id, rank, timeout_s)
         self.folder, self._session = self.claim.path, self.claim.session
 
+    LOADING: ClassVar[Hashable] = "a shard that is loaded"
+    """Owner of the memory that :meth:`receive` gives."""
+
     @abstractmethod
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
         """Memory for the image of a shard that is about to be saved here.
@@ -120,6 +123,14 @@ class Store(ABC):
     @abstractmethod
     def receive(self, nbytes: int, timeout_s: float) -> Buffer:
         """Memory for an image that is only read into a state; to be given back. Raises alike."""
+
+    @abstractmethod
+    def release(self, owner: Hashable) -> None:
+        """Take back memory from an owner who may not know that it has some.
+
+        Args:
+            owner: The identity that :meth:`stage` was called with, or :attr:`LOADING`.
+        """
 
     @abstractmethod
     def write_job(

@@ -331,3 +331,17 @@ def test_the_lease_tells_whether_a_buffer_was_taken_again() -> None:
     assert again is buffer
     assert again.lease != lease
     pool.close()
+
+
+def test_what_an_owner_took_without_coming_to_know_it_is_given_back_by_its_name() -> None:
+    pool = BufferPool(PrivateBuffer, depth=2)
+    of_another = pool.take(0, 1000, 1.0, owner="another save")
+    pool.take(0, 1000, 1.0, owner="a save that was interrupted")
+    assert pool.is_busy(0)
+
+    pool.release("a save that was interrupted")
+
+    assert not pool.is_busy(0)
+    assert of_another.in_use
+    assert pool.take(0, 1000, 1.0, owner="the next save") is not of_another
+    pool.close()

@@ -1,0 +1,67 @@
+"""A KeyboardInterrupt at a chosen moment, as Ctrl-C, a signal handler or a notebook raises it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+__all__ = ["Interrupter"]
+
+T = TypeVar("T")
+
+
+class Interrupter:
+    """Interrupts calls of the main thread at random moments.
+
+    Args:
+        seed: Of the moments.
+        again_s: Interrupt a call again and again at this interval, in seconds; 0 for once.
+    """
+
+    def __init__(self, seed: int, again_s: float = 0.0) -> None:
+        self._random = random.Random(seed)
+        self._again_s = again_s
+        self._usual_s: dict[str, float] = {}
+        self._armed = False
+        self.calls = 0
+        """How many calls were made."""
+        self.interrupts = 0
+        """How many of them were left with an interrupt."""
+
+    def call(self, name: str, function: Callable[[], T]) -> T | None:
+        """Call it, and interrupt it at a random moment of the time that such a call takes.
+
+        Args:
+            name: What calls that take alike are called.
+            function: What is called, in the main thread.
+
+        Returns:
+            What it returned; ``None`` if it was interrupted.
+        """
+        self.calls += 1
+        after_s = max(1e-6, self._random.uniform(0.0, self._usual_s.get(name, 0.05)))
+        before = signal.signal(signal.SIGALRM, self._interrupt)
+        began = time.monotonic()
+        try:
+            try:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_REAL, after_s, self._again_s)
+                result = function()
+            finally:
+                self._armed = False
+        except KeyboardInterrupt:
+            self.interrupts += 1
+            return None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        self._usual_s[name] = time.monotonic() - began
+        return result
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            raise KeyboardInterrupt

@@ -1,0 +1,100 @@
+"""Copies in several threads end before the memory that they use goes, also when interrupted."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.host_memory import address_of
+from tests.interrupts import Interrupter
+from tests.ranks import run_ranks
+
+_NBYTES = 8 << 20
+
+
+def _copy_once(copier: Copier) -> None:
+    """Copy between mappings that go as soon as nobody refers to them."""
+    source, target = (memoryview(mmap.mmap(-1, _NBYTES)) for _ in range(2))
+    count = 200
+    step = _NBYTES // count
+    jobs = [
+        (address_of(target[i * step :]), address_of(source[i * step :]), step) for i in range(count)
+    ]
+    copier.copy(jobs, (source, target))
+
+
+def _interrupt_copies(rank: int, world_size: int, rounds: int, again_s: float) -> int:
+    interrupter = Interrupter(5, again_s)
+    for _ in range(rounds):
+        copier = Copier(4)
+        interrupter.call("copy", lambda c=copier: _copy_once(c))
+        # It can be used again.
+        _copy_once(copier)
+        copier.close()
+    return interrupter.interrupts
+
+
+@pytest.mark.fault("interrupted")
+@pytest.mark.parametrize("again_s", [0.0, 0.002], ids=["once", "again and again"])
+def test_copies_that_are_interrupted_at_any_moment_use_no_memory_that_is_gone(
+    again_s: float,
+) -> None:
+    (interrupts,) = run_ranks(_interrupt_copies, 1, 30, again_s, init_group=False)
+
+    assert interrupts > 5
+
+
+def test_an_interrupt_ends_the_other_threads_before_it_is_raised() -> None:
+    copier = Copier(3)
+    working: set[int] = set()
+    done: list[int] = []
+
+    def work(left: Iterator[int]) -> None:
+        for piece in left:
+            working.add(threading.get_ident())
+            time.sleep(0.02)
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            done.append(piece)
+            working.discard(threading.get_ident())
+
+    with pytest.raises(KeyboardInterrupt):
+        copier.share(range(1000), work)
+    at_once = len(done)
+    time.sleep(0.1)
+
+    assert len(done) == at_once < 10
+    assert working <= {threading.get_ident()}
+    copier.close()
+
+
+def test_an_error_of_another_thread_is_raised() -> None:
+    copier = Copier(2)
+
+    def work(left: Iterator[int]) -> None:
+        for _ in left:
+            time.sleep(0.01)
+            if threading.current_thread() is not threading.main_thread():
+                raise ValueError("of another thread")
+
+    with pytest.raises(ValueError, match="of another thread"):
+        copier.share(range(50), work)
+    copier.close()
+
+
+def test_what_is_copied_is_let_go_when_the_copies_are_over() -> None:
+    copier = Copier(4)
+    memory = mmap.mmap(-1, _NBYTES)
+    view = memoryview(memory)
+    copier.copy([(address_of(view), address_of(view[_NBYTES // 2 :]), 1000)], view)
+
+    view.release()
+    ctypes.memset(address_of(memoryview(memory)), 0, 1)
+    memory.close()
+    copier.close()

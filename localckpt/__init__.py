@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localckpt.errors import MismatchError as MismatchError
     from localckpt.errors import NoReplicasAvailableError as NoReplicasAvailableError
     from localckpt.errors import PeerLostError as PeerLostError
+    from localckpt.errors import RestoreError as RestoreError
     from localckpt.errors import (
         SameMachineReplicationException as SameMachineReplicationException,
     )
@@ -97,6 +98,7 @@ _HOMES = {
     "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",
     "ReshardingLoadPlanner": "global_tier.load_planner",
+    "RestoreError": "errors",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
     "Scheme": "replication.survival",

@@ -14,6 +14,7 @@ __all__ = [
     "MismatchError",
     "NoReplicasAvailableError",
     "PeerLostError",
+    "RestoreError",
     "SameMachineReplicationException",
     "SaveFailedError",
     "StorageError",
@@ -36,6 +37,26 @@ class CorruptShardError(CheckpointingException):
 
 class FormatVersionError(CorruptShardError):
     """A shard says that it is of another version of the format."""
+
+
+class RestoreError(CheckpointingException):
+    """A shard's bytes are good, and this program or machine cannot rebuild the state from them.
+
+    A class changed since the save, its ``__setstate__`` raised, or memory ran out. The shard stays
+    as it is and where it is, and no older checkpoint is taken in its place.
+
+    Args:
+        message: What happened.
+        class_name: Full name of the class, or of the function, that failed; ``None`` if unknown.
+        path: Where in the state the object stands, joined by dots; ``None`` if unknown.
+    """
+
+    def __init__(
+        self, message: str = "", class_name: str | None = None, path: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.class_name = class_name
+        self.path = path
 
 
 class UnsafeGlobalError(CheckpointingException):

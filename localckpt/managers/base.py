@@ -305,6 +305,11 @@ class BaseCheckpointManager(ABC):
             CheckpointingException: ``find_latest`` was not called before.
             NoReplicasAvailableError: No checkpoint is complete; it says which shards are gone.
             MismatchError: ``into`` has another structure.
+            RestoreError: The bytes are good, and some rank cannot rebuild its state from them: a
+                class changed, its ``__setstate__`` raised, memory ran out. It is raised on every
+                rank and names the class and the path in the state. Nothing is renamed, and no older
+                checkpoint is taken; ``load`` may be called again.
+            UnsafeGlobalError: A shard names a class or function that is not allowed.
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()

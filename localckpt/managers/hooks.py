@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from localckpt.errors import MismatchError, StorageError
+from localckpt.errors import MismatchError, RestoreError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -158,6 +158,8 @@ class HookShelf(Shelf):
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
         try:
             return self._hooks._load(ckpt_id)
+        except (MemoryError, RestoreError):
+            raise
         except Exception as error:
             # Whatever it was, another copy may do.
             raise StorageError(f"{ckpt_id} cannot be read: {error!r}") from error

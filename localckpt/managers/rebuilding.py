@@ -127,14 +127,15 @@ class Rebuilding:
 
     def _look(self, opened: ExitStack) -> str:
         """Verify all that is to be read, and tell each other; returns a name for connections."""
-        mine = [
-            [number, self._look_at(group, kind, owner, opened).to_json()]
-            for number, group in enumerate(self._groups)
-            for kind, owner in group.repair.reads(self._rank)
-        ]
-        told = self._coordinator.all_gather(
-            f"see what is left of iteration {self._checkpoint.iteration}", [new_name(), mine]
-        )
+        mine: list[list[Any]] = []
+        with Attempt() as looking:
+            mine += [
+                [number, self._look_at(group, kind, owner, opened).to_json()]
+                for number, group in enumerate(self._groups)
+                for kind, owner in group.repair.reads(self._rank)
+            ]
+        phase = f"see what is left of iteration {self._checkpoint.iteration}"
+        told = agree(self._coordinator, phase, looking, [new_name(), mine])
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, (_, found) in enumerate(told):
             for number, fields in found:

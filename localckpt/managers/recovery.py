@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from localckpt import errors
@@ -19,11 +19,12 @@ from localckpt.errors import (
     CorruptShardError,
     NoReplicasAvailableError,
     PeerLostError,
+    RestoreError,
     StorageError,
 )
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.managers.coverage import describe_incomplete
-from localckpt.managers.explanation import Explanation
+from localckpt.managers.explanation import Explanation, ranges
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.rebuilding import Rebuilding
 from localckpt.managers.repairs import Repair, plan_repairs, reader_on
@@ -32,6 +33,7 @@ from localckpt.managers.watched import WatchedSource
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.skeleton import described
 from localckpt.storage.names import shard_named
 
 __all__ = ["Loaded", "Recovery", "plan_shards", "why_nothing_loads"]
@@ -58,13 +60,32 @@ class _Bad(NamedTuple):
     """Whether some of its bytes may be good."""
 
 
+class _Refusal(NamedTuple):
+    """An error that no other copy would cure, as ranks tell it to each other."""
+
+    kind: str
+    """Name of the exception's type."""
+    text: str
+    class_name: str | None = None
+    path: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> _Refusal:
+        if isinstance(error, RestoreError):
+            return cls(type(error).__name__, str(error), error.class_name, error.path)
+        if isinstance(error, CheckpointingException):
+            return cls(type(error).__name__, str(error))
+        # Memory ran out, or the caller's own objects raised: the bytes were not at fault.
+        text = f"the state cannot be rebuilt: {described(error)}"
+        return cls(RestoreError.__name__, text)
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """How a round went on one rank: which copies it found bad, or why it can load none at all."""
 
     bad: tuple[_Bad, ...] = ()
-    refused: tuple[str, str] | None = None
-    """Name of the exception's type, and its text."""
+    refused: _Refusal | None = None
     unfit: str | None = None
     """Why its shard, which was computed from parity, is no good."""
 
@@ -72,7 +93,7 @@ class _Outcome:
     def from_json(cls, fields: Sequence[Any]) -> _Outcome:
         bad, refused, unfit = fields
         copies = tuple(_Bad(*copy) for copy in bad)
-        return cls(copies, tuple(refused) if refused else None, unfit)
+        return cls(copies, _Refusal(*refused) if refused else None, unfit)
 
     def to_json(self) -> list[Any]:
         return [self.bad, self.refused, self.unfit]
@@ -121,7 +142,7 @@ class Recovery:
 
         Raises:
             CheckpointingException: A rank cannot load it for a reason that no other copy would
-                cure; raised on all ranks.
+                cure, most often a RestoreError; raised on all ranks.
         """
         self._damaged, self._hopeless, self.rebuilt, self.to_replace = {}, set(), {}, {}
         self._damaged_parities = []
@@ -238,12 +259,15 @@ class Recovery:
         """
         sources: dict[CkptID, WatchedSource] = {}
         refused: dict[CkptID, CheckpointingException] = {}
+        failed: _Refusal | None = None
         for entry in plan.sends(self._coordinator.rank):
             identity = checkpoint.shard(entry.id_.rank, session_id)
             try:
                 sources[entry.id_] = WatchedSource(self._shelf.open(identity))
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
+            except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+                failed = _Refusal.of(error)
         arrived: list[memoryview] = []
 
         def room(_: CkptID, nbytes: int) -> memoryview:
@@ -253,7 +277,7 @@ class Recovery:
 
         def all_well(phase: str) -> bool:
             refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
-            outcome = self._left_out(refused, checkpoint, session_id)
+            outcome = replace(self._left_out(refused, checkpoint, session_id), refused=failed)
             return self._all_well(phase, outcome, checkpoint, session_id)
 
         with ExitStack() as opened:
@@ -314,7 +338,7 @@ class Recovery:
                 self._shelf.set_aside(identity, str(error))
             return None, _Outcome((_Bad(holder, identity.rank, str(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
-            return None, _Outcome(refused=(type(error).__name__, str(error)))
+            return None, _Outcome(refused=_Refusal.of(error))
         return Loaded(state, nbytes, came_from), _Outcome()
 
     def _all_well(
@@ -323,12 +347,9 @@ class Recovery:
         """Tell each other how it went, and leave out the copies that were bad."""
         gathered = self._coordinator.all_gather(phase, mine.to_json())
         outcomes = [_Outcome.from_json(fields) for fields in gathered]
-        refusals = [(rank, o.refused) for rank, o in enumerate(outcomes) if o.refused]
+        refusals = {rank: o.refused for rank, o in enumerate(outcomes) if o.refused}
         if refusals:
-            kinds = {kind for _, (kind, _) in refusals}
-            kind = kinds.pop() if len(kinds) == 1 else ""
-            raised = getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
-            raise raised("; ".join(f"rank {rank}: {text}" for rank, (_, text) in refusals))
+            raise _joint_error(refusals, checkpoint)
         unfit = {rank: o.unfit for rank, o in enumerate(outcomes) if o.unfit is not None}
         self._hopeless |= unfit.keys()
         for rank, unfit_why in unfit.items():
@@ -350,6 +371,32 @@ class Recovery:
     def _may_be_mended(self, checkpoint: Checkpoint, rank: int) -> bool:
         """Whether there is parity of a rank's shard."""
         return any(rank in group.ranks for group in self._holdings.parities(checkpoint))
+
+
+def _joint_error(
+    refusals: Mapping[int, _Refusal], checkpoint: Checkpoint
+) -> CheckpointingException:
+    """One error for all ranks; ranks that say the same are told in one breath."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, refusal in refusals.items():
+        ranks_of.setdefault(refusal.text, []).append(rank)
+    told = "; ".join(
+        f"rank{'s'[: len(ranks) > 1]} {ranges(ranks)}: {text}" for text, ranks in ranks_of.items()
+    )
+    kinds = {refusal.kind for refusal in refusals.values()}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    if kind == RestoreError.__name__:
+        first = refusals[min(refusals)]
+        return RestoreError(
+            f"iteration {checkpoint.iteration} cannot be loaded: {told}. Its bytes are those that "
+            f"were saved: nothing was renamed or removed, and no older checkpoint was taken in its "
+            f"place. Load it with the classes, the libraries and the memory that it needs",
+            first.class_name,
+            first.path,
+        )
+    raised = getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
+    error: CheckpointingException = raised(told)
+    return error
 
 
 def plan_shards(

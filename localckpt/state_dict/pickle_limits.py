@@ -30,7 +30,7 @@ def check_opcodes(skeleton: bytes | memoryview) -> None:
                 raise CorruptShardError(f"the skeleton remembers {argument} values")
             nested += opcode.name in _NESTING
         too_deep = nested > _MAX_DEPTH and _depth(pickle) > _MAX_DEPTH
-    except CorruptShardError:
+    except (CorruptShardError, MemoryError):
         raise
     except Exception as error:
         # A damaged pickle can raise anything; the caller needs to know only that it is one.

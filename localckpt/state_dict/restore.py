@@ -7,12 +7,17 @@ copy of the state is made.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    RestoreError,
+)
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.garbage import collection_paused
@@ -21,7 +26,7 @@ from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import Landing
-from localckpt.state_dict.skeleton import check_names, insert_tensors
+from localckpt.state_dict.skeleton import check_names, described, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import (
@@ -79,24 +84,37 @@ class ImageReader:
             were saved.
 
         Raises:
-            CorruptShardError: A block is damaged. Tensors given by ``into`` may be partly filled.
+            CorruptShardError: A block is damaged, or the header and the table of tensors contradict
+                each other. Tensors given by ``into`` may be partly filled.
             MismatchError: ``into`` has another structure; nothing was written.
             UnsafeGlobalError: The skeleton names something that is not allowed.
+            RestoreError: The bytes are good, and this program or machine cannot make the state of
+                them. Tensors given by ``into`` may be filled.
         """
+        try:
+            return self._restore(into, map_location)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise RestoreError(f"the state cannot be rebuilt: {described(error)}") from error
+
+    def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         entries, skeleton = self._read_skeleton()
+        self._require_consistent(entries)
         # Before anything is allocated, and while the given tensors are as they were.
-        check_names(skeleton, self._allowed)
+        try:
+            check_names(skeleton, self._allowed, len(entries))
+        except CorruptShardError as error:
+            # Its bytes are those that were saved: another version of this program may read them.
+            raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         if into is not None:
             tensors, bases = into.tensors, into.by_slot(entries)
             self._require_sizes(bases)
         else:
             bases = self._make_bases(entries, map_location)
-            try:
-                tensors = [_make_tensor(entry, bases) for entry in entries]
-            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-                raise CorruptShardError(f"a tensor cannot be made: {error}") from error
+            tensors = [_make_tensor(entry, bases) for entry in entries]
         self._fill(bases)
-        return insert_tensors(skeleton, _tensor_by_number(tensors), self._allowed)
+        return insert_tensors(skeleton, tensors.__getitem__, self._allowed)
 
     def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], bytes]:
         header = self.header
@@ -109,14 +127,33 @@ class ImageReader:
             raise CorruptShardError(f"{header.identity}: the skeleton is cut short")
         return parse_entries(framed[8 : 8 + table_nbytes]), framed[8 + table_nbytes :]
 
-    def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
-        """What is given has just the room for what the header says; else others' memory is hit."""
-        for name, base in bases.items():
-            slot = self.header.slots.get(name)
-            if slot is None or slot.nbytes != base.nbytes:
+    def _require_consistent(self, entries: tuple[TableEntry, ...]) -> None:
+        """The table and the header describe the same bytes; else others' memory is hit."""
+        for entry in entries:
+            if entry.slot is None:
+                entry.torch_dtype()
+                continue
+            slot = self.header.slots.get(entry.slot)
+            wanted = entry.reach_nbytes()
+            if (
+                slot is None
+                or wanted > slot.nbytes
+                or (entry.view is None and wanted < slot.nbytes)
+            ):
                 raise CorruptShardError(
-                    f"{self.header.identity}: the skeleton says {base.nbytes} bytes of tensor "
-                    f"{name!r}, the header {slot.nbytes if slot else 'nothing'}"
+                    f"{self.header.identity}: the skeleton says {wanted} bytes of tensor "
+                    f"{entry.slot!r}, the header {slot.nbytes if slot else 'nothing'}"
+                )
+
+    def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
+        """What is given has just the room for what was saved."""
+        for name, base in bases.items():
+            nbytes = self.header.slots[name].nbytes
+            if nbytes != base.nbytes:
+                raise MismatchError(
+                    f"the state to load into differs from the saved one, and was left as it is: "
+                    f"{name!r} was saved as {nbytes} bytes, and given as {base.nbytes}. Call "
+                    f"load() without into= to get new tensors"
                 )
 
     def _make_bases(
@@ -126,9 +163,7 @@ class ImageReader:
         for entry in entries:
             if entry.slot is None or entry.slot in bases:
                 continue
-            slot = self.header.slots.get(entry.slot)
-            if slot is None:
-                raise CorruptShardError(f"the skeleton refers to a tensor {entry.slot!r}")
+            slot = self.header.slots[entry.slot]
             device = map_location if map_location is not None else entry.device
             bases[slot.name] = _allocate(slot.nbytes, device)
         return bases
@@ -224,6 +259,11 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
+        if torch.device(device).type == "cpu" or isinstance(error, torch.OutOfMemoryError):
+            raise RestoreError(
+                f"the state cannot be rebuilt: {nbytes} bytes cannot be allocated on {device!s} "
+                f"({error})"
+            ) from error
         raise MismatchError(
             f"the shard's tensors were on {device!s}, where {nbytes} bytes cannot be allocated "
             f"here ({error}): pass map_location='cpu', or another device, to load()"
@@ -244,28 +284,9 @@ def _make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Ten
         if strides is None:
             strides = torch.empty(entry.shape, device="meta").stride()
         tensor = torch.empty(0, dtype=dtype, device=base.device)
-        _check_inside(entry, offset, strides, dtype.itemsize, base.numel())
         tensor.set_(base.untyped_storage(), offset // dtype.itemsize, entry.shape, strides)
     if entry.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.kind == "buffer":
         tensor = torch.nn.Buffer(tensor)
     return tensor.requires_grad_(entry.requires_grad)
-
-
-def _check_inside(
-    entry: TableEntry, offset: int, strides: tuple[int, ...], itemsize: int, nbytes: int
-) -> None:
-    reach = sum((n - 1) * s for n, s in zip(entry.shape, strides, strict=True))
-    empty = 0 in entry.shape
-    if offset % itemsize or (not empty and offset + (reach + 1) * itemsize > nbytes):
-        raise CorruptShardError(f"a tensor reaches outside of its bytes in {entry.slot!r}")
-
-
-def _tensor_by_number(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    def get(number: int) -> torch.Tensor:
-        if not 0 <= number < len(tensors):
-            raise CorruptShardError(f"the skeleton refers to tensor {number} of {len(tensors)}")
-        return tensors[number]
-
-    return get

@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
-from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    RestoreError,
+    UnsafeGlobalError,
+)
 from localckpt.state_dict.pickle_limits import check_opcodes
+from localckpt.state_dict.pickle_places import Place, place_at, unframed
 from localckpt.state_dict.safe_globals import SafeGlobals
 
-__all__ = ["check_names", "insert_tensors", "take_tensors"]
+__all__ = ["check_names", "described", "insert_tensors", "take_tensors"]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -46,15 +52,26 @@ def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor], frozenset[str]]
     return buffer.getvalue(), pickler.tensors, frozenset(pickler.globals)
 
 
-def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals) -> None:
+def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals, tensors: int) -> None:
     """Look through a skeleton without making any object that it describes.
+
+    Args:
+        skeleton: The pickle.
+        allowed: What it may name.
+        tensors: How many tensors it may refer to.
 
     Raises:
         UnsafeGlobalError: It names a class or function that is not allowed.
         CorruptShardError: It is not a skeleton.
     """
+
+    def tensor(number: int) -> _Inert:
+        if not 0 <= number < tensors:
+            raise CorruptShardError(f"the skeleton refers to tensor {number} of {tensors}")
+        return _Inert()
+
     check_opcodes(skeleton)
-    _load(_NamesOnly(io.BytesIO(skeleton), lambda _: _Inert(), allowed))
+    _load(_NamesOnly(io.BytesIO(skeleton), tensor, allowed))
 
 
 def insert_tensors(
@@ -66,15 +83,50 @@ def insert_tensors(
 
     Raises:
         UnsafeGlobalError: It names a class or function that is not allowed.
-        CorruptShardError: It is not a skeleton.
+        RestoreError: An object in it cannot be made. Whatever a class raises, its own
+            CheckpointingException too, says nothing about the bytes.
     """
-    return _load(_SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed))
+    try:
+        return _SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed).load()
+    except UnsafeGlobalError:
+        raise
+    except Exception as error:
+        place = _place_of(error, bytes(skeleton), tensor, allowed)
+        what = f"{place.class_name} at {place.path!r}" if place else "an object in it"
+        raise RestoreError(
+            f"the state cannot be rebuilt: {what} raised {described(error)}",
+            *(place or (None, None)),
+        ) from error
+
+
+def described(error: BaseException) -> str:
+    """An error's class and text; some have no text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _place_of(
+    error: Exception, skeleton: bytes, tensor: Callable[[int], Any], allowed: SafeGlobals
+) -> Place | None:
+    """The object whose making raised an error, found by making the state once more.
+
+    An unpickler does not tell how far it came. Without frames it reads one instruction at a time.
+    """
+    try:
+        pickled = unframed(skeleton)
+        file = io.BytesIO(pickled)
+        try:
+            _SkeletonUnpickler(file, tensor, allowed).load()
+        except type(error):
+            return place_at(pickled, file.tell())
+    except Exception:  # noqa: BLE001 - the error that is to be described is raised in any case
+        return None
+    return None
 
 
 def _load(unpickler: _SkeletonUnpickler) -> Any:
     try:
         return unpickler.load()
-    except CheckpointingException:
+    except (CheckpointingException, MemoryError):
         raise
     except Exception as error:
         # A damaged pickle can raise anything; the caller needs to know only that it is one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -44,17 +44,19 @@ class Targets:
             return {str(entry.slot): t for entry, t in zip(saved, self.tensors, strict=True)}
         table = build_table(self.tensors, self.names)
         _require_same_structure(saved, table.entries)
-        return {
+        targets = {
             slot.name: slot_bytes(self.tensors[number], span)
             for slot, (number, span) in zip(table.slots, table.sources, strict=True)
         }
+        _require_apart(targets)
+        return targets
 
     def _are_plainly(self, saved: Sequence[TableEntry]) -> bool:
         """Whether each tensor fills one slot, shares no bytes, and is the one that was saved."""
         tensors, names = self.tensors, self.names
         if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
             return False
-        runs = []
+        filled = []
         for entry, tensor in zip(saved, tensors, strict=True):
             if (
                 entry.view is not None
@@ -66,10 +68,8 @@ class Targets:
                 or not is_flat(tensor)
             ):
                 return False
-            if nbytes := tensor.nbytes:
-                runs.append((address := tensor.data_ptr(), address + nbytes))
-        runs.sort()
-        return all(run[1] <= after[0] for run, after in pairwise(runs))
+            filled.append((entry.slot, tensor))
+        return _find_overlap(filled) is None
 
 
 @collection_paused()
@@ -90,6 +90,27 @@ def names_of(state: Any) -> dict[int, str]:
     for path, tensor in named_tensors(root):
         names.setdefault(id(tensor), path.removeprefix("state_dict."))
     return names
+
+
+def _require_apart(targets: dict[str, torch.Tensor]) -> None:
+    """Arrays of numpy share memory without sharing a storage; each would undo what another got."""
+    flat = [(name, target) for name, target in targets.items() if is_flat(target)]
+    if overlap := _find_overlap(flat):
+        raise MismatchError(
+            f"the state to load into differs from the saved one, and was left as it is: "
+            f"{overlap[0]} and {overlap[1]} were saved apart, and those given share memory. Call "
+            f"load() without into= to get new tensors"
+        )
+
+
+def _find_overlap(flat: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """Names of two flat tensors that share bytes, if there are any."""
+    runs = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + nbytes, name)
+        for name, tensor in flat
+        if not tensor.is_meta and (nbytes := tensor.nbytes)
+    )
+    return next(((a[2], b[2]) for a, b in pairwise(runs) if a[1] > b[0]), None)
 
 
 def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEntry]) -> None:

@@ -7,6 +7,7 @@ described by its place in the slot that covers both. The table stands in the ske
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,6 +76,23 @@ class TableEntry(NamedTuple):
         if not isinstance(dtype, torch.dtype):
             raise CorruptShardError(f"the skeleton names a dtype {self.dtype!r}")
         return dtype
+
+    def reach_nbytes(self) -> int:
+        """How many bytes of its slot the tensor needs, from the slot's first byte on.
+
+        Raises:
+            CorruptShardError: No tensor has such a dtype, or lies so.
+        """
+        itemsize = self.torch_dtype().itemsize
+        if self.view is None:
+            return math.prod(self.shape) * itemsize
+        offset, strides = self.view
+        if offset % itemsize:
+            raise CorruptShardError(f"a tensor in {self.slot!r} begins within an item")
+        if 0 in self.shape:
+            return 0
+        reach = sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
+        return offset + (reach + 1) * itemsize
 
     def structure(self) -> tuple[Any, ...]:
         """What two states must share for one to be restored into the other."""

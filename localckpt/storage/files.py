@@ -73,8 +73,12 @@ class FileSource:
 
         with contextlib.ExitStack() as opened:
             opened.callback(close_read, direct)
-            with storage_errors("read", self.path):
-                bounce = PrivateBuffer(_THREADS_COLD * PIECE_NBYTES)
+            nbytes = _THREADS_COLD * PIECE_NBYTES
+            try:
+                bounce = PrivateBuffer(nbytes)
+            except OSError as error:
+                # It says nothing about the file, of which another copy would not help.
+                raise MemoryError(f"{nbytes} bytes to read through: {error}") from error
             opened.callback(bounce.close)
             for i in range(_THREADS_COLD):
                 free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])

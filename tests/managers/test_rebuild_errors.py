@@ -1,0 +1,253 @@
+"""A state that cannot be rebuilt is an error of the program: every file stays as it is."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import localckpt
+from localckpt import CorruptShardError, RestoreError
+from tests.managers.jobs import KINDS, assert_same, cliques, files, make_manager
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_LIMIT_NBYTES = 64 << 20
+
+
+class Step(collections.namedtuple("Step", "step")):
+    """A named tuple that gets a field more."""
+
+
+class Color(enum.Enum):
+    """An enumeration that loses a member."""
+
+    RED = 1
+
+
+class Restless:
+    """An object whose ``__setstate__`` raises what it is told to raise."""
+
+    raises: Exception | None = None
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"value": 5}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if type(self).raises is not None:
+            raise type(self).raises
+        self.__dict__.update(state)
+
+
+_ALLOWED = (Step, Color, Restless)
+_OWN = __name__
+
+
+@contextmanager
+def _one_field_more() -> Iterator[None]:
+    before = Step.__new__
+    Step.__new__ = lambda cls, step, loss: before(cls, step)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Step.__new__ = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _one_member_less() -> Iterator[None]:
+    members = Color._value2member_map_
+    red = members.pop(1)
+    try:
+        yield
+    finally:
+        members[1] = red
+
+
+def _raises(error: Exception) -> Callable[[], Any]:
+    @contextmanager
+    def broken() -> Iterator[None]:
+        Restless.raises = error
+        try:
+            yield
+        finally:
+            Restless.raises = None
+
+    return broken
+
+
+# The object, what breaks it, and what the error names of it.
+_BREAKS: dict[str, tuple[Any, Callable[[], Any], str, str]] = {
+    "field": (Step(3), _one_field_more, f"{_OWN}.Step", "missing 1 required positional"),
+    "member": (Color.RED, _one_member_less, f"{_OWN}.Color", "1 is not a valid Color"),
+    "key": (Restless(), _raises(KeyError("lr")), f"{_OWN}.Restless", "KeyError: 'lr'"),
+    "memory": (Restless(), _raises(MemoryError()), f"{_OWN}.Restless", "MemoryError"),
+    # Whoever raises it: the bytes were verified before.
+    "ours": (Restless(), _raises(CorruptShardError("no")), f"{_OWN}.Restless", "no"),
+}
+
+
+def _manager(kind: str, root: Path, repl: Any = None) -> Any:
+    return make_manager(kind, root, "job", repl, keep_last=2, safe_globals=_ALLOWED)
+
+
+def _state(value: Any, rank: int, iteration: int) -> dict[str, Any]:
+    weight = torch.full((300_000,), float(10 * iteration + rank))
+    return {"model": {"weight": weight}, "progress": [0, {"state": value}]}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
+    return (node_dirs if kind == "disk" else shm_roots)(3)
+
+
+@pytest.mark.parametrize("what", _BREAKS)
+def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(
+    what: str, kind: str, nodes: list[Path]
+) -> None:
+    value, broken, class_name, told = _BREAKS[what]
+    with _manager(kind, nodes[0]) as manager:
+        for iteration in (1, 2):
+            manager.save(_state(value, 0, iteration), iteration)
+    before = files(nodes[0])
+
+    with _manager(kind, nodes[0]) as manager:
+        assert manager.find_latest() == 2
+        with broken(), pytest.raises(RestoreError) as raised:
+            manager.load()
+        assert files(nodes[0]) == before
+        # Once the class is mended, the same manager can go on.
+        state, ckpt_id = manager.load()
+
+    assert ckpt_id.iteration == 2
+    assert type(state["progress"][1]["state"]) is type(value)
+    error = raised.value
+    assert (error.class_name, error.path) == (class_name, "progress.1.state")
+    assert f"{class_name} at 'progress.1.state' raised" in str(error)
+    assert told in str(error)
+    assert "nothing was renamed" in str(error)
+
+
+def _strategy(redundancy: str, world_size: int) -> Any:
+    if redundancy == "parity":
+        return localckpt.ParityReplicationStrategy(1, world_size)
+    return cliques(1, world_size)
+
+
+def _save(rank: int, world_size: int, kind: str, redundancy: str) -> None:
+    repl = _strategy(redundancy, world_size)
+    with _manager(kind, node_store(), repl) as manager:
+        for iteration in (1, 2):
+            manager.save(_state(Restless(), rank, iteration), iteration)
+    repl.close()
+
+
+def _load(
+    rank: int, world_size: int, kind: str, redundancy: str, broken: int | None
+) -> tuple[str, str | None, str | None] | str:
+    repl = _strategy(redundancy, world_size)
+    Restless.raises = KeyError("lr") if rank == broken else None
+    with _manager(kind, node_store(), repl) as manager:
+        assert manager.find_latest() == 2
+        if broken is not None:
+            with pytest.raises(RestoreError) as raised:
+                manager.load()
+            repl.close()
+            return str(raised.value), raised.value.class_name, raised.value.path
+        state, ckpt_id = manager.load()
+        assert ckpt_id.iteration == 2
+        assert torch.equal(state["model"]["weight"], _state(None, rank, 2)["model"]["weight"])
+    repl.close()
+    return str(manager.last_load.source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "redundancy", "source"),
+    [
+        ("memory", "replicas", "own node"),
+        ("disk", "replicas", "peer rank 0"),
+        ("memory", "parity", "parity"),
+    ],
+    indirect=["kind"],
+)
+def test_it_is_the_same_error_on_all_ranks_wherever_the_shard_came_from(
+    redundancy: str, source: str, kind: str, nodes: list[Path]
+) -> None:
+    run_ranks(_save, 3, kind, redundancy, store_per_node=nodes)
+    if source != "own node":
+        (path,) = nodes[1].rglob("000000000002.1.*[0-9].safetensors")
+        path.unlink()
+    before = files(*nodes)
+
+    told = run_ranks(_load, 3, kind, redundancy, 1, store_per_node=nodes)
+    after = files(*nodes)
+    mended = run_ranks(_load, 3, kind, redundancy, None, store_per_node=nodes)
+
+    assert told[0] == told[1] == told[2]
+    text, class_name, path = told[0]
+    assert (class_name, path) == (f"{_OWN}.Restless", "progress.1.state")
+    assert "iteration 2 cannot be loaded: rank 1: " in text
+    assert after == before
+    assert mended == ["own node", source, "own node"]
+
+
+def _load_with_little_memory(rank: int, world_size: int, kind: str) -> str:
+    nbytes = 2 * _LIMIT_NBYTES
+    with _manager(kind, node_store()) as manager:
+        manager.save({"large": torch.ones(nbytes // 4)}, 1)
+        manager.save({"large": torch.ones(nbytes // 4)}, 2)
+    before = files(node_store())
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    with _manager(kind, node_store()) as manager:
+        assert manager.find_latest() == 2
+        limit = pages * resource.getpagesize() + _LIMIT_NBYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(RestoreError) as raised:
+                manager.load()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        assert files(node_store()) == before
+        assert manager.load()[1].iteration == 2
+    return str(raised.value)
+
+
+def test_memory_that_runs_out_at_a_load_costs_no_checkpoint(kind: str, nodes: list[Path]) -> None:
+    (told,) = run_ranks(
+        _load_with_little_memory, 1, kind, init_group=False, store_per_node=nodes[:1]
+    )
+
+    assert "iteration 2 cannot be loaded" in told
+
+
+def test_targets_in_numpy_arrays_that_overlap_cost_no_checkpoint(
+    kind: str, nodes: list[Path]
+) -> None:
+    saved = {"a": torch.arange(40.0), "b": torch.arange(100.0, 148.0)}
+    given = numpy.zeros(64, dtype=numpy.float32)
+    with _manager(kind, nodes[0]) as manager:
+        for iteration in (1, 2):
+            manager.save(saved, iteration)
+    before = files(nodes[0])
+
+    with _manager(kind, nodes[0]) as manager:
+        assert manager.find_latest() == 2
+        into = {"a": torch.from_numpy(given[:40]), "b": torch.from_numpy(given[16:])}
+        with pytest.raises(localckpt.MismatchError, match="a and b were saved apart"):
+            manager.load(into=into)
+        assert files(nodes[0]) == before
+        assert not given.any()
+        assert_same(manager.load()[0], saved)

@@ -1,11 +1,14 @@
-"""``localckpt clean``: removes what processes that are gone left on this node."""
+"""``localckpt clean``: removes what processes that are gone left on this node.
+
+What was set aside as damaged is verified again before it is removed, and put back if it is good.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import typer
 from filelock import FileLock, Timeout
@@ -21,7 +24,16 @@ from localckpt.cli.output import (
     store_or_default,
 )
 from localckpt.errors import StorageError
-from localckpt.storage.catalog import Leftover, find_sessions, find_staging
+from localckpt.ids import ShardIdentity
+from localckpt.storage.aside import put_back
+from localckpt.storage.catalog import (
+    Leftover,
+    SessionFolder,
+    ShardFile,
+    UncountedFile,
+    find_sessions,
+    find_staging,
+)
 from localckpt.storage.names import LOCK_NAME
 
 __all__ = ["clean"]
@@ -35,7 +47,12 @@ def clean(
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
     ] = False,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Also remove what was set aside as damaged.")
+        bool,
+        typer.Option(
+            "--corrupt",
+            help="Also verify again what was set aside as damaged, remove what is, and put back "
+            "what is good.",
+        ),
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a job that is starting here.")
@@ -51,25 +68,53 @@ def clean(
     with one_line_errors():
         root = store_or_default(directory)
         find_sessions(root)
-        if dry_run:
-            removed = _removable(root, corrupt=corrupt)
-        else:
-            with _lock(root, timeout):
-                removed = [file for file in _removable(root, corrupt=corrupt) if _remove(file)]
+        with nullcontext() if dry_run else _lock(root, timeout):
+            found = _removable(root)
+            judged = _judge_corrupt(root) if corrupt else _Judged([], [], [])
+            removed = [*found, *judged.bad]
+            good = {file: file.path for file in judged.good}
+            if not dry_run:
+                removed = [file for file in removed if _remove(file)]
+                good = {file: put_back(file.path) for file in judged.good}
+    nbytes = sum(file.nbytes for file in removed)
     if json:
-        files: list[dict[str, Any]] = [
-            {"path": str(file.path), "nbytes": file.nbytes, "kind": file.kind} for file in removed
-        ]
-        total = sum(file.nbytes for file in removed)
-        say_json({"store": str(root), "dry_run": dry_run, "removed": files, "nbytes": total})
+        say_json(
+            {
+                "store": str(root),
+                "dry_run": dry_run,
+                "removed": [
+                    {"path": str(file.path), "nbytes": file.nbytes, "kind": file.kind}
+                    for file in removed
+                ],
+                "nbytes": nbytes,
+                "put_back": [
+                    {"path": str(path), "nbytes": file.nbytes} for file, path in good.items()
+                ],
+                "left": [{"path": str(file.path), "why": file.description} for file in judged.left],
+            }
+        )
         return
+    would = "would " if dry_run else ""
     word = "would remove" if dry_run else "removed"
     for file in removed:
         say(f"{word} {file.path} ({size(file.nbytes)})")
-    say(
-        f"{root}: {word} {counted(len(removed), 'file')}, "
-        f"{size(sum(file.nbytes for file in removed))}"
-    )
+    for file, path in good.items():
+        say(f"{would}put back {path} ({size(file.nbytes)}): every block of it is good")
+    for left in judged.left:
+        say(f"left {left.path}: {left.description}", red=True)
+    told = f"{root}: {word} {counted(len(removed), 'file')}, {size(nbytes)}"
+    say(f"{told}; {would}put back {len(good)}" if good else told)
+
+
+class _Judged(NamedTuple):
+    """What was set aside as damaged, by what it is found to be now."""
+
+    good: list[Leftover]
+    """Not damaged, and there is no other copy of it in its session."""
+    bad: list[Leftover]
+    """Damaged, or there is a good copy."""
+    left: list[UncountedFile]
+    """It cannot be told."""
 
 
 @contextmanager
@@ -91,13 +136,37 @@ def _lock(root: Path, timeout_s: float) -> Iterator[None]:
         lock.release()
 
 
-def _removable(root: Path, *, corrupt: bool) -> list[Leftover]:
+def _removable(root: Path) -> list[Leftover]:
     found = [file for session in find_sessions(root) for file in session.leftovers()]
     return [
-        file
-        for file in [*found, *find_staging()]
-        if (corrupt if file.kind == "corrupt" else not file.is_live)
+        file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
     ]
+
+
+def _judge_corrupt(root: Path) -> _Judged:
+    judged = _Judged([], [], [])
+    for session in find_sessions(root):
+        corrupt = [file for file in session.leftovers() if file.kind == "corrupt"]
+        # Reading all of a store takes its time.
+        shards = session.shards()[0] if corrupt else []
+        kept: set[ShardIdentity] = set()
+        for file in corrupt:
+            found = session.verify_again(file.path)
+            if isinstance(found, ShardFile):
+                identity = found.record.identity
+                others = [shard for shard in shards if shard.record.identity == identity]
+                is_here = identity in kept or any(_is_good(session, other) for other in others)
+                kept.add(identity)
+                (judged.bad if is_here else judged.good).append(file)
+            elif found is not None and found.fault == "damaged":
+                judged.bad.append(file)
+            elif found is not None:
+                judged.left.append(found)
+    return judged
+
+
+def _is_good(session: SessionFolder, shard: ShardFile) -> bool:
+    return isinstance(session.verify(shard, lambda _: None), ShardFile)
 
 
 def _remove(file: Leftover) -> bool:

@@ -1,20 +1,27 @@
-"""Bad copies are renamed, never deleted, and carry along what was wrong with them."""
+"""Bad copies are renamed, never deleted, and carry along what was wrong with them.
+
+One that is found to be good after all gets its name back.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from localckpt.storage.names import CORRUPT
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import CORRUPT, SHARD
+from localckpt.storage.write import sync_folder
 
-__all__ = ["set_aside", "why_set_aside"]
+__all__ = ["put_back", "set_aside", "why_set_aside"]
 
 logger = logging.getLogger(__name__)
 
 _WHY, _WHY_NBYTES = "user.localckpt.why", 1000
+_ASIDE_AGAIN = re.compile(rf"(?<={re.escape(SHARD)})\.[0-9a-f]{{8}}$")
 
 
 def set_aside(path: Path, why: str, *, stays: bool = False) -> None:
@@ -54,3 +61,28 @@ def why_set_aside(path: Path) -> str:
         return os.getxattr(path, _WHY, follow_symlinks=False).decode(errors="replace")
     except OSError:
         return "it was set aside as damaged"
+
+
+def put_back(path: Path) -> Path:
+    """Give a file that was set aside its name again, or one like it if that is taken.
+
+    Returns:
+        The name.
+
+    Raises:
+        StorageError: It cannot be renamed; it is where it was.
+    """
+    name = _ASIDE_AGAIN.sub("", path.name.removesuffix(CORRUPT))
+    back = path.with_name(name)
+    with storage_errors("put back", path):
+        try:
+            # Unlike a rename, this never takes the place of another shard.
+            os.link(path, back)
+        except FileExistsError:
+            back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")
+            os.link(path, back)
+        with suppress(OSError):
+            os.removexattr(back, _WHY, follow_symlinks=False)
+        path.unlink()
+        sync_folder(path.parent)
+    return back

@@ -125,6 +125,11 @@ class SessionFolder:
             uncounted += [file for file in files if isinstance(file, UncountedFile)]
         return found, uncounted
 
+    def verify_again(self, path: Path) -> ShardFile | UncountedFile | None:
+        """Read a file that was set aside, and check every block, as :meth:`verify` does."""
+        file = self._identify(path)
+        return self.verify(file, lambda _: None) if isinstance(file, ShardFile) else file
+
     def verify(
         self, shard: ShardFile, on_read: Callable[[int], None]
     ) -> ShardFile | UncountedFile | None:

@@ -14,11 +14,12 @@ from filelock import FileLock
 
 import localckpt
 from localckpt.errors import StorageError
+from localckpt.storage.aside import set_aside
 from localckpt.storage.catalog import find_staging
 from localckpt.storage.notes import owner_of
 from localckpt.storage.owner import Owner, Running
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
-from tests.managers.jobs import make_manager, resume, state_of
+from tests.managers.jobs import damage, make_manager, resume, state_of
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
 
 Dirs = Callable[[int], list[Path]]
@@ -99,6 +100,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(root: Path) -> None:
 
 def test_what_was_set_aside_goes_only_when_it_is_asked_for(root: Path) -> None:
     corrupt = only_shards(root)[0]
+    damage(corrupt)
     corrupt = corrupt.rename(f"{corrupt}.corrupt")
 
     without = call("clean", root)
@@ -109,6 +111,56 @@ def test_what_was_set_aside_goes_only_when_it_is_asked_for(root: Path) -> None:
     assert not corrupt.exists()
     assert (without.status, asked.status) == (0, 0)
     assert f"removed {corrupt} (" in asked.out
+
+
+def test_what_was_set_aside_and_is_good_is_put_back(root: Path, writer: str) -> None:
+    shard = only_shards(root)[0]
+    set_aside(shard, "a class could not be loaded")
+    aside = Path(f"{shard}.corrupt")
+
+    would = call("clean", root, "--corrupt", "--dry-run").out
+    stayed = aside.exists()
+    answer = call("clean", root, "--corrupt", "--json").json()
+
+    assert stayed
+    assert f"would put back {aside} (" in would
+    assert answer["removed"] == answer["left"] == []
+    assert [file["path"] for file in answer["put_back"]] == [str(shard)]
+    assert not aside.exists()
+    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+        assert resume(manager, 0, 4) == "own node"
+
+
+def test_what_was_set_aside_takes_no_other_name_and_goes_where_it_is_not_needed(
+    store: Path,
+) -> None:
+    older, newer = only_shards(store)
+    # The older one has lost its name to a newer one since, and the newer one is there twice.
+    set_aside(older, "no reason")
+    shutil.copy(newer, older)
+    twice = newer.with_name(f"{newer.name}.0123abcd.corrupt")
+    shutil.copy(newer, twice)
+
+    answer = call("clean", store, "--corrupt", "--json").json()
+
+    assert [file["path"] for file in answer["removed"]] == [str(twice)]
+    (back,) = (Path(file["path"]) for file in answer["put_back"])
+    assert back.name.startswith(older.name.removesuffix(".safetensors"))
+    assert back.name.endswith(".safetensors")
+    assert older.read_bytes() == newer.read_bytes()
+    assert {c["iteration"] for c in listed(store)["checkpoints"]} == {3, 4}
+
+
+def test_what_was_set_aside_and_cannot_be_judged_stays(store: Path) -> None:
+    older, _ = only_shards(store)
+    older.write_bytes(older.read_bytes().replace(b"localckpt-1", b"localckpt-2"))
+    aside = older.rename(f"{older}.corrupt")
+
+    answer = call("clean", store, "--corrupt", "--json").json()
+
+    assert aside.exists()
+    assert (answer["removed"], answer["put_back"]) == ([], [])
+    assert [file["path"] for file in answer["left"]] == [str(aside)]
 
 
 def test_spares_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +181,21 @@ def test_inspect_of_nonsense(tmp_path: Path) -> None:
 
 def test_clean(store: Path) -> None:
     _spoil(store)
+    older = only_shards(store)[0]
+    for number in (1, 2):
+        shutil.copy(older, f"{older}.{number:08d}.corrupt")
+    older.write_bytes(older.read_bytes().replace(b"localckpt-1", b"localckpt-2"))
+    older.rename(f"{older}.corrupt")
 
-    told = call("clean", store, "--json").json()
+    told = call("clean", store, "--corrupt", "--json").json()
 
     assert _shape(told) == {
         "store": "str",
         "dry_run": "bool",
         "removed": [{"path": "str", "nbytes": "int", "kind": "str"}],
         "nbytes": "int",
+        "put_back": [{"path": "str", "nbytes": "int"}],
+        "left": [{"path": "str", "why": "str"}],
     }
 
 

@@ -194,6 +194,11 @@ class _DataFile:
         """What is read for a run: whole blocks, if they are verified."""
         if self._trailer is None:
             return run.start // PAGE_NBYTES * PAGE_NBYTES, run.stop
+        if run.stop > self._trailer.covered_nbytes:
+            raise CorruptShardError(
+                f"{self.path} holds {self._trailer.covered_nbytes} bytes of values, and those from "
+                f"{run.start} to {run.stop} are wanted"
+            )
         start = run.start // BLOCK_NBYTES * BLOCK_NBYTES
         return start, min(round_up(run.stop, BLOCK_NBYTES), self._trailer.covered_nbytes)
 

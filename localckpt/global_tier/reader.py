@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -20,7 +19,6 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -30,20 +28,15 @@ from localckpt import errors
 from localckpt.deadline import within
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.framing import Frame, frame_of
+from localckpt.global_tier.metadata_pickle import read_metadata
 from localckpt.global_tier.read import READ_NBYTES, FileReads, Run
-from localckpt.global_tier.torch_dcp import METADATA_NAME, MemoryFormat, StorageInfo
+from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo
 from localckpt.global_tier.values import Values, copy_part
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import await_training
 from localckpt.storage.failures import storage_errors
 
 __all__ = ["CachedMetadataFileSystemReader"]
-
-_METADATA_CLASSES = (
-    *(getattr(dcp_metadata, name) for name in dcp_metadata.__all__),
-    MemoryFormat,
-    StorageInfo,
-)
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
@@ -84,7 +77,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._concurrent_bytes = concurrent_bytes
         self._process_group = process_group
         self._share = share_metadata
-        self._allowed = SafeGlobals((*_METADATA_CLASSES, *safe_globals))
+        self._allowed = SafeGlobals(safe_globals)
         self._save_id = save_id
         self._metadata_digest = metadata_digest
         self._timeout_s = timeout_s
@@ -126,9 +119,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """
         reads = FileReads(Path(self.path), self._concurrent_bytes, self._save_id)
         lock = threading.Lock()
+        places = self._places(plan)
         items = [
-            _Item(self, planner, lock, request, self.storage_data[request.storage_index])
-            for request in plan.items
+            _Item(self, planner, lock, request, info)
+            for request, info in zip(plan.items, places, strict=True)
         ]
         runs = [(item, run) for item in items for run in item.runs()]
         # What training has queued on them must not come after what is loaded.
@@ -143,9 +137,17 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def saved_part(self, request: ReadItem) -> tuple[torch.dtype, torch.Size, Frame] | None:
-        """The dtype and the shape of the part of a tensor that a request reads from, and its frame
-        if it was written as torch writes it here and now.
+    def saved_part(
+        self, request: ReadItem, nbytes: int
+    ) -> tuple[torch.dtype, torch.Size, Frame] | None:
+        """The part of a tensor that a request reads from, if torch would write it so here and now.
+
+        Args:
+            request: Reads from it.
+            nbytes: How long it is in its file.
+
+        Returns:
+            Its dtype, shape and frame; ``None`` if it is of another length.
         """
         index = request.storage_index
         described = self.read_metadata().state_dict_metadata[index.fqn]
@@ -155,10 +157,43 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         chunks = described.chunks
         if hint is None or not (0 <= hint < len(chunks) and chunks[hint].offsets == index.offset):
             hint = next(i for i, chunk in enumerate(chunks) if chunk.offsets == index.offset)
-        key = (described.properties.dtype, chunks[hint].sizes)
-        if key not in self._frames:
-            self._frames[key] = frame_of(*key)
-        return (*key, self._frames[key])
+        dtype, shape = described.properties.dtype, chunks[hint].sizes
+        values_nbytes = math.prod(shape) * dtype.itemsize
+        if values_nbytes > nbytes:
+            # Before a frame is made, which takes a tensor of that shape.
+            return None
+        if (dtype, shape) not in self._frames:
+            self._frames[dtype, shape] = frame_of(dtype, shape)
+        frame = self._frames[dtype, shape]
+        if nbytes != len(frame.head) + values_nbytes + len(frame.tail):
+            return None
+        return dtype, shape, frame
+
+    def _places(self, plan: LoadPlan) -> list[StorageInfo]:
+        """Where what a plan asks for lies.
+
+        It is held against the files before memory is made for it: metadata may say anything.
+        """
+        sizes: dict[str, int] = {}
+        places = []
+        for request in plan.items:
+            index = request.storage_index
+            info = self.storage_data.get(index)
+            if info is None:
+                raise CorruptShardError(
+                    f"the metadata of {self.path} does not say where {index.fqn} lies"
+                )
+            path = Path(self.path) / info.relative_path
+            if info.relative_path not in sizes:
+                with storage_errors("read", path):
+                    sizes[info.relative_path] = path.stat().st_size
+            if info.offset + info.length > sizes[info.relative_path]:
+                raise CorruptShardError(
+                    f"{path} is cut short: it has {sizes[info.relative_path]} bytes, and "
+                    f"{index.fqn} lies from {info.offset} to {info.offset + info.length}"
+                )
+            places.append(info)
+        return places
 
     def _is_shared(self) -> bool:
         if not (self._share and dist.is_available() and dist.is_initialized()):
@@ -207,26 +242,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def _parse(self, data: bytes) -> Metadata:
         try:
-            metadata = _MetadataUnpickler(data, self._allowed).load()
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            # Damage can have any of pickle's functions fail in any way.
-            raise CorruptShardError(
-                f"the metadata of {self.path} is damaged ({type(error).__name__}: {error})"
-            ) from error
-        if not isinstance(metadata, Metadata):
-            raise CorruptShardError(f"the metadata of {self.path} is none")
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: SafeGlobals) -> None:
-        super().__init__(io.BytesIO(data))
-        self._allowed = allowed
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        return self._allowed.find(module_name, global_name)
+            return read_metadata(data, self._allowed)
+        except CorruptShardError as error:
+            raise CorruptShardError(f"the metadata of {self.path} is damaged: {error}") from error
 
 
 class _Item:
@@ -264,13 +282,10 @@ class _Item:
             return [self.whole()]
         if 0 in self._request.lengths:
             return []
-        part = self._reader.saved_part(self._request)
+        part = self._reader.saved_part(self._request, self.info.length)
         if part is None:
             return [self.whole()]
         dtype, shape, frame = part
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self.info.length != len(frame.head) + nbytes + len(frame.tail):
-            return [self.whole()]
         target = self._target()
         begin = self.info.offset + len(frame.head)
 

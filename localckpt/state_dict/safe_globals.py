@@ -85,10 +85,8 @@ class SafeGlobals:
         if name in _VALUES.get(module, ()):
             __import__(module)
             return _resolve(module, name)
-        for item in (*self._extra, *torch.serialization.get_safe_globals()):
-            allowed, full_name = item if isinstance(item, tuple) else (item, _full_name(item))
-            if full_name == f"{module}.{name}":
-                return allowed
+        if (added := self.added(module, name)) is not None:
+            return added
         found = _resolve(module, name) if module in sys.modules else None
         if isinstance(found, type) and (
             issubclass(found, TensorAwareStateDict)
@@ -105,6 +103,14 @@ class SafeGlobals:
             f"trust it, pass safe_globals=[{name}] to the manager or call "
             f"torch.serialization.add_safe_globals([{name}]), when saving and when loading"
         )
+
+    def added(self, module: str, name: str) -> Any | None:
+        """The object that the user allows by this name; ``None`` if there is none."""
+        for item in (*self._extra, *torch.serialization.get_safe_globals()):
+            allowed, full_name = item if isinstance(item, tuple) else (item, _full_name(item))
+            if full_name == f"{module}.{name}":
+                return allowed
+        return None
 
 
 def _resolve(module: str, name: str) -> Any:

@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/peers/.installed
+UPSTREAM := .venv/upstream/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test faults lint format bench clean test-tools
@@ -21,13 +22,13 @@ help:
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-test: $(STAMP) test-tools
+test: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share.
 SIDE_BY_SIDE = --numprocesses 3 --dist loadfile
 
-faults: $(STAMP) test-tools
+faults: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN))
 
 # It may take hours, in which the stacks of all threads after minutes would tell of nothing.
@@ -63,6 +64,13 @@ $(PEERS): benchmarks/peers.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	  --no-deps --target $(@D) --requirement benchmarks/peers.txt && touch $@ || \
 	  echo 'not all peers could be installed, those are not measured'
+
+# Where they cannot be installed, the tests with upstream's classes are skipped, and say so.
+$(UPSTREAM): tests/upstream/requirements.txt $(STAMP)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --no-deps --target $(@D) --requirement tests/upstream/requirements.txt && touch $@ || \
+	  echo 'Megatron-Core and NVRx could not be installed, tests with them are skipped'
 
 # Some fault tests inject errors into system calls, cut networks or mount small file systems. The
 # programs they use are installed where that is possible, and those tests are skipped elsewhere.

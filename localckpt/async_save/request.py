@@ -66,8 +66,8 @@ class AsyncCall:
         then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
             the call is over when ``then_fn`` has returned.
         hand_over: Runs in the trainer when a queue of another library takes the request, and
-            returns a function that this queue's process can run. Without it, ``function`` is
-            handed over, and nothing else of this object runs there.
+            returns a function without arguments that this queue's process can run. Without it,
+            ``function`` is handed over, and nothing else of this object runs there.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncCall:
         failure_fns: Sequence[Callable[[BaseException], None]] = (),
         stop_fns: Sequence[Callable[[], None]] = (),
         then_fn: Callable[[], None] | None = None,
-        hand_over: Callable[[], Callable[..., Any]] | None = None,
+        hand_over: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.function = function
         self.failure_fns = tuple(failure_fns)
@@ -178,10 +178,13 @@ class AsyncRequest(NamedTuple):
         Those queues call this when they schedule a request, before they fork, or send it to their
         process. So it is here that a call hands over what such a process can run.
         """
-        call = self.call
+        call, frozen = self.call, self.scheduled(self.call_idx)
+        if call.hand_over is not None:
+            return frozen._replace(
+                async_fn=call.hand_over(), async_fn_args=(), async_fn_kwargs={}, preload_fn=None
+            )
         # Never None: NVRx's persistent queue waits for ever for the end of a call without function.
-        async_fn = call.hand_over() if call.hand_over is not None else call.function or do_nothing
-        return self._replace(async_fn=async_fn).scheduled(self.call_idx)
+        return frozen._replace(async_fn=call.function or do_nothing)
 
     def scheduled(self, call_idx: int) -> AsyncRequest:
         """The same request with its number; what this one is given later does not reach it."""

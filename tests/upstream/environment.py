@@ -1,0 +1,62 @@
+"""Ranks that see the installed upstream libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+__all__ = ["UPSTREAM", "needs_upstream", "run_upstream_ranks", "upstream_variables"]
+
+UPSTREAM = Path(os.environ.get("LOCALCKPT_UPSTREAM") or Path(sys.prefix) / "upstream")
+"""Where ``make test`` installs what ``requirements.txt`` lists."""
+
+_SITE = Path(__file__).parent / "site"
+
+needs_upstream = pytest.mark.skipif(
+    not (UPSTREAM / "megatron/core").is_dir()
+    or not (UPSTREAM / "nvidia_resiliency_ext/checkpointing").is_dir(),
+    reason=f"needs Megatron-Core and NVRx in {UPSTREAM} (make test installs them)",
+)
+
+
+def upstream_variables() -> dict[str, str]:
+    """The environment of a process that imports the upstream libraries without a GPU."""
+    path = [str(_SITE), str(UPSTREAM), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
+
+
+def run_upstream_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    store_per_node: Sequence[Path] | None = None,
+    timeout_s: float = 150.0,
+) -> list[Any]:
+    """As :func:`run_ranks`; the ranks find the libraries, and so do the processes they start."""
+    return run_ranks(
+        _enter,
+        world_size,
+        fn,
+        *args,
+        store_per_node=store_per_node,
+        timeout_s=timeout_s,
+        group_timeout_s=120.0,
+        env=upstream_variables(),
+    )
+
+
+def _enter(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
+    sys.path.insert(0, str(UPSTREAM))
+    spec = importlib.util.spec_from_file_location("sitecustomize", _SITE / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return fn(rank, world_size, *args)

@@ -36,9 +36,15 @@ class Agreement:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._settled = 0
+        self._ahead = 0
         self._polls = 0
         self._reported = False
         self._agreed = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether all ranks know already that the oldest call is over on all."""
+        return self._ahead > 0
 
     def reached(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
         """Whether all ranks finalize the oldest call now.
@@ -52,7 +58,7 @@ class Agreement:
             PeerLostError: The first rank did not come in time. After a poll without ``blocking``
                 it can be asked again; else :meth:`gather` must follow with that error.
         """
-        while not self._poll(is_over, blocking, start):
+        while not (self.is_ahead or self._poll(is_over, blocking, start)):
             if not blocking:
                 return False
         return True
@@ -63,6 +69,8 @@ class Agreement:
         The gathering must not begin before: a rank that reads it late, when others have given up,
         must find there that they did.
         """
+        if self.is_ahead:
+            return None
         over, nap_s = _over(self._settled), _SHORTEST_NAP_S
         try:
             self._report_once()
@@ -78,33 +86,43 @@ class Agreement:
             return error
         return None
 
-    def gather(self, report: CallReport, start: float) -> list[CallReport]:
+    def gather(self, report: CallReport, start: float, ready: int) -> list[CallReport]:
         """Settle the call: what every rank says of it, in rank order.
 
         Also called by a rank that gave up waiting, so that one which comes late finds that out
         instead of finalizing alone.
 
+        Args:
+            report: What this rank says of the call.
+            start: When the waits for this call began, by the monotonic clock.
+            ready: How many of the calls right after it are over on this rank. Those that are over
+                on all ranks need no further decision, so calls never pile up, however often they
+                are scheduled.
+
         Raises:
             PeerLostError: Some rank did not come in time.
         """
-        number = self._settled
+        number, was_asked = self._settled, not self.is_ahead
         self._go_on()
         self._set_deadline(start + self._timeout_s)
-        records = self._ranks.all_gather(f"agree on async call {number}", report.to_json())
-        if self._ranks.rank == 0:
+        records = self._ranks.all_gather(f"agree on async call {number}", [ready, report.to_json()])
+        if self._ranks.rank == 0 and was_asked:
             # Who takes part in the gathering has read and reported all it will.
             self._ranks.forget(_question(number))
             self._ranks.forget(_over(number))
-        return [CallReport.from_json(record) for record in records]
+        self._ahead = min(others_ready for others_ready, _ in records)
+        return [CallReport.from_json(fields) for _, fields in records]
 
     def leave_out(self) -> None:
         """The oldest call is settled without the other ranks: what they were told of it is void."""
-        if self._polls:
+        if self._polls or self.is_ahead:
+            ahead = max(0, self._ahead - 1)
             self._go_on()
+            self._ahead = ahead
 
     def _go_on(self) -> None:
         self._settled += 1
-        self._polls, self._agreed, self._reported = 0, False, False
+        self._ahead, self._polls, self._agreed, self._reported = 0, 0, False, False
 
     def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
         if self._ranks.world_size == 1:

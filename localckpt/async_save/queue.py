@@ -6,6 +6,7 @@ all ranks in the same poll or on none. No poll touches a device.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -327,11 +328,16 @@ class AsyncCallsQueue:
         self._wait_for_own_work(entry, start)
         trouble = trouble or self._agreement.missing_reports(start)
         try:
-            return self._agreement.gather(entry.report(trouble), start)
+            return self._agreement.gather(entry.report(trouble), start, self._ready_after_oldest())
         except PeerLostError as error:
             self._lost_ranks = True
             self._drop(entry, error)
             raise error from trouble
+
+    def _ready_after_oldest(self) -> int:
+        """How many calls right after the oldest one are over on this rank."""
+        others = itertools.islice(self._entries, 1, None)
+        return sum(1 for _ in itertools.takewhile(lambda entry: entry.call.done(), others))
 
     def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
         patience_s = OWN_WORK * self._timeout_s

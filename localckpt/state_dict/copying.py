@@ -95,7 +95,7 @@ class Copier:
                     share.end()
                 self._shares = ()
             except BaseException as error:  # noqa: BLE001 - raised once no thread works any more
-                interrupt = error
+                interrupt = interrupt or error
         if interrupt is not None:
             raise interrupt
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
+from localckpt.async_save.request import runs_in_trainer
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
 from tests.async_save import work
@@ -87,6 +88,42 @@ def test_all_ranks_finalize_a_call_in_the_same_poll(
 
     assert [done for _, done in results[0]] == [[0], [1], [2]]
     assert results == [results[0]] * world_size
+
+
+@runs_in_trainer
+def _nothing_in_a_thread() -> None:
+    """A call that is over as soon as it has begun."""
+
+
+def _schedule_in_every_step(rank: int, world_size: int, late: int) -> Any:
+    """Poll as often as calls are scheduled; each is over on this rank when it polls next."""
+    most, finalized, keys = 0, [], []
+    with AsyncCallsQueue(timeout_s=PATIENCE_S) as queue:
+        for step in range(60):
+            finalized += queue.maybe_finalize_async_calls()
+            queue.schedule_async_request(AsyncRequest(_nothing_in_a_thread, (), []))
+            queue._entries[-1].call.wait(PATIENCE_S)
+            most = max(most, queue.get_num_unfinalized_calls())
+            if rank == late:
+                time.sleep(0.002)
+            # Training keeps the ranks together.
+            dist.all_reduce(torch.ones(1))
+            if step in (20, 59):
+                dist.barrier()
+                keys.append(_get_default_store().num_keys())
+                dist.barrier()
+    return most, finalized, keys
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_calls_that_are_scheduled_as_often_as_they_are_polled_do_not_pile_up(late: int) -> None:
+    results = run_ranks(_schedule_in_every_step, 3, late)
+
+    for most, finalized, (keys_before, keys_after) in results:
+        assert most <= 4
+        assert finalized == list(range(len(finalized)))
+        assert len(finalized) >= 55
+        assert keys_after <= keys_before + 10
 
 
 @pytest.mark.fault("worker-dies")

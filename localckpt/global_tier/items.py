@@ -13,12 +13,14 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.framing import is_plain
-from localckpt.global_tier.objects import require_safe
+from localckpt.global_tier.objects import require_loadable
 
 __all__ = ["ItemReader"]
 
 # Values that tell by their text whether they changed, and that every reader takes.
 _SIMPLE = (int, float, bool, str, type(None))
+# Readers take no integers of more bytes.
+_INTEGER_BITS = 8 * 255 - 1
 
 
 class ItemReader:
@@ -32,13 +34,14 @@ class ItemReader:
         self._safe_globals = tuple(safe_globals)
         self._simple: dict[str, tuple[str, memoryview]] = {}
         self._checked: set[int] = set()
+        self._checked_kinds: set[tuple[type, torch.dtype]] = set()
 
     def read(self, item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
         """An item's values: a plain tensor of the item's dtype and shape, or a run of bytes.
 
         Raises:
-            UnsafeGlobalError: It is an object that could not be loaded again.
-            CheckpointingException: It is a tensor that could not.
+            UnsafeGlobalError: It names a class that may not be loaded from a file.
+            CheckpointingException: It could not be loaded again for another reason.
         """
         if item.type == WriteItemType.BYTE_IO:
             return self._read_object(item, planner)
@@ -49,6 +52,11 @@ class ItemReader:
                 f"{item.index.fqn} is a {tensor.layout} tensor, whose parts cannot be loaded: "
                 f"save tensor.to_dense(), or its indices and values"
             )
+        if tensor.is_quantized:
+            raise CheckpointingException(
+                f"{item.index.fqn} is quantized, and its parts cannot be loaded: save "
+                f"tensor.dequantize(), or tensor.int_repr() and its scale"
+            )
         tensor = tensor.detach()
         data = item.tensor_data
         assert data is not None
@@ -56,6 +64,10 @@ class ItemReader:
             return tensor
         stream = io.BytesIO()
         torch.save(tensor.cpu(), stream)
+        kind = type(tensor), tensor.dtype
+        if kind not in self._checked_kinds:
+            require_loadable(item.index.fqn, stream, self._safe_globals)
+            self._checked_kinds.add(kind)
         return stream.getbuffer()
 
     def _read_object(self, item: WriteItem, planner: SavePlanner) -> memoryview:
@@ -64,7 +76,9 @@ class ItemReader:
         if not _looks_up(planner):
             return _made(item, planner).getbuffer()
         name, value = item.index.fqn, planner.lookup_object(item.index)
-        if type(value) in _SIMPLE:
+        if type(value) in _SIMPLE and not (
+            type(value) is int and value.bit_length() > _INTEGER_BITS
+        ):
             text = f"{type(value).__name__} {value!r}"
             known, data = self._simple.get(name, ("", memoryview(b"")))
             if text != known:
@@ -75,7 +89,7 @@ class ItemReader:
         data = stream.getbuffer()
         digest = xxhash.xxh3_64_intdigest(data)
         if digest not in self._checked:
-            require_safe(name, stream, self._safe_globals)
+            require_loadable(name, stream, self._safe_globals)
             self._checked.add(digest)
         return data
 

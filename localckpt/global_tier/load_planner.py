@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from localckpt.global_tier.torch_dcp import (
     create_chunk_list,
     create_read_items,
     format_version,
-    set_element,
 )
 
 __all__ = ["ReshardingLoadPlanner", "give", "read_here"]
@@ -42,6 +41,8 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._safe_globals = tuple(safe_globals)
+        # Keys of dicts of the state by their text.
+        self._keys: dict[int, dict[str, Any]] = {}
 
     def set_up_planner(
         self,
@@ -107,9 +108,25 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         loaded = load_object(name, value, self._safe_globals)
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], loaded)
+            self._put(self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+    def _put(self, path: tuple[str | int, ...], value: Any) -> None:
+        """Replace a value of the state that is filled."""
+        container: Any = self.original_state_dict
+        for key in path[:-1]:
+            container = container[self._key_in(container, key)]
+        container[self._key_in(container, path[-1])] = value
+
+    def _key_in(self, container: Any, key: str | int) -> Any:
+        """The key that torch names so: its names know the text of keys only."""
+        if not isinstance(container, Mapping) or key in container:
+            return key
+        known = self._keys.get(id(container))
+        if known is None:
+            known = self._keys[id(container)] = {str(real): real for real in container}
+        return known[str(key)]
 
 
 def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
@@ -135,7 +152,7 @@ def read_here(
     # In the same order on all ranks.
     state = {
         name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
-        for name in sorted(state_dict)
+        for name in sorted(state_dict, key=str)
     }
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata)

@@ -29,6 +29,7 @@ from localckpt.deadline import within
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.framing import Frame, frame_of
 from localckpt.global_tier.metadata_pickle import read_metadata
+from localckpt.global_tier.objects import load_object
 from localckpt.global_tier.read import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo
 from localckpt.global_tier.values import Values, copy_part
@@ -49,7 +50,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         process_group: The ranks that load together; ``None`` for all.
         share_metadata: One rank reads the metadata for all, which all ask for together; else each
             reads it itself.
-        safe_globals: Classes that the metadata may name, beyond torch's own.
+        safe_globals: Classes that the metadata, and tensors of other classes than torch's, may
+            name.
         save_id: The save that all files must belong to, and be verified against.
         metadata_digest: The hash of the metadata of that save.
         timeout_s: How long the ranks wait for the metadata, in seconds.
@@ -77,7 +79,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._concurrent_bytes = concurrent_bytes
         self._process_group = process_group
         self._share = share_metadata
-        self._allowed = SafeGlobals(safe_globals)
+        self.safe_globals = tuple(safe_globals)
         self._save_id = save_id
         self._metadata_digest = metadata_digest
         self._timeout_s = timeout_s
@@ -242,7 +244,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def _parse(self, data: bytes) -> Metadata:
         try:
-            return read_metadata(data, self._allowed)
+            return read_metadata(data, SafeGlobals(self.safe_globals))
         except CorruptShardError as error:
             raise CorruptShardError(f"the metadata of {self.path} is damaged: {error}") from error
 
@@ -321,7 +323,8 @@ class _Item:
             with self._lock:
                 self._planner.load_bytes(self._request, cast(io.BytesIO, stream))
             return
-        saved = torch.load(stream, map_location="cpu", weights_only=True)
+        name = self._request.dest_index.fqn
+        saved = load_object(name, cast(io.BytesIO, stream), self._reader.safe_globals)
         parts = zip(self._request.storage_offsets, self._request.lengths, strict=True)
         for dim, (start, length) in enumerate(parts):
             saved = saved.narrow(dim, start, length)

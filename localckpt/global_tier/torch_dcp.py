@@ -7,7 +7,6 @@ renames one of them is met here.
 from __future__ import annotations
 
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -26,7 +25,6 @@ __all__ = [
     "create_chunk_list",
     "create_read_items",
     "format_version",
-    "set_element",
 ]
 
 DATA_SUFFIX = DEFAULT_SUFFIX

@@ -233,7 +233,11 @@ class Coordinator:
             return noes + yes >= number
 
         if lost := self._wait(store, phase, is_answered, lambda: [0]):
-            raise lost
+            try:
+                raise lost
+            finally:
+                # As in _gather.
+                del lost
         return noes < number
 
     def _wait(

@@ -137,6 +137,34 @@ def shm_roots() -> Iterator[Callable[[int], list[Path]]]:
         shutil.rmtree(directory)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """``small_disk(options)`` mounts a tmpfs, such as ``size=8m``, and returns its directory."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("needs root, to mount a small file system")
+        path = tmp_path / f"small-{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "localckpt-test", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount
+
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], timeout=30, check=True)
+
+
 def _left_behind(directory: Path, shared_memory_before: set[str]) -> list[str]:
     names = _shared_memory_names() - shared_memory_before
     left = [f"shared memory: {name}" for name in sorted(names) if not _is_of_another_run(name)]

@@ -164,7 +164,11 @@ class AsyncCaller(ABC):
             return False
         failed = judge([CallReport.from_json(record) for record in records], ranks.global_ranks)
         if failed is not None:
-            raise failed from error
+            try:
+                raise failed from error
+            finally:
+                # Else the errors would keep themselves by these variables.
+                del failed, error
         return True
 
     def sync_all_async_calls(self, is_alive: int) -> bool:

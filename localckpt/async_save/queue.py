@@ -244,7 +244,11 @@ class AsyncCallsQueue:
             why = f"{entry.name} was given up when its queue was closed"
             run_failure_fns(entry.request, raised or CheckpointingException(why))
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                # Else the error would keep itself by this variable.
+                del raised
 
     def _leave(self) -> None:
         """Close after an error of this rank: its calls end well, but the others may not come."""
@@ -299,7 +303,11 @@ class AsyncCallsQueue:
         # A rank that is ahead keeps its call: the others drop the one that it does not have.
         if entry.request.call_idx == min(report.call_idx for report in reports):
             self._drop(entry, failed)
-        raise failed from entry.call.error
+        try:
+            raise failed from entry.call.error
+        finally:
+            # Else the errors would keep themselves, and what was to be saved, by these variables.
+            del failed, entry
 
     def _ask_own_rank(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
         if blocking:

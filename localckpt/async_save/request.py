@@ -254,7 +254,12 @@ class AsyncRequest(NamedTuple):
         failed = judge([CallReport.from_json(r) for r in records], coordinator.global_ranks)
         if failed is not None:
             run_failure_fns(self, failed)
-            raise failed from error
+            try:
+                raise failed from error
+            finally:
+                # A variable of a call in its traceback would make an error keep itself, and the
+                # state that was to be saved.
+                del failed, error
         self.execute_finalize_fns()
 
 

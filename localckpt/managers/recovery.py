@@ -30,6 +30,7 @@ from localckpt.managers.rebuilding import Rebuilding
 from localckpt.managers.repairs import Repair, plan_repairs, reader_on
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.managers.watched import WatchedSource
+from localckpt.replication.agreement import forget_frames
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.strategies import ReplicationStrategy
@@ -330,6 +331,8 @@ class Recovery:
         try:
             state, nbytes = self._shelf.restore(identity, arrived[0] if arrived else None, options)
         except (StorageError, CorruptShardError) as error:
+            # What is told of it is its text. It may refer to the state that was to be filled.
+            forget_frames(error)
             if self._room is not None:
                 return None, _Outcome(unfit=str(error))
             # What the node refused once it may give the next time: only bad bytes are set aside.
@@ -338,6 +341,7 @@ class Recovery:
                 self._shelf.set_aside(identity, str(error))
             return None, _Outcome((_Bad(holder, identity.rank, str(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+            forget_frames(error)
             return None, _Outcome(refused=_Refusal.of(error))
         return Loaded(state, nbytes, came_from), _Outcome()
 

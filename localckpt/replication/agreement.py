@@ -93,7 +93,12 @@ def agree(
     finally:
         coordinator.timeout_s = usual_s
     if failed := joint_error(records):
-        raise failed from failure
+        try:
+            raise failed from failure
+        finally:
+            # Else the errors would keep themselves by these variables.
+            attempt.failure = None
+            del failed, failure
     return [payload for _, payload in records]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from localckpt.errors import StorageError
@@ -25,19 +23,31 @@ _ADVICE = {
 }
 
 
-@contextmanager
-def storage_errors(what: str, path: str | Path) -> Iterator[None]:
+class storage_errors:
     """Raise :class:`StorageError` for any OSError inside.
+
+    Not a generator with ``contextmanager``: since Python 3.12 an error that passes through one is
+    part of a reference cycle, which keeps the variables of all its calls, memory of the store
+    among them, until the garbage collector runs.
 
     Args:
         what: What is being done, as in "could not <what> <path>".
         path: On which file or directory.
     """
-    try:
-        yield
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "see the system's error above")
-        raise StorageError(
-            f"could not {what} {path}: {error.strerror or error} - {advice}. "
-            f"Checkpoints saved before are as they were"
-        ) from error
+
+    __slots__ = ("_path", "_what")
+
+    def __init__(self, what: str, path: str | Path) -> None:
+        self._what = what
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, OSError):
+            advice = _ADVICE.get(error.errno or 0, "see the system's error above")
+            raise StorageError(
+                f"could not {self._what} {self._path}: {error.strerror or error} - {advice}. "
+                f"Checkpoints saved before are as they were"
+            ) from error

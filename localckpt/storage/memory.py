@@ -92,6 +92,8 @@ class MemoryStore(Store):
                 buffer.resize(path, nbytes)
         except StorageError:
             # The spare's space goes back to the node, which has too little.
+            if buffer is not None:
+                buffer.close()
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)
             raise
@@ -226,6 +228,7 @@ class _MappedFile(Buffer):
 
     _path: Path
     _nbytes: int
+    _map: mmap.mmap | None = None
 
     def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         self._open(path, nbytes, create=create, to_read=to_read)
@@ -247,7 +250,7 @@ class _MappedFile(Buffer):
 
     def resize(self, path: Path, nbytes: int) -> None:
         """Make it the image of another shard, of another size, under another name."""
-        if nbytes > len(self._map):
+        if self._map is None or nbytes > len(self._map):
             self.close()
             self._open(path, nbytes, create=False)
             return
@@ -270,14 +273,14 @@ class _MappedFile(Buffer):
     def close(self) -> None:
         self._unpin()
         self.view = memoryview(b"")
+        # The pages go with the last view of them, however long this object is referred to.
+        self._map = None
 
     def _open(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that an image that is a little larger fits the next time.
-        self._map: mmap.mmap = map_shared(
-            path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read
-        )
-        self.view = memoryview(self._map)[:nbytes]
+        mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read)
+        self._map, self.view = mapped, memoryview(mapped)[:nbytes]
         try:
             with storage_errors("reserve shared memory in", path):
                 os.truncate(path, nbytes)

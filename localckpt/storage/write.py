@@ -10,9 +10,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,11 +78,14 @@ def write_shards(writes: Sequence[ShardWrite]) -> float:
         try:
             if len(view) < write.nbytes:
                 raise StorageError(f"{write.identity} is not written: its save was given up")
-            with _settling_digests(write, view[: write.nbytes]) as digests_settled:
+            digests = _DigestsBeside(write, view[: write.nbytes])
+            try:
                 if write.in_place:
-                    _commit_in_place(write, digests_settled)
+                    _commit_in_place(write, digests.wait)
                 else:
-                    _write_file(write, view, digests_settled)
+                    _write_file(write, view, digests.wait)
+            finally:
+                digests.end()
         finally:
             write.buffer.give_back()
     return time.monotonic()
@@ -126,30 +127,41 @@ def write_range(
         start = reached
 
 
-@contextmanager
-def _settling_digests(write: ShardWrite, image: memoryview) -> Iterator[Callable[[], None]]:
-    """Compute or check digests beside the write; what it gives waits for them, and raises."""
-    outcome: Future[None] = Future()
+class _DigestsBeside:
+    """Digests of an image, computed or checked by a thread beside the write."""
 
-    def settle() -> None:
+    def __init__(self, write: ShardWrite, image: memoryview) -> None:
+        self._error: BaseException | None = None
+        # No executor: those take no work while the interpreter is leaving, and saves end then, too.
+        self._thread = threading.Thread(
+            target=self._settle, args=(write, image), name="localckpt-hash"
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._settle(write, image)
+
+    def wait(self) -> None:
+        """Return when the digests are there, or raise what was wrong with them."""
+        self.end()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # A variable of a call in its traceback would make the error keep itself.
+                del error
+
+    def end(self) -> None:
+        """Return when nothing reads the image any more."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _settle(self, write: ShardWrite, image: memoryview) -> None:
         try:
             _settle_digests(write, image)
-            outcome.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            outcome.set_exception(error)
-
-    # No executor: those take no work while the interpreter is leaving, and saves end then, too.
-    thread = threading.Thread(target=settle, name="localckpt-hash")
-    try:
-        thread.start()
-    except RuntimeError:
-        settle()
-        yield outcome.result
-        return
-    try:
-        yield outcome.result
-    finally:
-        thread.join()
+            self._error = error
 
 
 def _settle_digests(write: ShardWrite, image: memoryview) -> None:

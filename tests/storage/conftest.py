@@ -1,9 +1,7 @@
-"""Stores of each kind, closed after the test, and small file systems to fill up."""
+"""Stores of each kind, closed after the test."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -67,31 +65,3 @@ def node(
 
     for store in made.stores:
         store.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """``small_disk(options)`` mounts a tmpfs, such as ``size=8m``, and gives its directory."""
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("needs root, to mount a small file system")
-        path = tmp_path / f"small-{len(mounted)}"
-        path.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "localckpt-test", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
-        mounted.append(path)
-        return path
-
-    yield mount
-
-    for path in mounted:
-        subprocess.run(["umount", "--lazy", str(path)], timeout=30, check=True)

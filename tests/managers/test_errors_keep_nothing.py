@@ -1,0 +1,118 @@
+"""Errors keep no memory once they are handled; Python's garbage collector may be off, or late.
+
+Trainers switch it off so that its pauses do not stall other ranks. An error that is part of a
+reference cycle then keeps the variables of all calls that it came through, the state among them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import localckpt
+from localckpt import CheckpointingException
+from localckpt.storage.buffers import Buffer
+from tests.managers.jobs import KINDS, damage, files, make_manager
+
+_MIB = 1 << 20
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("a mistake of the user's")
+
+
+def _small() -> dict[str, Any]:
+    return {"weight": torch.ones(_MIB // 4)}
+
+
+def _larger() -> dict[str, Any]:
+    return {"weight": torch.ones(3 * _MIB // 4)}
+
+
+def _not_to_be_pickled() -> dict[str, Any]:
+    return _small() | {"callback": _Unpicklable()}
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+
+    yield
+
+    gc.enable()
+
+
+def _fill_up(root: Path) -> None:
+    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+    with open(root / "filler", "wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, free - _MIB // 2)
+
+
+def _kept_after_error(call: Callable[[Any], object], argument: Callable[[], Any]) -> bool:
+    """Whether the state that a call is given lives on when its error has been handled."""
+
+    def handle() -> weakref.ref[Any]:
+        state = argument()
+        told = weakref.ref(state["weight"])
+        try:
+            call(state)
+        except CheckpointingException:
+            return told
+        raise AssertionError("it did not fail")
+
+    return handle()() is not None
+
+
+@pytest.mark.parametrize("state", [_larger, _not_to_be_pickled])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_save_keeps_neither_the_state_nor_a_buffer(
+    kind: str,
+    is_async: bool,
+    state: Callable[[], dict[str, Any]],
+    small_disk: Callable[[str], Path],
+    no_collector: None,
+) -> None:
+    root = small_disk("size=8m")
+
+    def fail(state: dict[str, Any]) -> None:
+        with localckpt.AsyncCallsQueue() as queue, make_manager(kind, root) as manager:
+            manager.save(_small(), 1)
+            _fill_up(root)
+            queue.schedule_async_request(manager.save(state, 2, is_async=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    def fail_at_once(state: dict[str, Any]) -> None:
+        with make_manager(kind, root) as manager:
+            manager.save(_small(), 1)
+            _fill_up(root)
+            manager.save(state, 2)
+
+    assert not _kept_after_error(fail if is_async else fail_at_once, state)
+    assert sum(len(o.view) for o in gc.get_objects() if type(o).__mro__[1:2] == (Buffer,)) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_fails_keeps_nothing_of_the_state_that_it_was_to_fill(
+    kind: str, small_disk: Callable[[str], Path], no_collector: None
+) -> None:
+    root = small_disk("size=8m")
+    with make_manager(kind, root) as manager:
+        manager.save(_small(), 1)
+    with make_manager(kind, root) as manager:
+        assert manager.find_latest() == 1
+        for path in files(root):
+            damage(root / path)
+
+        kept = _kept_after_error(lambda state: manager.load(into=state), _small)
+
+    assert not kept

@@ -41,6 +41,10 @@ _ARROWS = {
     "cli": {
         *("errors", "ids", "state_dict", "storage", "managers", "replication", "global_tier"),
     },
+    "integrations": {
+        *("errors", "ids", "coordination", "state_dict", "storage", "replication", "async_save"),
+        *("managers", "global_tier"),
+    },
 }
 
 
@@ -129,7 +133,7 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
     [
         *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
         *("localckpt.storage.catalog", "localckpt.managers.explanation", "localckpt.cli"),
-        "localckpt.replication.survival",
+        *("localckpt.replication.survival", "localckpt.integrations.nvrx"),
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:

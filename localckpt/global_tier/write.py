@@ -29,6 +29,7 @@ from localckpt.storage.write import sync_folder, write_range
 
 __all__ = [
     "FileWrite",
+    "HandedOver",
     "Stream",
     "make_folder",
     "read_outcome",
@@ -80,6 +81,10 @@ class FileWrite:
     def nbytes(self) -> int:
         """Of the file, if no extension transforms it."""
         return self.covered + trailer_nbytes(self.covered)
+
+
+class HandedOver(list[FileWrite]):
+    """Files that the persistent worker of another library's queue writes."""
 
 
 def write_files(writes: Sequence[FileWrite], transforms: Any = None) -> list[list[Stream]]:
@@ -141,7 +146,9 @@ def write_preloaded_data_multiproc(
         said: dict[str, Any] = {"files": write_files(writes, transforms)}
     except BaseException as error:
         said = {"error": f"{type(error).__name__}: {error}"}
-        raise
+        # The worker of a foreign queue would end, and training would wait for it for ever.
+        if not isinstance(writes, HandedOver):
+            raise
     finally:
         fresh = outcome.with_name(f"{outcome.name}.new")
         with storage_errors(f"leave word of what rank {rank} has written in", outcome):

@@ -42,6 +42,7 @@ from localckpt.global_tier.torch_dcp import (
 from localckpt.global_tier.trailer import FileIdentity
 from localckpt.global_tier.write import (
     FileWrite,
+    HandedOver,
     Stream,
     make_folder,
     read_outcome,
@@ -225,7 +226,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         write = write_preloaded_data_in_trainer if by_thread else write_preloaded_data_multiproc
         return (
             partial(write, transforms, self._outcome),
-            self.preload_tensors,
+            Preload(self),
             [self._file_rank(prepared.plan), []],
         )
 
@@ -261,6 +262,20 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
             for file, region in zip(prepared.files, regions, strict=True)
         ]
+
+    def stage_for_foreign_queue(self) -> tuple[FileWrite, ...]:
+        """:meth:`preload_tensors`, but what goes wrong is raised when the save is finalized."""
+        try:
+            if self._kind == "thread":
+                raise CheckpointingException(
+                    f"{self.path} is not written: with writer='thread' the data is in memory of "
+                    f"the trainer, and the queue writes in another process. Make the writer with "
+                    f"writer='process', or use localckpt's AsyncCallsQueue"
+                )
+            return tuple(self.preload_tensors())
+        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+            self._failed = error
+            return ()
 
     write_preloaded_data_multiproc = staticmethod(write_preloaded_data_multiproc)
     write_preloaded_data = staticmethod(write_preloaded_data)
@@ -418,6 +433,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         if key not in self._frames:
             self._frames[key] = frame_of(*key)
         return self._frames[key]
+
+
+class Preload:
+    """Stages the tensors of a writer; returns the files to write.
+
+    NVRx's persistent queue, and Megatron-Core's, pickle this function to have their worker call it,
+    while training waits. The worker does not have the tensors, so they are staged when the function
+    is pickled, and the worker is given the files.
+    """
+
+    def __init__(self, writer: FileSystemWriterAsync) -> None:
+        self._writer = writer
+
+    def __call__(self) -> list[FileWrite]:
+        return self._writer.preload_tensors()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # An error here would be lost in a thread of that queue, and training would wait for ever.
+        return partial, (HandedOver, self._writer.stage_for_foreign_queue())
 
 
 def _close(staging: Staging, process: int) -> None:

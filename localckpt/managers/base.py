@@ -264,8 +264,12 @@ class BaseCheckpointManager(ABC):
             self._known.take_stock(checkpoint, self._holdings)
         if complete:
             self.latest_iteration = complete[0].iteration
-        elif self._holdings.checkpoints:
+            return self.latest_iteration
+        if self._holdings.checkpoints:
             logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
+        if self._newest_iteration >= 0 and not self._known.under_way:
+            # The job begins anew and may save any iteration, which what is left must not overrule.
+            self._newest_iteration, self._went_back = -1, True
         return self.latest_iteration
 
     def explain(self) -> Explanation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,11 @@ class LocalCheckpointManager(StoreCheckpointManager):
                 num_buffers=num_buffers,
             )
         )
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The folder of this rank's shards."""
+        return self.store.folder
 
     def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
         staging_nbytes = self.num_buffers * sum(map(buffer_nbytes, images.values()))

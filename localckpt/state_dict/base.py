@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 __all__ = ["TensorAwareStateDict"]
+
+_NVRX_CLASS = "nvidia_resiliency_ext.checkpointing.local.base_state_dict.TensorAwareStateDict"
 
 
 class TensorAwareStateDict(ABC):
     """A state whose tensors can be taken out, moved and put back.
 
     It is *hollow* while its tensors are out. The managers find tensors in any object by themselves
-    and need none of these methods; they are for code that works with states directly.
+    and need none of these methods; they are for code that works with states directly. Subclasses of
+    NVRx's class of this name count as subclasses of this one.
     """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        if cls is not TensorAwareStateDict:
+            return NotImplemented
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in other.__mro__}
+        return True if _NVRX_CLASS in bases else NotImplemented
 
     @abstractmethod
     def pop_tensors(self) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """Which classes and functions a shard may name: reading one never runs other code.
 
 Allowed are the value types of Python, numpy and torch listed here, whatever the user passes as
-``safe_globals=`` or to ``torch.serialization.add_safe_globals``, and two kinds of class that the
-running program has already imported: named tuples, and subclasses of TensorAwareStateDict.
+``safe_globals=`` or to ``torch.serialization.add_safe_globals``, what ``library_globals.py`` lists
+for libraries that are imported, and two kinds of class that the running program has already
+imported: named tuples, and subclasses of TensorAwareStateDict.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from localckpt.errors import UnsafeGlobalError
 from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.library_globals import is_library_value
 
 __all__ = ["SafeGlobals"]
 
@@ -82,7 +84,7 @@ class SafeGlobals:
             UnsafeGlobalError: It is not allowed; the message says how to allow it.
         """
         module = _MOVED.get(module, module)
-        if name in _VALUES.get(module, ()):
+        if name in _VALUES.get(module, ()) or is_library_value(module, name):
             __import__(module)
             return _resolve(module, name)
         if (added := self.added(module, name)) is not None:

@@ -1,0 +1,101 @@
+"""The import hook that answers for NVRx's modules.
+
+Only ``nvidia_resiliency_ext.checkpointing`` and what is below it are taken over. Where the true
+package is installed, the rest of it (in-process restart, straggler detection) stays as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from localckpt.errors import CheckpointingException
+from localckpt.integrations.nvrx.names import CHECKPOINTING, MODULES, PACKAGE, VERSION
+
+__all__ = ["install", "is_installed"]
+
+# Its base class is what it found when it was imported.
+_MEGATRON_STATE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
+
+
+def install() -> None:
+    """Answer for NVRx's checkpointing modules from here on. May be called twice.
+
+    Raises:
+        CheckpointingException: NVRx's own modules are imported already, or Megatron-Core has looked
+            for them. Nothing was changed.
+    """
+    if is_installed():
+        return
+    if there := sorted(name for name in sys.modules if _is_below(name, CHECKPOINTING)):
+        raise CheckpointingException(
+            f"{there[-1]} is imported already, and objects made by it would not fit ours. Call "
+            f"localckpt.integrations.nvrx.install() before the first import of NVRx or Megatron, "
+            f"or start the program by: python -m localckpt.integrations.nvrx run"
+        )
+    if _MEGATRON_STATE in sys.modules:
+        raise CheckpointingException(
+            f"{_MEGATRON_STATE} is imported already, and has not found NVRx. Call "
+            f"localckpt.integrations.nvrx.install() before Megatron-Core is imported, or start the "
+            f"program by: python -m localckpt.integrations.nvrx run"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def is_installed() -> bool:
+    """Whether this package answers for NVRx's checkpointing modules in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def _is_below(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == PACKAGE:
+            # The true one, if there is any, has more than checkpointing.
+            return _true_spec(fullname, path, target) or _spec(fullname)
+        if not _is_below(fullname, CHECKPOINTING):
+            return None
+        if fullname not in MODULES:
+            raise ModuleNotFoundError(
+                f"{fullname}: localckpt answers for {CHECKPOINTING} and has no such module; it has "
+                f"{', '.join(sorted(MODULES))}",
+                name=fullname,
+            )
+        return _spec(fullname)
+
+
+def _true_spec(
+    fullname: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+    specs = (finder.find_spec(fullname, path, target) for finder in others)
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _spec(fullname: str) -> ModuleSpec:
+    is_package = fullname == PACKAGE or any(
+        name != fullname and _is_below(name, fullname) for name in MODULES
+    )
+    return ModuleSpec(fullname, _Loader(), origin="localckpt", is_package=is_package)
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        module.__doc__ = f"localckpt in place of NVRx's {name}."
+        if name == PACKAGE:
+            module.__version__ = VERSION  # type: ignore[attr-defined]
+        for public, home in MODULES.get(name, {}).items():
+            setattr(module, public, getattr(import_module(home), public))

@@ -1,0 +1,72 @@
+"""NVRx's wrapper of a process group, with the collectives that its callers use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from localckpt.replication.groups import GroupWrapper as _GroupWrapper
+
+__all__ = ["GroupWrapper", "ProcessGroupLike", "zip_strict"]
+
+
+class GroupWrapper(_GroupWrapper):
+    """A process group and this rank's place in it.
+
+    Args:
+        group: As for :class:`localckpt.GroupWrapper`.
+    """
+
+    @classmethod
+    def from_list_of_groups(cls, groups: Sequence[Any], **options: Any) -> _GroupWrapper:
+        """The group of the list that this rank is in; all ranks call it with the same list.
+
+        Args:
+            groups: Process groups, as NVRx takes them, or lists of ranks.
+            options: As for :meth:`localckpt.GroupWrapper.from_list_of_groups`, with lists of ranks.
+        """
+        mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+        return cls(mine[0]) if mine else super().from_list_of_groups(groups, **options)
+
+    def all_gather_object(self, my_obj: Any) -> list[Any]:
+        """The objects of all members, in the order of their ranks in the group."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, my_obj, group=self.group)
+        return gathered
+
+    def all_gather_batch(
+        self, my_tensors: Sequence[torch.Tensor], target_device: Any = None
+    ) -> list[list[torch.Tensor]]:
+        """The tensors of all members, in the order of their ranks in the group.
+
+        Args:
+            my_tensors: This rank's; each member may have another number, shapes and dtypes. They
+                are on a device that the group's backend sends from.
+            target_device: Where all tensors are put; ``None`` for the device they are sent from.
+        """
+        shapes = self.all_gather_object(
+            [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in my_tensors]
+        )
+        gathered: list[list[torch.Tensor]] = []
+        for member, theirs in enumerate(shapes):
+            is_mine = member == self.my_group_rank
+            gathered.append([])
+            for number, (shape, dtype, device) in enumerate(theirs):
+                if is_mine:
+                    tensor = my_tensors[number].detach().contiguous()
+                else:
+                    tensor = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(tensor, src=self.get_global_rank(member), group=self.group)
+                gathered[-1].append(tensor if target_device is None else tensor.to(target_device))
+        return gathered
+
+
+ProcessGroupLike = dist.ProcessGroup | GroupWrapper
+
+
+def zip_strict(*iterables: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+    """``zip`` of iterables that must be equally long."""
+    return zip(*iterables, strict=True)

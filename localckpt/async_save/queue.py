@@ -28,6 +28,7 @@ from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import (
     AsyncRequest,
     CallReport,
+    Ticket,
     function_name,
     judge,
     must_run_in_trainer,
@@ -158,7 +159,12 @@ class AsyncCallsQueue:
         )
         self._entries.append(_Entry(rest, call, caller))
         self._scheduled += 1
-        return request.call_idx
+        number = request.call_idx
+        if (scheduled_fn := request.call.scheduled_fn) is not None:
+            scheduled_fn(
+                Ticket(lambda: self._are_over(number), lambda: self._finalize_until(number))
+            )
+        return number
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -182,15 +188,10 @@ class AsyncCallsQueue:
         self._check_fork()
         finalized = []
         while self._entries:
-            entry, ranks = self._entries[0], self._ranks.global_ranks
-            if no_dist:
-                reports, ranks = self._ask_own_rank(entry, blocking), [ranks[self._ranks.rank]]
-            else:
-                reports = self._ask_all_ranks(entry, blocking)
-            if reports is None:
+            number = self._entries[0].request.call_idx
+            if not self._finalize_oldest(blocking, no_dist):
                 break
-            self._finalize(entry, reports, ranks)
-            finalized.append(entry.request.call_idx)
+            finalized.append(number)
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -291,6 +292,30 @@ class AsyncCallsQueue:
             except NotSendableError as reason:
                 logger.debug("a process is forked for call %d: %s", request.call_idx, reason)
         return self._forker, self._forker.schedule_async_call(request)
+
+    def _are_over(self, last: int) -> bool:
+        """Whether all calls up to this number are over on this rank."""
+        entries = (entry for entry in self._entries if entry.request.call_idx <= last)
+        return all(entry.call.done() for entry in entries)
+
+    def _finalize_until(self, last: int) -> None:
+        """Finalize all calls up to this number, and wait for them."""
+        self._check_fork()
+        while self._entries and self._entries[0].request.call_idx <= last:
+            self._finalize_oldest(blocking=True)
+
+    def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:
+        """Finalize the oldest call if it is over on all ranks; whether it was."""
+        assert self._ranks is not None
+        entry, ranks = self._entries[0], self._ranks.global_ranks
+        if no_dist:
+            reports, ranks = self._ask_own_rank(entry, blocking), [ranks[self._ranks.rank]]
+        else:
+            reports = self._ask_all_ranks(entry, blocking)
+        if reports is None:
+            return False
+        self._finalize(entry, reports, ranks)
+        return True
 
     def _finalize(self, entry: _Entry, reports: list[CallReport], ranks: list[int]) -> None:
         failed = judge(reports, ranks)

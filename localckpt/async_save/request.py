@@ -25,6 +25,7 @@ __all__ = [
     "AsyncCall",
     "AsyncRequest",
     "CallReport",
+    "Ticket",
     "do_nothing",
     "function_name",
     "judge",
@@ -52,6 +53,20 @@ _FOREIGN_MODULES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The place of a call in an :class:`AsyncCallsQueue`, for whoever made its request.
+
+    Attributes:
+        is_over: Whether the call and all before it are over on this rank; asks no other rank.
+        finalize: Waits for the call and all before it, and finalizes them; all ranks call it. It
+            raises as :meth:`AsyncCallsQueue.maybe_finalize_async_calls`.
+    """
+
+    is_over: Callable[[], bool]
+    finalize: Callable[[], None]
+
+
 class AsyncCall:
     """A function to carry out behind training, and what else an :class:`AsyncCallsQueue` runs.
 
@@ -65,6 +80,7 @@ class AsyncCall:
             of the call: other ranks may not come any more, and the call is to wait for none.
         then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
             the call is over when ``then_fn`` has returned.
+        scheduled_fn: Runs in the trainer once the queue has taken the call.
         hand_over: Runs in the trainer when a queue of another library takes the request, and
             returns a function without arguments that this queue's process can run. Without it,
             ``function`` is handed over, and nothing else of this object runs there.
@@ -77,12 +93,14 @@ class AsyncCall:
         failure_fns: Sequence[Callable[[BaseException], None]] = (),
         stop_fns: Sequence[Callable[[], None]] = (),
         then_fn: Callable[[], None] | None = None,
+        scheduled_fn: Callable[[Ticket], None] | None = None,
         hand_over: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.function = function
         self.failure_fns = tuple(failure_fns)
         self.stop_fns = tuple(stop_fns)
         self.then_fn = then_fn
+        self.scheduled_fn = scheduled_fn
         self.hand_over = hand_over
 
     @classmethod

@@ -13,6 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -42,6 +43,7 @@ from localckpt.managers.durability import (
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.hooks import HookShelf
+from localckpt.managers.in_flight import InFlight, forgotten
 from localckpt.managers.joining import (
     gather_explanation,
     gather_holdings,
@@ -137,6 +139,7 @@ class BaseCheckpointManager(ABC):
             )
         self._allowed = SafeGlobals(safe_globals)
         self._known = KnownCheckpoints(self._strategy)
+        self._in_flight = InFlight()
         self._keep_on(HookShelf(self, session_id, self.rank, self.world_size, self._allowed))
         self._domains: list[str] | None = None
         self._generation = Generation(0, 0)
@@ -210,7 +213,9 @@ class BaseCheckpointManager(ABC):
             hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong from here on.
 
         Raises:
-            CheckpointingException: The iteration is not one that can be saved; nothing was done.
+            CheckpointingException: The iteration is not one that can be saved, or the request of an
+                older save was never scheduled; nothing was done. Or an older save, which this one
+                waited for, failed; the same on every rank.
             SaveFailedError: The save failed on some rank (a StorageError, if a node refused). It is
                 raised on every rank, older checkpoints are as they were, and training may go on and
                 save again.
@@ -218,9 +223,10 @@ class BaseCheckpointManager(ABC):
         """
         called = time.monotonic()
         self._check_iteration(iteration)
+        self._give_up_forgotten(iteration)
         self._finish_copies()
         self._join()
-        if is_async and not self._may_start(iteration):
+        if not self._may_start(iteration, is_async):
             self.last_save = SaveReport.of_skipped(iteration)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
@@ -228,13 +234,14 @@ class BaseCheckpointManager(ABC):
         self._generation = self._generation.next()
         identity = self._identity(iteration)
         save = SaveUnderWay(identity, called, previous_iteration=self._newest_iteration)
+        finalize = partial(self._finalize, save)
+        self._in_flight.add(save, finalize)
         self._known.under_way.append(iteration)
         self._newest_iteration = iteration
         self._saving.begin(save, state_dict)
         self.last_save = save.report()
         request = AsyncRequest(
-            *self._saving.call(save, lambda _: self._take_back(save)),
-            [lambda: self._finalize(save)],
+            *self._saving.call(save, lambda _: self._take_back(save)), [finalize]
         )
         if is_async:
             return request
@@ -360,13 +367,22 @@ class BaseCheckpointManager(ABC):
         )
 
     def close(self) -> None:
-        """Free buffers, files kept for reuse, and threads. Finish the saves under way before."""
+        """Free buffers, files kept for reuse, and threads. Finish the saves under way before.
+
+        A request that ``save`` returned and that was never scheduled is an error in the log.
+        """
+        if os.getpid() == self._process and (saves := self._in_flight.not_scheduled()):
+            logger.error("%s", forgotten(saves, "The manager is closed."))
+        self._free()
+
+    def _free(self) -> None:
         if os.getpid() != self._process:
             # A fork of the trainer has none of it, and must not take it away.
             return
         try:
             self._finish_copies()
         finally:
+            self._in_flight = InFlight()
             self._saving.close()
             self._shelf.close()
             if self.repl_strategy is None:
@@ -376,14 +392,16 @@ class BaseCheckpointManager(ABC):
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is not None:
-                # The other ranks may not come any more.
-                self._saving.cancel()
-                if self._redundancy is not None:
-                    self._redundancy.cancel()
-        finally:
+        if kind is None:
             self.close()
+            return
+        try:
+            # The other ranks may not come any more.
+            self._saving.cancel()
+            if self._redundancy is not None:
+                self._redundancy.cancel()
+        finally:
+            self._free()
 
     @property
     def degraded(self) -> int:
@@ -441,9 +459,30 @@ class BaseCheckpointManager(ABC):
     def _check_room(self) -> None:  # noqa: B027 - hooks know best
         """Raise if what this rank is to keep of a save finds no room."""
 
-    def _may_start(self, iteration: int) -> bool:
+    def _may_start(self, iteration: int, is_async: bool) -> bool:
         """Whether there is room for one more save under way; the same on all ranks."""
         return True
+
+    def _give_up_forgotten(self, iteration: int) -> None:
+        """Forget saves that no queue is going to finalize.
+
+        Raises:
+            CheckpointingException: The request of some was never scheduled.
+        """
+        for save in self._in_flight.dropped():
+            # Its queue was left with an error. It may be complete, which find_latest() looks at.
+            self._leave(save)
+        if saves := self._in_flight.never_scheduled():
+            for save in reversed(saves):
+                self._take_back(save)
+            raise forgotten(
+                saves, f"Nothing was begun of iteration {iteration}, which can be saved now."
+            )
+
+    def _leave(self, save: SaveUnderWay) -> None:
+        """Nobody finalizes a save any more; what it has written stays."""
+        self._in_flight.remove(save)
+        self._known.forget(save.identity.iteration)
 
     def _identity(self, iteration: int) -> ShardIdentity:
         return ShardIdentity(
@@ -489,7 +528,8 @@ class BaseCheckpointManager(ABC):
                 f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "
                 f"checkpoints are as they were; training can go on and save again"
             )
-        self._known.under_way.remove(iteration)
+        self._in_flight.remove(save)
+        self._known.forget(iteration)
         reached = self._known.add(checkpoint, outcomes)
         if reached.lacking:
             self.degraded_saves += 1
@@ -511,6 +551,7 @@ class BaseCheckpointManager(ABC):
 
     def _take_back(self, save: SaveUnderWay) -> None:
         self._saving.settle(save)
+        self._in_flight.remove(save)
         self._known.forget(save.identity.iteration)
         if self._newest_iteration == save.identity.iteration:
             self._newest_iteration = save.previous_iteration

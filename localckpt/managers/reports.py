@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from localckpt.async_save.foreign import ForeignOutcome
+from localckpt.async_save.request import Ticket
 from localckpt.ids import ParityGroup, Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
 
@@ -126,11 +127,13 @@ class MemoryPlan:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class SaveUnderWay:
     """One save between its call and its end; times by ``time.monotonic()``.
 
     Attributes:
+        ticket: Its place in a queue of ours; ``None`` in no queue, or in a foreign one.
+        is_scheduled: Whether somebody carries it out: a queue, or who called its function.
         shards: What this rank keeps, its own first.
         copies: What comes of replicating it.
         copies_come_later: Whether that is behind training.
@@ -148,6 +151,8 @@ class SaveUnderWay:
     copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
     group: ParityGroup | None = None
+    ticket: Ticket | None = None
+    is_scheduled: bool = False
     outcome: ForeignOutcome | None = None
     here: Future[None] | None = None
     error: str | None = None
@@ -155,6 +160,10 @@ class SaveUnderWay:
     replicate_s: float | None = None
     returned: float = 0.0
     durable: float | None = None
+
+    def take_ticket(self, ticket: Ticket) -> None:
+        """Note the place in a queue of ours, which carries the save out."""
+        self.ticket, self.is_scheduled = ticket, True
 
     def report(self) -> SaveReport:
         """What there is to tell so far."""

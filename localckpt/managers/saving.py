@@ -96,6 +96,7 @@ class Saving:
             failure_fns=[failed],
             stop_fns=[self.cancel],
             then_fn=lambda: self.finish(save),
+            scheduled_fn=save.take_ticket,
             hand_over=lambda: self._hand_over(save),
         )
         return call, args
@@ -111,7 +112,7 @@ class Saving:
         The process writes from shared memory, or waits for the thread that writes from private
         memory. The thread also waits for the copies that other ranks send, and keeps them.
         """
-        save.outcome = ForeignOutcome()
+        save.outcome, save.is_scheduled = ForeignOutcome(), True
         self._outcomes.append(save.outcome)
         function: Callable[[], None] = WaitForTrainer(save.outcome.place, self._timeout_s)
         work: Callable[[], None] | None = None
@@ -246,6 +247,7 @@ class Saving:
 
     @runs_in_trainer
     def _keep_staged(self, save: SaveUnderWay) -> None:
+        save.is_scheduled = True
         self._shelf.wait_sealed()
         try:
             self.keep_all(save.shards)

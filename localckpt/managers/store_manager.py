@@ -15,9 +15,10 @@ from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ids import CkptID, Series, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
+from localckpt.managers.in_flight import forgotten
 from localckpt.managers.joining import JOINING
 from localckpt.managers.redundancy import Redundancy
-from localckpt.managers.reports import MemoryPlan
+from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
 from localckpt.replication.agreement import give_up
@@ -165,11 +166,22 @@ class StoreCheckpointManager(BaseCheckpointManager):
     def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
         """:meth:`memory_plan` for images of these sizes."""
 
-    def _may_start(self, iteration: int) -> bool:
-        if self.on_busy == "wait":
+    def _may_start(self, iteration: int, is_async: bool) -> bool:
+        if self.on_busy == "wait" or not is_async:
+            self._wait_for_older(iteration)
             return True
-        busy = self._coordinator.all_gather("see whether buffers are free", self._stored.is_busy())
-        ranks = [str(rank) for rank, is_busy in enumerate(busy) if is_busy]
+        told = self._coordinator.all_gather(
+            "see whether buffers are free", [self._stored.is_busy(), self._in_flight.over()]
+        )
+        # What is over on all ranks is finalized here, before anything is skipped because of it.
+        for _ in range(min(over for _, over in told)):
+            if self._is_full:
+                self._finalize_oldest()
+        ranks = [
+            str(rank)
+            for rank, (is_busy, over) in enumerate(told)
+            if is_busy or (self._is_full and not over)
+        ]
         if not ranks:
             return True
         why = (
@@ -183,6 +195,38 @@ class StoreCheckpointManager(BaseCheckpointManager):
             )
         logger.warning("%s", why)
         return False
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether as many saves are in flight as may be; the same on all ranks."""
+        return len(self._in_flight.limited) >= self.num_buffers
+
+    def _wait_for_older(self, iteration: int) -> None:
+        """Finalize older saves until one more may be in flight.
+
+        Only polls finalize saves otherwise, and there may be fewer polls than saves: checkpoints
+        that nobody retires would pile up.
+        """
+        while self._is_full and self._finalize_oldest():
+            pass
+        waiting = self._in_flight.not_scheduled()
+        if self._is_full and waiting and self._stored.is_busy():
+            raise forgotten(
+                waiting, f"They have all buffers, so nothing was begun of iteration {iteration}."
+            )
+
+    def _finalize_oldest(self) -> bool:
+        """Wait for the oldest save that a queue of ours carries out; whether it was that one."""
+        oldest = self._in_flight.limited[0]
+        if oldest.ticket is None:
+            return False
+        oldest.ticket.finalize()
+        # A queue that was left with an error meanwhile has finalized nothing.
+        return oldest not in self._in_flight
+
+    def _leave(self, save: SaveUnderWay) -> None:
+        super()._leave(save)
+        self._stored.leave(save.identity.iteration)
 
     def _check_room(self) -> None:
         if self._is_first_save:

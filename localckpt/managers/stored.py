@@ -214,6 +214,15 @@ class StoreShelf(Shelf):
             if begun.buffer.lease == begun.lease:
                 begun.buffer.give_back()
 
+    def leave(self, iteration: int) -> None:
+        """Free the buffers of a save that nobody finalizes; what it wrote stays until it is old."""
+        with self._lock:
+            identities = [b.identity for b in self._begun if b.identity.iteration == iteration]
+        for identity in identities:
+            # The store then knows of the shard, and retires it with others of its age.
+            self.store.holds(identity)
+        self.settle(iteration)
+
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
         self._copier.settle()

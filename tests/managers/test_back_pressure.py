@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -121,17 +122,120 @@ def test_saves_that_find_all_buffers_busy_on_one_rank_are_an_error_on_all_if_wan
 def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
     kind: str, root: Path
 ) -> None:
-    with make_manager(kind, root, timeout=0.3, num_buffers=3) as manager:
-        for iteration in (1, 2, 3):
-            manager.save(state_of(0, iteration), iteration, is_async=True)
+    written = threading.Event()
+    with (
+        make_manager(kind, root, num_buffers=1) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=0.5) as queue,
+    ):
+        manager._keep = lambda *_: written.wait(MAX_S)
+        manager._saving._keep = manager._keep
+        queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
+        told = error_of(lambda: manager.save(state_of(0, 2), 2, is_async=True))
+        written.set()
+
+    assert "call 0" in told
+    assert "was not over after a wait of 0.35 s" in told
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip", "error"])
+def test_a_request_that_was_dropped_is_told_at_the_next_save_which_then_works(
+    kind: str, root: Path, policy: str
+) -> None:
+    with make_manager(kind, root, on_busy=policy, keep_last=2) as manager:
+        manager.save(state_of(0, 1), 1, is_async=True)
+
+        told = error_of(lambda: manager.save(state_of(0, 2), 2, is_async=True))
+
+        assert "the request that save() returned for iteration 1 was never scheduled" in told
+        assert "queue.schedule_async_request()" in told
+        assert not manager.status()
+        manager.save(state_of(0, 1), 1)
+        manager.save(state_of(0, 2), 2)
+        assert resume(manager, 0, 2) == "own node"
+    assert iterations_on(root) == {1, 2}
+
+
+def test_requests_that_are_kept_but_not_scheduled_are_told_when_they_have_all_buffers(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root) as manager:
+        kept = [manager.save(state_of(0, i), i, is_async=True) for i in (1, 2)]
         began = time.monotonic()
-        request = manager.save(state_of(0, 4), 4, is_async=True)
 
-        assert 0.25 < time.monotonic() - began < 5
-        told = error_of(request.execute_sync)
+        told = error_of(lambda: manager.save(state_of(0, 3), 3, is_async=True))
 
-    assert "have not been written after 0.3 s" in told
-    assert "does nobody run the requests" in told
+        assert time.monotonic() - began < MAX_S / 4
+        assert "save() returned for iterations 1, 2 were never scheduled" in told
+        assert "nothing was begun of iteration 3" in told
+        for request in kept:
+            request.execute_sync()
+        manager.save(state_of(0, 3), 3)
+        assert resume(manager, 0, 3) == "own node"
+
+
+def test_close_says_which_request_was_never_scheduled(
+    kind: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_manager(kind, root) as manager:
+        manager.save(state_of(0, 1), 1)
+        request = manager.save(state_of(0, 2), 2, is_async=True)
+
+    assert request.finalize_fns
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "iteration 2 was never scheduled, so nobody writes it" in errors[0]
+    assert "The manager is closed" in errors[0]
+
+
+def test_a_save_whose_queue_was_left_with_an_error_keeps_no_later_one_from_its_buffer(
+    kind: str, root: Path
+) -> None:
+    with make_manager(kind, root, num_buffers=1, keep_last=1) as manager:
+        with pytest.raises(ValueError), localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue:  # noqa: PT011, PT012
+            queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
+            raise ValueError
+        assert iterations_on(root) == {1}
+
+        with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue:
+            for iteration in (2, 3):
+                save(manager, state_of(0, iteration), iteration, queue)
+        assert resume(manager, 0, 3) == "own node"
+    assert iterations_on(root) == {3}
+
+
+def _save_without_a_poll(rank: int, world_size: int, kind: str, policy: str) -> Any:
+    """Save after save, with a poll at the end only; the most files of this rank meanwhile."""
+    most, options = 0, {"on_busy": policy, "keep_last": 1}
+    with (
+        make_manager(kind, node_store(), "job", **options) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        for iteration in range(12):
+            queue.schedule_async_request(
+                manager.save(state_of(rank, iteration), iteration, is_async=True)
+            )
+            most = max(most, len([n for n in files(node_store()) if n.endswith("safetensors")]))
+            assert len(manager.status()) <= 3
+            time.sleep(0.02)
+        queue.maybe_finalize_async_calls(blocking=True)
+        newest = manager.find_latest()
+        resume(manager, rank, newest)
+    return most, newest, manager.skipped_saves
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip"])
+def test_no_more_saves_than_buffers_are_in_flight_though_nobody_polls(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs, policy: str
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_save_without_a_poll, 2, kind, policy, store_per_node=nodes)
+
+    for most, newest, skipped in told:
+        # One that is kept, and as many as there are buffers.
+        assert most <= 3
+        assert newest == 11 if policy == "wait" else newest > 3
+        assert skipped == 0 if policy == "wait" else skipped < 8
 
 
 def test_a_synchronous_save_waits_whatever_the_policy_of_the_others(kind: str, root: Path) -> None:
@@ -211,9 +315,10 @@ def test_the_plan_of_memory_counts_buffers_replicas_and_what_stays_in_memory(
 def test_a_skipped_save_is_logged(kind: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "localckpt")
     with make_manager(kind, root, on_busy="skip", num_buffers=1) as manager:
-        manager.save(state_of(0, 1), 1, is_async=True)
+        first = manager.save(state_of(0, 1), 1, is_async=True)
         request = manager.save(state_of(0, 2), 2, is_async=True)
         request.execute_sync()
+        first.execute_sync()
 
     assert [r.getMessage() for r in caplog.records] == [
         "iteration 2 is not saved: the 1 staging buffers of rank 0 are busy with older saves"

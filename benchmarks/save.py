@@ -48,7 +48,7 @@ def _measure_copy_loop(report: Report, setting: Setting, options: Options) -> No
     capture = ImagePlanner().capture(setting.state)
     runs = capture.plan.runs
     copies = BlockCopies((run.offset, run.nbytes) for run in runs)
-    sources = [capture.tensors[run.number].data_ptr() for run in runs]
+    sources = [capture.tensors[run.source.number].data_ptr() for run in runs]
     copier = Copier()
 
     def copy_loop_s(hasher: BlockHasher | None) -> float:

@@ -253,8 +253,10 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     rows = json_module.loads(bytes(source.read(start + 8, start + 8 + nbytes)))
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
     views: Counter[str] = Counter()
+    shapes = {tensor.name: tensor.shape for tensor in seen.tensors}
     for slot, dtype, shape, _, _, _, view in rows:
-        if view is None:
+        # A dense tensor is stored in the order of its memory.
+        if view is None or (view[0] == 0 and sorted(shape) == sorted(shapes.get(slot, ()))):
             whole[slot] = (str(dtype), tuple(shape))
         else:
             views[slot] += 1

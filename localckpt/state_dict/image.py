@@ -27,12 +27,12 @@ from localckpt.state_dict.skeleton import insert_tensors, take_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.targets import names_of
 from localckpt.state_dict.tensor_table import (
+    Source,
     TensorTable,
     build_table,
     flat_bytes,
     is_flat,
     signature,
-    slot_bytes,
     storage_address,
 )
 
@@ -57,10 +57,9 @@ class _Plan:
 
 
 class _Copy(NamedTuple):
-    """What fills one slot: a tensor, or a range of bytes of its storage."""
+    """What fills one slot."""
 
-    number: int
-    span: tuple[int, int] | None
+    source: Source
     offset: int
     nbytes: int
 
@@ -172,9 +171,9 @@ class Capture:
         now: list[tuple[memoryview, torch.Tensor]] = []
         later: list[tuple[memoryview, torch.Tensor]] = []
         tensors = self.tensors
-        for number, span, offset, nbytes in self.plan.others:
+        for source, offset, nbytes in self.plan.others:
             place = image[start + offset : start + offset + nbytes]
-            tensor = slot_bytes(tensors[number].detach(), span)
+            tensor = source.value(tensors[source.number].detach())
             if tensor.is_cpu:
                 copy_to_host(place, tensor)
             elif storage_address(tensor) in guarded:
@@ -182,10 +181,10 @@ class Capture:
             else:
                 now.append((place, tensor))
         sources = [
-            tensors[number].data_ptr()
-            if span is None
-            else storage_address(tensors[number]) + span[0]
-            for number, span, _, _ in self.plan.runs
+            tensors[source.number].data_ptr()
+            if source.span is None
+            else storage_address(tensors[source.number]) + source.span[0]
+            for source, _, _ in self.plan.runs
         ]
         sealed = not now and not later
         hasher = BlockHasher(identity) if sealed else None
@@ -216,7 +215,7 @@ class Capture:
             begin, end = max(start, offset), min(stop, offset + copy.nbytes)
             if begin >= end:
                 continue
-            tensor = slot_bytes(self.tensors[copy.number].detach(), copy.span)
+            tensor = copy.source.value(self.tensors[copy.source.number].detach())
             if tensor.device != bucket.device or not is_flat(tensor):
                 continue
             _copy_up(bucket[done - start : begin - start], image[done:begin])
@@ -267,11 +266,11 @@ def _copies(
     """What fills the slots: runs of host memory, and all else."""
     runs: list[_Copy] = []
     others: list[_Copy] = []
-    for slot, (number, span) in zip(layout.slots, table.sources, strict=True):
+    for slot, source in zip(layout.slots, table.sources, strict=True):
         if slot.nbytes:
-            tensor = tensors[number]
-            is_run = tensor.is_cpu and (span is not None or is_flat(tensor))
-            (runs if is_run else others).append(_Copy(number, span, slot.offset, slot.nbytes))
+            value = source.value(tensors[source.number].detach())
+            is_run = value.is_cpu and is_flat(value)
+            (runs if is_run else others).append(_Copy(source, slot.offset, slot.nbytes))
     return tuple(runs), tuple(sorted(others, key=lambda copy: copy.offset))
 
 

@@ -14,7 +14,13 @@ from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import named_tensors
 from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.skeleton import take_tensors
-from localckpt.state_dict.tensor_table import TableEntry, build_table, is_flat, slot_bytes
+from localckpt.state_dict.tensor_table import (
+    TableEntry,
+    build_table,
+    is_flat,
+    packed,
+    structures,
+)
 
 __all__ = ["Targets", "find_targets", "names_of"]
 
@@ -39,37 +45,41 @@ class Targets:
         Raises:
             MismatchError: Other tensors were saved; it lists them.
         """
-        # Nearly always so, and a restart waits for it.
-        if self._are_plainly(saved):
-            return {str(entry.slot): t for entry, t in zip(saved, self.tensors, strict=True)}
+        # Nearly always there are, and a restart waits for it.
+        if (targets := self._plain_targets(saved)) is not None:
+            return targets
         table = build_table(self.tensors, self.names)
         _require_same_structure(saved, table.entries)
         targets = {
-            slot.name: slot_bytes(self.tensors[number], span)
-            for slot, (number, span) in zip(table.slots, table.sources, strict=True)
+            # In the order of the slot that was saved, which may not be that of what is given.
+            slot.name: source._replace(strides=saved[source.number].strides).value(
+                self.tensors[source.number]
+            )
+            for slot, source in zip(table.slots, table.sources, strict=True)
         }
         _require_apart(targets)
         return targets
 
-    def _are_plainly(self, saved: Sequence[TableEntry]) -> bool:
-        """Whether each tensor fills one slot, shares no bytes, and is the one that was saved."""
+    def _plain_targets(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor] | None:
+        """What fills each slot, if each tensor has its own, shares no bytes, and lies as it did."""
         tensors, names = self.tensors, self.names
         if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
-            return False
-        filled = []
+            return None
+        targets = {}
         for entry, tensor in zip(saved, tensors, strict=True):
             if (
-                entry.view is not None
-                or entry.slot is None
+                entry.slot is None
                 or entry.slot != names.get(id(tensor))
                 or entry.shape != tensor.shape
                 or entry.torch_dtype() is not tensor.dtype
                 or tensor.is_meta
-                or not is_flat(tensor)
             ):
-                return False
-            filled.append((entry.slot, tensor))
-        return _find_overlap(filled) is None
+                return None
+            target = packed(tensor, entry.strides)
+            if not is_flat(target) or target.numel() < tensor.numel():
+                return None
+            targets[entry.slot] = target
+        return targets if _find_overlap(targets.items()) is None else None
 
 
 @collection_paused()
@@ -114,17 +124,18 @@ def _find_overlap(flat: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] |
 
 
 def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEntry]) -> None:
-    if [entry.structure() for entry in saved] == [entry.structure() for entry in given]:
+    saved_structures, given_structures = structures(saved), structures(given)
+    if saved_structures == given_structures:
         return
-    there = {e.slot: e for e in given}
-    here = {e.slot: e for e in saved}
+    there = {e.slot: (e, s) for e, s in zip(given, given_structures, strict=True)}
+    here = {e.slot: (e, s) for e, s in zip(saved, saved_structures, strict=True)}
     lines = [f"{name}: saved, not given" for name in here if name not in there]
     lines += [f"{name}: given, not saved" for name in there if name not in here]
     lines += [
-        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name].dtype} "
-        f"{list(there[name].shape)}"
-        for name, e in here.items()
-        if name in there and e.structure() != there[name].structure()
+        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name][0].dtype} "
+        f"{list(there[name][0].shape)}"
+        for name, (e, structure) in here.items()
+        if name in there and structure != there[name][1]
     ]
     more = len(lines) - _SHOWN_DIFFERENCES
     shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "the tensors stand in another order"

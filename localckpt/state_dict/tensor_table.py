@@ -1,7 +1,9 @@
-"""How each tensor of a state is found in an image's slots, aliases included.
+"""How each tensor of a state is found in an image's slots, aliases and strides included.
 
 Tensors that share bytes share a slot and come back sharing bytes; a view that overlaps another is
-described by its place in the slot that covers both. The table stands in the skeleton as JSON.
+described by its place in the slot that covers both. A dense tensor is stored in the order in which
+its items lie in memory, whatever the order of its dimensions (channels_last). The table stands in
+the skeleton as JSON.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from localckpt.state_dict.header import RESERVED_NAMES
 from localckpt.state_dict.layout import TensorSlot
 
 __all__ = [
+    "Source",
     "TableEntry",
     "TensorTable",
     "build_table",
     "copy_values",
     "flat_bytes",
     "is_flat",
+    "packed",
     "parse_entries",
     "signature",
-    "slot_bytes",
     "storage_address",
+    "structures",
 ]
 
 _LABELS = {
@@ -52,6 +56,10 @@ _LABELS = {
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_SHARED = "shared:"
+_View = tuple[int, tuple[int, ...]]
+"""Offset in bytes, and strides in items."""
+
 # A blob of shared bytes starts on this boundary of its storage, which suits every dtype.
 _BLOB_ALIGN = 16
 
@@ -60,7 +68,7 @@ class TableEntry(NamedTuple):
     """One tensor: where its bytes are, and what it is.
 
     ``slot`` is ``None`` for a tensor without data (on the meta device). ``view`` is ``None`` for
-    the whole slot, else (offset in bytes, strides in items).
+    the whole slot, contiguous, else (offset in bytes, strides in items).
     """
 
     slot: str | None
@@ -69,7 +77,7 @@ class TableEntry(NamedTuple):
     device: str
     kind: str
     requires_grad: bool
-    view: tuple[int, tuple[int, ...]] | None = None
+    view: _View | None = None
 
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype, None)
@@ -94,22 +102,48 @@ class TableEntry(NamedTuple):
         reach = sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
         return offset + (reach + 1) * itemsize
 
-    def structure(self) -> tuple[Any, ...]:
-        """What two states must share for one to be restored into the other."""
-        return (self.slot, self.dtype, self.shape, self.view)
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """The strides in its slot; ``None`` if it is contiguous."""
+        return None if self.view is None else self.view[1]
+
+    @property
+    def is_blob(self) -> bool:
+        """Whether its slot is a range of bytes of a storage, and no tensor's value."""
+        return self.slot is not None and self.slot.startswith(_SHARED)
+
+
+class Source(NamedTuple):
+    """What fills a slot: a tensor's value, or a range of bytes of its storage.
+
+    Attributes:
+        number: Of the tensor.
+        span: The range, for a blob that several views share; ``None`` for the tensor's value.
+        strides: The tensor's in the slot, which tell the order of the items; ``None`` for its own
+            order.
+    """
+
+    number: int
+    span: tuple[int, int] | None
+    strides: tuple[int, ...] | None
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that is contiguous in the slot."""
+        if self.span is not None:
+            return _storage_bytes(tensor, self.span)
+        return packed(tensor, self.strides)
 
 
 @dataclass(frozen=True)
 class TensorTable:
     """All tensors of a state, and the slots that hold their bytes.
 
-    ``sources[i]`` says what fills ``slots[i]``: a tensor's number and, for a blob that several
-    views share, the range of its storage in bytes.
+    ``sources[i]`` says what fills ``slots[i]``.
     """
 
     entries: tuple[TableEntry, ...]
     slots: tuple[TensorSlot, ...]
-    sources: tuple[tuple[int, tuple[int, int] | None], ...] = field(repr=False)
+    sources: tuple[Source, ...] = field(repr=False)
 
     def to_json(self) -> bytes:
         rows = [
@@ -180,24 +214,28 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
         names: ``id(tensor)`` to its path in the state, where known.
     """
     slots: list[TensorSlot] = []
-    sources: list[tuple[int, tuple[int, int] | None]] = []
+    sources: list[Source] = []
     entries: list[TableEntry | None] = [None] * len(tensors)
     taken: set[str] = set(RESERVED_NAMES)
 
-    def add_slot(number: int, span: tuple[int, int] | None) -> TensorSlot:
+    def add_slot(number: int, span: tuple[int, int] | None) -> tuple[str, _View | None]:
+        """Returns the slot's name, and the view of the tensor in it, if it is the tensor's own."""
         tensor = tensors[number]
         # A name that is no text (half of a surrogate pair) would keep other tools from the file.
         wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
+        strides = None
         if span is not None:
             nbytes = span[1] - span[0]
-            slot = TensorSlot(_free_name(f"shared:{wanted}", taken), "U8", (nbytes,), nbytes)
+            slot = TensorSlot(_free_name(f"{_SHARED}{wanted}", taken), "U8", (nbytes,), nbytes)
         else:
-            label, nbytes = _LABELS.get(tensor.dtype), tensor.numel() * tensor.itemsize
-            shape = tuple(tensor.shape) if label else (nbytes,)
+            strides = _stored_strides(tensor)
+            shape, label = tuple(packed(tensor, strides).shape), _LABELS.get(tensor.dtype)
+            nbytes = math.prod(shape) * tensor.itemsize
+            shape = shape if label else (nbytes,)
             slot = TensorSlot(_free_name(wanted, taken), label or "U8", shape, nbytes)
         slots.append(slot)
-        sources.append((number, span))
-        return slot
+        sources.append(Source(number, span, strides))
+        return slot.name, None if strides is None else (0, strides)
 
     for cluster in _clusters(tensors):
         first = tensors[cluster[0]]
@@ -206,32 +244,109 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
                 entries[number] = _entry(tensors[number], None, (0, tensors[number].stride()))
             continue
         # Nearly every tensor is alone and flat, and a restart waits for this.
-        base = cluster[0] if len(cluster) == 1 and is_flat(first) else None
+        is_flat_alone = len(cluster) == 1 and is_flat(first)
+        base = cluster[0] if is_flat_alone else _covering_tensor(tensors, cluster)
+        whole = None
         if base is not None:
-            entries[base] = _entry(first, add_slot(base, None).name, None)
-            continue
-        base = _covering_tensor(tensors, cluster)
-        if base is not None:
-            slot = add_slot(base, None)
+            name, whole = add_slot(base, None)
             start = _span(tensors[base])[0]
         else:
             spans = [_span(tensors[number]) for number in cluster]
             start = min(s for s, _ in spans) // _BLOB_ALIGN * _BLOB_ALIGN
             # Storages that begin at the same byte (two arrays of numpy) may differ in length.
             longest = max(cluster, key=lambda n: tensors[n].untyped_storage().nbytes())
-            slot = add_slot(longest, (start, max(e for _, e in spans)))
+            name, _ = add_slot(longest, (start, max(e for _, e in spans)))
         for number in cluster:
             tensor = tensors[number]
-            whole = base is not None and _same_view(tensor, tensors[base])
-            view = None if whole else (_span(tensor)[0] - start, tensor.stride())
-            entries[number] = _entry(tensor, slot.name, view)
+            if base is not None and _same_view(tensor, tensors[base]):
+                view = whole
+            else:
+                view = (_span(tensor)[0] - start, tensor.stride())
+            entries[number] = _entry(tensor, name, view)
     return TensorTable(tuple(e for e in entries if e is not None), tuple(slots), tuple(sources))
 
 
-def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
-    """The values that fill a slot: the tensor, or the bytes ``span`` of its storage."""
-    if span is None:
+def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
+    """What two states must share, tensor by tensor, for one to be restored into the other.
+
+    A tensor that has a slot for itself may have any strides on either side.
+    """
+    views: dict[str | None, set[Any]] = {}
+    for entry in entries:
+        views.setdefault(entry.slot, set()).add((entry.dtype, entry.shape, entry.view))
+    return [
+        (
+            entry.slot,
+            entry.dtype,
+            entry.shape,
+            None if _may_lie_otherwise(entry, len(views[entry.slot])) else entry.view,
+        )
+        for entry in entries
+    ]
+
+
+def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
+    if entry.view is None or entry.slot is None or entry.is_blob:
+        return False
+    offset, strides = entry.view
+    sized = [(n, s) for n, s in zip(entry.shape, strides, strict=True) if n > 1]
+    if views_of_slot > 1:
+        # Dimensions of 1 alone make no other view.
+        contiguous = zip(entry.shape, _contiguous_strides(entry.shape), strict=True)
+        return offset == 0 and sized == [(n, s) for n, s in contiguous if n > 1]
+    # What repeats its items cannot take the values of a tensor that does not.
+    return all(s > 0 for _, s in sized)
+
+
+def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The items of a tensor in the order in which they lie in its slot, none of them twice.
+
+    Args:
+        tensor: The tensor.
+        strides: Those in the slot; ``None`` for the tensor itself.
+    """
+    if strides is None:
         return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    sized = [stride for size, stride in zip(tensor.shape, strides, strict=True) if size > 1]
+    if sized == sorted(sized, reverse=True):
+        return tensor
+    return tensor.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def _stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides that a tensor's value has in a slot of its own; ``None`` if it is contiguous.
+
+    Those of the tensor, unless there are gaps between its items or some lie in each other.
+    """
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if strides == _contiguous_strides(shape) or 0 in shape:
+        return None
+    # Only a lazy tensor comes here with items that it repeats; they are stored once.
+    once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+    expected = 1
+    for size, stride in sorted(zip(once, strides, strict=True), key=lambda pair: pair[::-1]):
+        if size > 1 and stride != expected:
+            # Not dense.
+            apart = zip(shape, once, _contiguous_strides(once), strict=True)
+            strides = tuple(0 if n > 1 and m == 1 else stride for n, m, stride in apart)
+            return None if once == shape else strides
+        expected *= size
+    return strides
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """As torch makes them for a new tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
     result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
 
@@ -239,7 +354,7 @@ def slot_bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tens
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat tensor; ``view`` cannot give them where a dimension of 1 has stride 0."""
     start = int(tensor.storage_offset()) * tensor.itemsize
-    return slot_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
+    return _storage_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
@@ -251,9 +366,7 @@ def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
     target.copy_(source, non_blocking=non_blocking)
 
 
-def _entry(
-    tensor: torch.Tensor, slot: str | None, view: tuple[int, tuple[int, ...]] | None
-) -> TableEntry:
+def _entry(tensor: torch.Tensor, slot: str | None, view: _View | None) -> TableEntry:
     return TableEntry(
         slot,
         str(tensor.dtype).removeprefix("torch."),
@@ -304,9 +417,10 @@ def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) ->
     if all(_same_view(tensors[n], tensors[cluster[0]]) for n in cluster):
         tensor = tensors[cluster[0]]
         start, stop = _span(tensor)
-        # A tensor that repeats its own bytes (expanded) is smaller as a view.
+        # A tensor that repeats its own bytes (expanded) is smaller as a view of them, unless they
+        # are not its value.
         repeats = tensor.numel() * tensor.itemsize > stop - start
-        return None if repeats else cluster[0]
+        return None if repeats and not _is_lazy(tensor) else cluster[0]
     spans = [_span(tensors[n]) for n in cluster]
     whole = (min(s for s, _ in spans), max(e for _, e in spans))
     for number, span in zip(cluster, spans, strict=True):

@@ -66,6 +66,8 @@ def test_the_safetensors_library_reads_every_tensor_of_an_image() -> None:
     wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     wanted |= {f"unsigned.{n}": tensor for n, tensor in enumerate(state["unsigned"])}
     wanted |= {f"nested.list.{n}": tensor for n, tensor in enumerate(state["nested"]["list"])}
+    # It lies in memory, and in the file, in the order of its columns.
+    wanted["nested.list.1"] = state["nested"]["list"][1].t()
     wanted["nested.empty"] = state["nested"]["empty"]
     raw = {f"other.{name}": tensor for name, tensor in state["other"].items()}
     assert set(read) == {*wanted, *raw, SKELETON, DIGESTS}
@@ -270,6 +272,7 @@ def test_the_image_is_the_same_however_many_threads_copy() -> None:
     shared=st.booleans(),
     threads=st.sampled_from([1, 2]),
 )
+@settings(deadline=None)
 def test_digests_of_blocks_hashed_while_they_are_copied_are_those_of_the_image(
     sizes: list[int], shared: bool, threads: int
 ) -> None:

@@ -7,7 +7,8 @@ is in ``restore.py``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.header import render_header, render_slots
 from localckpt.state_dict.layout import Layout, lay_out
+from localckpt.state_dict.marks import unsaved_marks
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
@@ -37,6 +39,8 @@ from localckpt.state_dict.tensor_table import (
 )
 
 __all__ = ["Capture", "ImagePlanner", "pack", "seal", "unpack"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ImagePlanner:
         self._allowed = allowed or SafeGlobals()
         self._plan: _Plan | None = None
         self._checked: frozenset[str] = frozenset()
+        self._told: set[str] = set()
         self.layouts_made = 0
         """How many layouts have been computed."""
 
@@ -109,6 +114,7 @@ class ImagePlanner:
             insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
             self._checked = named
         if plan is None or plan.signature != found:
+            self._tell_unsaved_marks(tensors, names)
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
             runs, others = _copies(table, layout, tensors)
@@ -120,6 +126,21 @@ class ImagePlanner:
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
         return Capture(plan, framed, tensors)
+
+    def _tell_unsaved_marks(
+        self, tensors: Sequence[torch.Tensor], names: Mapping[int, str]
+    ) -> None:
+        for tensor in tensors:
+            for name, kind in unsaved_marks(tensor).items():
+                if name not in self._told:
+                    self._told.add(name)
+                    logger.warning(
+                        "the attribute %r of tensors is not saved with them: %s has one of class "
+                        "%s. Saved are numbers, text, dtypes, and containers of these",
+                        name,
+                        names.get(id(tensor), "a tensor"),
+                        kind.__qualname__,
+                    )
 
 
 @dataclass(frozen=True)

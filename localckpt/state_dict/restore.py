@@ -80,8 +80,8 @@ class ImageReader:
             map_location: Device of new tensors; ``None`` for the one that each was saved from.
 
         Returns:
-            The state. With ``into`` it holds the given tensors, and its other values are those that
-            were saved.
+            The state. With ``into`` it holds the given tensors, which keep their attributes, and
+            its other values are those that were saved.
 
         Raises:
             CorruptShardError: A block is damaged, or the header and the table of tensors contradict
@@ -114,7 +114,9 @@ class ImageReader:
             bases = self._make_bases(entries, map_location)
             tensors = [_make_tensor(entry, bases) for entry in entries]
         self._fill(bases)
-        return insert_tensors(skeleton, tensors.__getitem__, self._allowed)
+        # Tensors that were given keep what the program has marked them with.
+        marked = into is None
+        return insert_tensors(skeleton, tensors.__getitem__, self._allowed, marked=marked)
 
     def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], bytes]:
         header = self.header
@@ -259,7 +261,7 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
-        if torch.device(device).type == "cpu" or isinstance(error, torch.OutOfMemoryError):
+        if str(device) == "cpu" or isinstance(error, torch.OutOfMemoryError):
             raise RestoreError(
                 f"the state cannot be rebuilt: {nbytes} bytes cannot be allocated on {device!s} "
                 f"({error})"

@@ -59,7 +59,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.numeric": ("_frombuffer",),
     "localckpt.state_dict.basic": ("_Hollow",),
-    "localckpt.state_dict.skeleton": ("_restore_subclass",),
+    "localckpt.state_dict.marks": ("set_marks",),
+    "localckpt.state_dict.skeleton": ("_itself", "_restore_subclass"),
 }
 
 # Python 3.13 moved the classes, and 3.14 moved them back.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from localckpt.errors import (
     RestoreError,
     UnsafeGlobalError,
 )
+from localckpt.state_dict.marks import marks_of, set_marks
 from localckpt.state_dict.pickle_limits import check_opcodes
 from localckpt.state_dict.pickle_places import Place, place_at, unframed
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -33,8 +34,8 @@ def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor], frozenset[str]]
     """Split an object graph.
 
     Returns:
-        A pickle without tensors, the distinct tensors, and the names of the classes and functions
-        that the pickle refers to.
+        A pickle without tensors, but with their attributes, the distinct tensors, and the names of
+        the classes and functions that the pickle refers to.
 
     Raises:
         CheckpointingException: The object holds something that cannot be saved; it is named.
@@ -75,23 +76,37 @@ def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals, tensors: int
 
 
 def insert_tensors(
-    skeleton: bytes | memoryview, tensor: Callable[[int], Any], allowed: SafeGlobals
+    skeleton: bytes | memoryview,
+    tensor: Callable[[int], Any],
+    allowed: SafeGlobals,
+    *,
+    marked: bool = True,
 ) -> Any:
     """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
 
     The tensors should hold their values: a class may look at them while it is rebuilt.
+
+    Args:
+        skeleton: The pickle.
+        tensor: Gives the tensors.
+        allowed: What the pickle may name.
+        marked: Whether the tensors get the attributes that were saved with them.
 
     Raises:
         UnsafeGlobalError: It names a class or function that is not allowed.
         RestoreError: An object in it cannot be made. Whatever a class raises, its own
             CheckpointingException too, says nothing about the bytes.
     """
+
+    def load(file: io.BytesIO) -> Any:
+        return _SkeletonUnpickler(file, tensor, allowed, marked=marked).load()
+
     try:
-        return _SkeletonUnpickler(io.BytesIO(skeleton), tensor, allowed).load()
+        return load(io.BytesIO(skeleton))
     except UnsafeGlobalError:
         raise
     except Exception as error:
-        place = _place_of(error, bytes(skeleton), tensor, allowed)
+        place = _place_of(error, bytes(skeleton), load)
         what = f"{place.class_name} at {place.path!r}" if place else "an object in it"
         raise RestoreError(
             f"the state cannot be rebuilt: {what} raised {described(error)}",
@@ -104,9 +119,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _place_of(
-    error: Exception, skeleton: bytes, tensor: Callable[[int], Any], allowed: SafeGlobals
-) -> Place | None:
+def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]) -> Place | None:
     """The object whose making raised an error, found by making the state once more.
 
     An unpickler does not tell how far it came. Without frames it reads one instruction at a time.
@@ -115,7 +128,7 @@ def _place_of(
         pickled = unframed(skeleton)
         file = io.BytesIO(pickled)
         try:
-            _SkeletonUnpickler(file, tensor, allowed).load()
+            load(file)
         except type(error):
             return place_at(pickled, file.tell())
     except Exception:  # noqa: BLE001 - the error that is to be described is raised in any case
@@ -141,7 +154,9 @@ class _SkeletonPickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor) or not _is_plain(obj):
+        if type(obj) is _Bare:
+            obj = obj.tensor
+        elif not isinstance(obj, torch.Tensor) or not _is_plain(obj) or marks_of(obj):
             return None
         # The list keeps the tensor alive, so its id() stays its own until the pickle is done.
         number = self._numbers.setdefault(id(obj), len(self.tensors))
@@ -158,22 +173,38 @@ class _SkeletonPickler(pickle.Pickler):
                 "the state holds a bare storage or a tensor of a kind that cannot be saved "
                 "(quantized, for instance): save its dense values instead"
             )
+        if isinstance(obj, torch.Tensor) and _is_plain(obj):
+            return _itself, (_Bare(obj),), marks_of(obj), None, None, set_marks
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
             base = obj.detach().as_subclass(torch.Tensor)
             return _restore_subclass, (type(obj), base, obj.requires_grad, dict(vars(obj)))
         return NotImplemented
 
 
+class _Bare(NamedTuple):
+    """A tensor without its attributes, while they are pickled beside it."""
+
+    tensor: torch.Tensor
+
+
 class _SkeletonUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, tensor: Callable[[int], Any], allowed: SafeGlobals
+        self,
+        file: io.BytesIO,
+        tensor: Callable[[int], Any],
+        allowed: SafeGlobals,
+        *,
+        marked: bool = True,
     ) -> None:
         super().__init__(file)
         self._tensor = tensor
         self._allowed = allowed
+        self._marked = marked
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed.find(module, name)
+        if found is set_marks and not self._marked:
+            return _leave_marks
         if found is torch._utils._rebuild_sparse_tensor:
             return _rebuild_sparse_tensor
         return found
@@ -284,6 +315,15 @@ def _has_own_bytes(tensor: torch.Tensor) -> bool:
 def _dispatches(tensor: torch.Tensor) -> bool:
     """Whether it is a wrapper (a DTensor, say) that pickles as the tensors it wraps."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor with attributes is pickled as a call of; they are set afterwards."""
+    return tensor
+
+
+def _leave_marks(tensor: torch.Tensor, marks: Any) -> None:
+    """In place of ``set_marks``: the tensor keeps the attributes that it has."""
 
 
 def _restore_subclass(

@@ -1,0 +1,67 @@
+"""Python attributes of tensors, such as ``parameter.tensor_model_parallel``.
+
+Public ones whose values are plain data are saved with the tensor. Others (hooks, functions, other
+tensors) belong to the program that set them, and are left out; so are names with an underscore in
+front, by which torch itself and its frameworks keep notes that are of use together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["marks_of", "set_marks", "unsaved_marks"]
+
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+_CONTAINERS = (list, tuple, set, frozenset)
+_MAX_DEPTH = 20
+
+
+def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a tensor that are saved with it."""
+    # Nearly no tensor has any, and training waits for this.
+    if not tensor.__dict__:
+        return {}
+    return {name: value for name, value in _attributes(tensor) if _is_data(value, _MAX_DEPTH)}
+
+
+def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
+    """The attributes of a tensor that are not saved with it, and of what class they are."""
+    if not tensor.__dict__:
+        return {}
+    saved = marks_of(tensor)
+    return {name: type(value) for name, value in _attributes(tensor) if name not in saved}
+
+
+def set_marks(tensor: torch.Tensor, marks: Mapping[str, Any]) -> None:
+    """Give a tensor the attributes that it was saved with.
+
+    Raises:
+        TypeError: These are no attributes of a tensor that :func:`marks_of` tells.
+    """
+    if not isinstance(tensor, torch.Tensor) or type(marks) is not dict:
+        raise TypeError(f"attributes of a tensor are set on a {type(tensor).__name__}")
+    for name, value in marks.items():
+        if type(name) is not str or not _is_data(value, _MAX_DEPTH):
+            raise TypeError(f"an attribute {name!r} of a tensor is a {type(value).__name__}")
+    vars(tensor).update(marks)
+
+
+def _attributes(tensor: torch.Tensor) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(tensor).items() if name[:1] != "_"]
+
+
+def _is_data(value: Any, depth: int) -> bool:
+    if type(value) in _LEAVES:
+        return True
+    if depth == 0:
+        # It may contain itself.
+        return False
+    if type(value) is dict:
+        return all(_is_data(k, depth - 1) and _is_data(v, depth - 1) for k, v in value.items())
+    return type(value) in _CONTAINERS and all(_is_data(item, depth - 1) for item in value)

@@ -1,0 +1,126 @@
+"""Python attributes of tensors come back with them, as far as they are data."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt.errors import RestoreError
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.marks import set_marks
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
+from tests.state_dict.states import IDENTITY, assert_same, round_trip
+
+_MARKS: dict[str, Any] = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "sequence_parallel": False,
+    "scale": 0.5,
+    "note": ("text", [1, None], {"dtype": torch.bfloat16, "shape": torch.Size([2])}, {3}),
+}
+
+
+def _marked(tensor: torch.Tensor, **marks: Any) -> torch.Tensor:
+    for name, value in (marks or _MARKS).items():
+        setattr(tensor, name, value)
+    return tensor
+
+
+def test_the_attributes_of_parameters_and_tensors_come_back() -> None:
+    parameter = _marked(torch.nn.Parameter(torch.rand(3, 4), requires_grad=False))
+    state = {
+        "parameter": parameter,
+        "tied": [parameter],
+        "tensor": _marked(torch.rand(2)),
+        "view": _marked(parameter.data[1], row=1),
+        "buffer": _marked(torch.nn.Buffer(torch.rand(2), persistent=False), shared=True),
+        "plain": torch.rand(2),
+    }
+
+    loaded = round_trip(state)
+
+    assert_same(loaded, state)
+    assert isinstance(state["buffer"], torch.nn.Buffer)
+    assert vars(loaded["parameter"]) == vars(loaded["tensor"]) == _MARKS
+    assert loaded["tied"][0] is loaded["parameter"]
+    assert vars(loaded["view"]) == {"row": 1}
+    assert isinstance(loaded["buffer"], torch.nn.Buffer)
+    assert (loaded["buffer"].persistent, loaded["buffer"].shared) == (False, True)
+    assert vars(loaded["plain"]) == {}
+    assert vars(parameter) == _MARKS
+
+
+def test_attributes_are_those_of_each_save() -> None:
+    planner, weight = ImagePlanner(), _marked(torch.rand(2), step=1)
+
+    images = []
+    for step in (1, 2):
+        weight.step = step
+        images.append(pack({"weight": weight}, IDENTITY, planner))
+    del weight.step
+    images.append(pack({"weight": weight}, IDENTITY, planner))
+
+    loaded = [unpack(image)["weight"] for image in images]
+    assert [vars(tensor) for tensor in loaded] == [{"step": 1}, {"step": 2}, {}]
+
+
+def test_attributes_that_are_no_data_are_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weight = _marked(torch.nn.Parameter(torch.rand(2)), hook=lambda: None, shared=True)
+    weight.main_grad = torch.rand(2)
+    weight.itself = [weight]
+    weight._private = 1
+    weight.endless = []
+    weight.endless.append(weight.endless)
+    planner = ImagePlanner()
+
+    with caplog.at_level(logging.WARNING):
+        for more in range(3):
+            image = pack({"model": {"weight": weight}, "more": [weight] * more}, IDENTITY, planner)
+
+    assert vars(unpack(image)["model"]["weight"]) == {"shared": True}
+    for name in ("hook", "main_grad", "itself", "endless"):
+        (told,) = [r for r in caplog.messages if f"attribute {name!r} of tensors is not saved" in r]
+        assert "model.weight has one of class" in told
+
+
+def test_tensors_that_are_given_keep_their_own_attributes() -> None:
+    saved = _marked(torch.ones(2), shared=True, partition_dim=1)
+    given = _marked(torch.zeros(2), shared=False)
+
+    target = find_targets({"weight": given})
+    source = pack({"weight": saved}, IDENTITY)
+    loaded = ImageReader(source, SafeGlobals()).restore(target)
+
+    assert loaded["weight"] is given
+    assert torch.equal(given, saved)
+    assert vars(given) == {"shared": False}
+
+
+class _Made:
+    """Pickles as a call that no state of ours has."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return set_marks, self.arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [([], {}), (torch.ones(1), {1: 2}), (torch.ones(1), {"a": object}), (torch.ones(1), [])],
+    ids=["no tensor", "no name", "no data", "no dict"],
+)
+def test_attributes_are_set_on_tensors_alone_and_are_data(arguments: Any) -> None:
+    allowed = SafeGlobals([object])
+
+    with pytest.raises(RestoreError, match="attribute"):
+        unpack(pack({"made": _Made(*arguments)}, IDENTITY, ImagePlanner(allowed)), allowed=allowed)

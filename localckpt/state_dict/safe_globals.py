@@ -60,6 +60,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "numpy._core.numeric": ("_frombuffer",),
     "localckpt.state_dict.basic": ("_Hollow",),
     "localckpt.state_dict.marks": ("set_marks",),
+    "localckpt.state_dict.sharded": ("restore_sharded",),
     "localckpt.state_dict.skeleton": ("_itself", "_restore_subclass"),
 }
 

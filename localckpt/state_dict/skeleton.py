@@ -24,6 +24,7 @@ from localckpt.state_dict.marks import marks_of, set_marks
 from localckpt.state_dict.pickle_limits import check_opcodes
 from localckpt.state_dict.pickle_places import Place, place_at, unframed
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 
 __all__ = ["check_names", "described", "insert_tensors", "take_tensors"]
 
@@ -173,6 +174,8 @@ class _SkeletonPickler(pickle.Pickler):
                 "the state holds a bare storage or a tensor of a kind that cannot be saved "
                 "(quantized, for instance): save its dense values instead"
             )
+        if isinstance(obj, torch.Tensor) and is_sharded(obj):
+            return reduce_sharded(obj)
         if isinstance(obj, torch.Tensor) and _is_plain(obj):
             return _itself, (_Bare(obj),), marks_of(obj), None, None, set_marks
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):

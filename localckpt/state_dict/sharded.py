@@ -1,0 +1,140 @@
+"""torch's ShardedTensor, as FSDP1 puts it into sharded and local state dicts, as plain data.
+
+Its class answers hardly any question of torch about tensors, and pickles its process group, which
+no other process has. Saved are the tensors of its local shards and the figures around them; it
+comes back in the process group of whoever loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException
+
+__all__ = ["is_sharded", "reduce_sharded", "restore_sharded"]
+
+# Imported when there is one: it takes time, and few states have any.
+_MODULE = "torch.distributed._shard.sharded_tensor"
+_SPECS = "torch.distributed._shard.sharding_spec"
+_GROUPS = "torch.distributed._shard.api"
+
+_Figures = tuple[list[int], list[int], str | None]
+"""Of a shard: offsets, sizes, and where it is."""
+_Devices = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.device]
+"""Where local tensors are, by offsets and sizes."""
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is a ShardedTensor."""
+    kind = type(value)
+    return kind.__qualname__ == "ShardedTensor" and kind.__module__.startswith(_MODULE)
+
+
+def reduce_sharded(sharded: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A ShardedTensor for a pickler, made of values that an allow-list lets pass.
+
+    Raises:
+        CheckpointingException: It is tied to processes by torch's RPC.
+    """
+    if sharded._init_rrefs:
+        raise CheckpointingException(
+            "the state holds a ShardedTensor with remote references (init_rrefs=True), which end "
+            "with its processes: make it without"
+        )
+    whole = sharded.metadata()
+    properties = whole.tensor_properties
+    return restore_sharded, (
+        [(shard.tensor, _figures(shard.metadata)) for shard in sharded.local_shards()],
+        [_figures(shard) for shard in whole.shards_metadata],
+        tuple(whole.size),
+        {
+            "dtype": properties.dtype,
+            "layout": properties.layout,
+            "requires_grad": properties.requires_grad,
+            "memory_format": properties.memory_format,
+            "pin_memory": properties.pin_memory,
+        },
+        _spec_figures(sharded.sharding_spec()),
+    )
+
+
+def restore_sharded(
+    local: list[tuple[torch.Tensor, _Figures]],
+    shards: list[_Figures],
+    size: tuple[int, ...],
+    properties: dict[str, Any],
+    spec: tuple[Any, ...],
+) -> Any:
+    """The ShardedTensor that :func:`reduce_sharded` was given, around new local tensors.
+
+    Its process group is that of ``load_with_process_group``, if the caller is inside of one, and
+    else the default group.
+
+    Raises:
+        RuntimeError: There is no process group.
+    """
+    home = import_module(_MODULE)
+    result = home.ShardedTensorBase.__new__(
+        home.ShardedTensor,
+        _spec(spec),
+        torch.Size(size),
+        dtype=properties["dtype"],
+        layout=properties["layout"],
+        requires_grad=properties["requires_grad"],
+        pin_memory=properties["pin_memory"],
+    )
+    # Where the local tensors are may have changed: load(map_location=) says so.
+    devices = {
+        (tuple(offsets), tuple(sizes)): tensor.device for tensor, (offsets, sizes, _) in local
+    }
+    result._metadata = home.ShardedTensorMetadata(
+        [_shard_metadata(figures, devices) for figures in shards],
+        torch.Size(size),
+        home.TensorProperties(**properties),
+    )
+    result._local_shards = [
+        home.Shard(tensor, _shard_metadata(figures, devices)) for tensor, figures in local
+    ]
+    group = import_module(_GROUPS)._get_current_process_group()
+    result._prepare_init(process_group=group, init_rrefs=False)
+    result._post_init()
+    return result
+
+
+def _figures(shard: Any) -> _Figures:
+    placement = None if shard.placement is None else str(shard.placement)
+    return list(shard.shard_offsets), list(shard.shard_sizes), placement
+
+
+def _shard_metadata(figures: _Figures, devices: _Devices) -> Any:
+    offsets, sizes, placement = figures
+    metadata = import_module(_MODULE).ShardMetadata(list(offsets), list(sizes), placement)
+    device = devices.get((tuple(offsets), tuple(sizes)))
+    at = metadata.placement
+    if device is not None and at is not None and at.device() != device:
+        metadata.placement = type(at)(f"rank:{at.rank()}/{device}")
+    return metadata
+
+
+def _spec_figures(spec: Any) -> tuple[Any, ...]:
+    kind = type(spec).__qualname__
+    if kind == "ChunkShardingSpec":
+        return kind, spec.dim, [str(placement) for placement in spec.placements]
+    if kind == "EnumerableShardingSpec":
+        return kind, [_figures(shard) for shard in spec.shards]
+    # A class of the user's, which must be allowed as any other.
+    return "", spec
+
+
+def _spec(figures: tuple[Any, ...]) -> Any:
+    kind, *values = figures
+    if kind == "ChunkShardingSpec":
+        return import_module(_SPECS).ChunkShardingSpec(*values)
+    if kind == "EnumerableShardingSpec":
+        shards = [_shard_metadata(shard, {}) for shard in values[0]]
+        return import_module(_SPECS).EnumerableShardingSpec(shards)
+    return values[0]

@@ -1,0 +1,147 @@
+"""FSDP1's sharded and local state dicts, whose values are ShardedTensors, are saved and loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from localckpt import RestoreError
+from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
+from tests.managers.jobs import make_manager
+from tests.ranks import node_store, run_ranks
+from tests.state_dict.states import IDENTITY, assert_same
+
+pytestmark = [
+    pytest.mark.fault("hard-state"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+def _assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, ShardedTensor):
+        assert type(found) is ShardedTensor
+        assert found.metadata() == wanted.metadata()
+        assert found.sharding_spec() == wanted.sharding_spec()
+        assert found.shape == wanted.shape
+        shards, others = found.local_shards(), wanted.local_shards()
+        assert [shard.metadata for shard in shards] == [shard.metadata for shard in others]
+        assert_same([s.tensor for s in shards], [s.tensor for s in others])
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            _assert_same(found[key], value)
+    else:
+        assert_same(found, wanted)
+
+
+def _wrapped(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    batch = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed))
+    model(batch).square().sum().backward()
+    optimizer.step()
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer, kind: StateDictType) -> dict[str, Any]:
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        state = {"model": model.state_dict()}
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            state["optimizer"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return state
+
+
+def _train_on(rank: int, world_size: int, kind_name: str) -> None:
+    kind = StateDictType[kind_name]
+    model, optimizer = _wrapped(1)
+    _step(model, optimizer, rank)
+    state = _state(model, optimizer, kind)
+    with make_manager("memory", node_store(), "job") as manager:
+        manager.save(state, 1)
+        assert manager.find_latest() == 1
+        loaded, _ = manager.load()
+    _assert_same(loaded, state)
+
+    other, other_optimizer = _wrapped(2)
+    with FullyShardedDataParallel.state_dict_type(other, kind):
+        other.load_state_dict(loaded["model"])
+        if "optimizer" in loaded:
+            flat = FullyShardedDataParallel.optim_state_dict_to_load(
+                other, other_optimizer, loaded["optimizer"]
+            )
+            other_optimizer.load_state_dict(flat)
+            for each in ((model, optimizer), (other, other_optimizer)):
+                _step(*each, 10 + rank)
+    _assert_same(_state(other, other_optimizer, kind), _state(model, optimizer, kind))
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+def test_a_job_of_fsdp1_goes_on_bit_for_bit(kind: str, shm_roots: Any) -> None:
+    run_ranks(_train_on, 2, kind, store_per_node=shm_roots(1))
+
+
+def _sharded(rank: int, values: torch.Tensor, *, requires_grad: bool = False) -> ShardedTensor:
+    """Rank 0 has the first and the last row of three, rank 1 the one between."""
+    figures = [
+        ShardMetadata([row, 0], [1, 4], f"rank:{owner}/cpu") for row, owner in enumerate((0, 1, 0))
+    ]
+    mine = [figure for figure in figures if figure.placement.rank() == rank]
+    shards = [
+        Shard(values[figure.shard_offsets[0]][None].clone().requires_grad_(requires_grad), figure)
+        for figure in mine
+    ]
+    properties = TensorProperties(dtype=values.dtype, requires_grad=requires_grad)
+    metadata = ShardedTensorMetadata(figures, torch.Size([3, 4]), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, sharding_spec=EnumerableShardingSpec(figures)
+    )
+
+
+def _save_several_shards(rank: int, world_size: int) -> None:
+    values = torch.arange(12.0).view(3, 4)
+    state = {
+        "sharded": _sharded(rank, values),
+        "again": None,
+        "half": _sharded(rank, values.to(torch.bfloat16), requires_grad=True),
+    }
+    state["again"] = state["sharded"]
+
+    image = pack(state, IDENTITY)
+    loaded = unpack(image)
+
+    _assert_same(loaded, state)
+    assert loaded["again"] is loaded["sharded"]
+    given = {name: _sharded(rank, torch.zeros(3, 4)) for name in ("sharded", "again")}
+    given |= {"again": given["sharded"]}
+    given["half"] = _sharded(rank, torch.zeros(3, 4, dtype=torch.bfloat16), requires_grad=True)
+    ImageReader(image, SafeGlobals()).restore(find_targets(given))
+    _assert_same(given, state)
+    moved = unpack(image, map_location="meta")["sharded"]
+    for shard in moved.local_shards():
+        assert shard.tensor.is_meta
+        assert str(shard.metadata.placement) == f"rank:{rank}/meta"
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RestoreError, match="at 'sharded' raised"):
+        unpack(image)
+
+
+def test_a_rank_may_have_several_shards_of_a_tensor() -> None:
+    run_ranks(_save_several_shards, 2)

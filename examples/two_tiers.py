@@ -29,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # With more than one node, let the nodes keep copies for each other: repl_strategy=...
     local = localckpt.LocalCheckpointManager(options.local_root, "two-tiers")
-    shared = localckpt.GlobalCheckpointManager(options.shared_root, "two-tiers", keep_last=2)
+    # local=: what one loads, the other's next checkpoints descend from.
+    shared = localckpt.GlobalCheckpointManager(
+        options.shared_root, "two-tiers", keep_last=2, local=local
+    )
     with local, shared, localckpt.AsyncCallsQueue() as queue:
         last = resume(training, local, shared)
         for iteration in range(last + 1, options.iterations):

@@ -1,4 +1,4 @@
-"""What a shard is called and how shards are ordered.
+"""What a shard is called.
 
 Plain values, without torch: they cross process borders, stand in file headers and in the small
 records that ranks exchange.
@@ -6,10 +6,11 @@ records that ranks exchange.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from localckpt.errors import MismatchError
+from localckpt.lineage import MOST_DIGITS, EpochId, Lineage
 
 __all__ = [
     "MOST_DIGITS",
@@ -28,9 +29,6 @@ __all__ = [
 
 SAVES_AN_ATTEMPT = 2**28
 """The numbers of an attempt's saves begin at a multiple of it, drawn at random."""
-
-MOST_DIGITS = 19
-"""No number of an identity has more digits."""
 
 MOST_RANKS = 1 << 20
 """Far above any job: whoever looks for the shards of all ranks counts up to what is claimed."""
@@ -53,12 +51,18 @@ class CkptID(NamedTuple):
 class Generation(NamedTuple):
     """Which attempt of the job wrote a shard.
 
-    ``epoch`` is one more than the highest that any store knew when the job (re)started,
-    ``sequence`` counts the saves of that job, from a number that is drawn when it starts.
+    ``epoch`` is more than the highest that any store knew when the job (re)started, ``sequence``
+    counts the saves of that job, from a number that is drawn when it starts. Neither orders
+    checkpoints of different attempts: see ``managers/ordering.py``.
     """
 
     epoch: int
     sequence: int
+
+    @property
+    def epoch_id(self) -> EpochId:
+        """Identity of the attempt."""
+        return EpochId(self.epoch, self.sequence // SAVES_AN_ATTEMPT)
 
     def next(self) -> Generation:
         """That of the next save."""
@@ -83,7 +87,8 @@ class Series(NamedTuple):
 class ShardIdentity:
     """Everything that tells one shard from another; kept in the image's header.
 
-    The parity that a rank keeps for its group has an identity of the same form.
+    The parity that a rank keeps for its group has an identity of the same form. The lineage of the
+    epoch travels with it, and tells nothing apart; files of earlier versions have none.
     """
 
     session_id: str
@@ -92,6 +97,7 @@ class ShardIdentity:
     rank: int
     world_size: int
     is_parity: bool = False
+    lineage: Lineage | None = field(default=None, compare=False, repr=False)
 
     @property
     def ckpt_id(self) -> CkptID:
@@ -119,19 +125,6 @@ class ShardIdentity:
         kind = "parity/" if self.is_parity else ""
         return f"{kind}{generation}/{self.iteration}/{self.rank}/{self.session_id}"
 
-    @property
-    def version(self) -> tuple[int, int, int, int]:
-        """Order among checkpoints: a later attempt beats a higher iteration of an older one.
-
-        The world size only makes the order total, so that all ranks come to the same one.
-        """
-        return (
-            self.generation.epoch,
-            self.iteration,
-            self.generation.sequence,
-            self.world_size,
-        )
-
     def __str__(self) -> str:
         kind = "the parity of " if self.is_parity else ""
         return (
@@ -147,11 +140,6 @@ class Checkpoint:
     generation: Generation
     iteration: int
     world_size: int
-
-    @property
-    def version(self) -> tuple[int, int, int, int]:
-        """Order among checkpoints; see :attr:`ShardIdentity.version`."""
-        return self.shard(0, "").version
 
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
         """What one rank's shard of it is."""

@@ -23,23 +23,25 @@ _PACKAGE = Path(localckpt.__file__).parent
 # What each room, or module beside the rooms, may import from the others.
 _ARROWS = {
     "errors": set[str](),
-    "ids": {"errors"},
+    "lineage": {"errors"},
+    "ids": {"errors", "lineage"},
     "deadline": {"errors"},
     "coordination": {"errors", "ids", "deadline"},
-    "state_dict": {"errors", "ids"},
-    "storage": {"errors", "ids", "state_dict"},
+    "state_dict": {"errors", "ids", "lineage"},
+    "storage": {"errors", "ids", "lineage", "state_dict"},
     "replication": {"errors", "ids", "deadline", "coordination", "state_dict"},
     "async_save": {"errors", "ids", "coordination"},
     "managers": {
-        *("errors", "ids", "coordination"),
+        *("errors", "ids", "lineage", "coordination"),
         *("state_dict", "storage", "replication", "async_save"),
     },
     "global_tier": {
-        *("errors", "ids", "deadline", "coordination"),
+        *("errors", "ids", "lineage", "deadline", "coordination"),
         *("state_dict", "storage", "async_save"),
     },
     "cli": {
-        *("errors", "ids", "state_dict", "storage", "managers", "replication", "global_tier"),
+        *("errors", "ids", "lineage", "state_dict", "storage", "managers", "replication"),
+        "global_tier",
     },
     "integrations": {
         *("errors", "ids", "coordination", "state_dict", "storage", "replication", "async_save"),

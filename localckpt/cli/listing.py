@@ -21,6 +21,7 @@ from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.managers.coverage import complete_checkpoints
 from localckpt.managers.explanation import ranges
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.ordering import newest_first
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
@@ -132,7 +133,8 @@ def _look(session: SessionFolder) -> _Listing:
 
 
 def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
-    complete = complete_checkpoints(Holdings.found({"here": records}))
+    holdings = Holdings.found({"here": records})
+    complete = complete_checkpoints(holdings)
     by_checkpoint: dict[Checkpoint, list[ShardRecord]] = {}
     for record in records:
         by_checkpoint.setdefault(record.identity.checkpoint, []).append(record)
@@ -145,9 +147,8 @@ def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
             sum(record.nbytes for record in found),
             checkpoint in complete,
         )
-        for checkpoint, found in sorted(
-            by_checkpoint.items(), key=lambda item: item[0].version, reverse=True
-        )
+        for checkpoint in newest_first(by_checkpoint, holdings.lineages)
+        for found in [by_checkpoint[checkpoint]]
     )
 
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from localckpt.errors import CorruptShardError, FormatVersionError
+from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
+from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
 
@@ -86,6 +87,7 @@ class CommitRecord:
         world_size: How many ranks saved it.
         files: The bytes of each data file.
         metadata_digest: Of the metadata file.
+        lineage: Of the epoch of the job that saved it; earlier versions recorded none.
     """
 
     session_id: str
@@ -95,6 +97,7 @@ class CommitRecord:
     world_size: int
     files: Mapping[str, int]
     metadata_digest: int
+    lineage: Lineage | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +106,9 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """A line of JSON and a line with its hash, so that what was cut short is no record."""
-        text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True).encode()
+        fields = {"format": _FORMAT, **asdict(self)}
+        fields["lineage"] = None if self.lineage is None else self.lineage.to_json()
+        text = json.dumps(fields, sort_keys=True).encode()
         return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
 
     @classmethod
@@ -129,7 +134,12 @@ class CommitRecord:
                 f"{path} is of another version of the format: load it with the version of "
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
             )
-        return cls(**fields)
+        told = fields.pop("lineage", None)
+        try:
+            lineage = None if told is None else Lineage.from_json(told)
+        except MismatchError as error:
+            raise CorruptShardError(f"{path} is damaged: {error}") from error
+        return cls(**fields, lineage=lineage)
 
     def check(self, folder: Folder, session_id: str) -> None:
         """See that it speaks of this directory, and that all files are there.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +38,7 @@ from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.save import SaveUnderWay
 from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.lineage import EpochId, Lineage, LineageKeeper, Origin, Resumed, begin_lineage
 
 __all__ = ["GlobalCheckpointManager"]
 
@@ -63,6 +66,9 @@ class GlobalCheckpointManager:
         atomic_rename: Whether a directory on this storage is renamed at once or not at all. Else
             saves are written where they stay, and only their record makes them checkpoints.
         safe_globals: Classes and functions that objects in a state may name, beyond torch's own.
+        local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
+            one lineage: what is saved here records what the job resumed from on the nodes, and what
+            :meth:`load` gives is what the nodes' next checkpoints descend from.
 
     Attributes:
         plans: What was planned before; its counters tell what saves cost.
@@ -82,6 +88,7 @@ class GlobalCheckpointManager:
         staging_threads: int | None = None,
         atomic_rename: bool = True,
         safe_globals: Iterable[Any] = (),
+        local: LineageKeeper | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
@@ -114,6 +121,9 @@ class GlobalCheckpointManager:
             safe_globals=self._safe_globals,
             _own_folders=True,
         )
+        self._local = local
+        self._resumed = Resumed()
+        self._lineage: Lineage | None = None
         self._epoch: int | None = None
         self._newest_iteration = -1
         self._save: SaveUnderWay | None = None
@@ -191,9 +201,11 @@ class GlobalCheckpointManager:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
         self._settle()
         called = time.monotonic()
+        if self._local is not None:
+            self._lineage = self._local.lineage_of_save(iteration)
         planner, planned = self._plan(state_dict, iteration, lambda: self._begin(iteration))
         epoch, save_id = planned.word
-        begun = self._root.begun(iteration, epoch, save_id)
+        begun = replace(self._root.begun(iteration, epoch, save_id), lineage=self._lineage)
         self._epoch = epoch
         save = self._save = SaveUnderWay(
             begun, planned.metadata, on_commit, called, time.monotonic()
@@ -293,6 +305,11 @@ class GlobalCheckpointManager:
             # What is saved from here on is a new attempt, and newer than all there is.
             self._epoch, self._newest_iteration = None, found.folder.iteration
             self._root.went_on_from(found)
+            origin: Origin = "elsewhere" if found.lineage is None else "shared"
+            self._resumed = Resumed(origin, found.folder.iteration, found.lineage)
+            self._lineage = None
+            if self._local is not None:
+                self._local.begin(found.folder.iteration, lineage=found.lineage)
             return found.folder.iteration
 
     def close(self) -> None:
@@ -369,14 +386,20 @@ class GlobalCheckpointManager:
                 return [b"null"]
             folder = found.folder
             told = [folder.iteration, folder.epoch, found.save_id, found.metadata_digest]
+            told.append(None if found.lineage is None else found.lineage.to_json())
             return [json.dumps(told).encode()]
 
         tag = json.dumps([self.session_id, iteration]).encode()
         told = json.loads(self._meeting.hold("find a checkpoint", lambda: tag, answer))
         if told is None:
             return None
-        number, epoch, save_id, digest = told
-        return Found(Folder(self.root, number, epoch), save_id, digest)
+        number, epoch, save_id, digest, lineage = told
+        return Found(
+            Folder(self.root, number, epoch),
+            save_id,
+            digest,
+            None if lineage is None else Lineage.from_json(lineage),
+        )
 
     def _load(self, found: Found, state_dict: dict[str, Any], partial: bool) -> None:
         began = time.monotonic()
@@ -414,6 +437,9 @@ class GlobalCheckpointManager:
 
     def _begin(self, iteration: int) -> list[Any]:
         begun = self._root.begin(iteration, self._epoch)
+        if self._lineage is None:
+            epoch = EpochId(begun.folder.epoch, secrets.randbelow(2**32))
+            self._lineage = begin_lineage(epoch, self._resumed, [], {})
         return [begun.folder.epoch, begun.save_id]
 
     def _settle(self) -> None:

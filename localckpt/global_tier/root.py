@@ -26,6 +26,7 @@ from localckpt.global_tier.folders import (
 from localckpt.global_tier.root_lock import RootLock
 from localckpt.global_tier.torch_dcp import METADATA_NAME
 from localckpt.global_tier.write import write_durably
+from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
 
@@ -42,11 +43,13 @@ class BegunSave:
         folder: The checkpoint that it is to become.
         path: Where it is written.
         save_id: Tells it from all other saves.
+        lineage: Of the epoch of the job that saves; the first rank knows it.
     """
 
     folder: Folder
     path: Path
     save_id: str
+    lineage: Lineage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Found:
     folder: Folder
     save_id: str
     metadata_digest: int
+    lineage: Lineage | None = None
 
 
 class CheckpointRoot:
@@ -139,6 +143,7 @@ class CheckpointRoot:
             *(self._session_id, folder.iteration, folder.epoch, save.save_id, world_size),
             files=files,
             metadata_digest=xxhash.xxh3_64_intdigest(metadata),
+            lineage=save.lineage,
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())
@@ -188,7 +193,7 @@ class CheckpointRoot:
         try:
             folders, _ = folders_in(self.path)
             complete = [folder for folder in folders if self._record_of(folder) is not None]
-            for folder in self._let_go(complete, save.folder.epoch, self._keep_last):
+            for folder in self._let_go(complete, save.folder, self._keep_last):
                 remove(folder, by_rename=self._atomic_rename)
         except StorageError as error:
             logger.warning("older checkpoints than %d stay for now: %s", self._keep_last, error)
@@ -214,7 +219,7 @@ class CheckpointRoot:
                 continue
             record = self._record_of(folder, asked_for=iteration is not None)
             if record is not None:
-                return Found(folder, record.save_id, record.metadata_digest)
+                return Found(folder, record.save_id, record.metadata_digest, record.lineage)
         return None
 
     def close(self) -> None:
@@ -223,13 +228,14 @@ class CheckpointRoot:
             self.sweep(None)
         self._lock.release()
 
-    def _let_go(self, complete: list[Folder], epoch: int, keep_last: int) -> list[Folder]:
+    def _let_go(self, complete: list[Folder], saved: Folder, keep_last: int) -> list[Folder]:
         """Which checkpoints go, of all that there are, the newest first."""
         loaded = self._loaded
-        left_behind = [
-            f for f in complete if loaded is not None and f.epoch < epoch and f.version > loaded
-        ]
-        counted = [folder for folder in complete if folder not in left_behind]
+        earlier = [folder for folder in complete if folder.epoch < saved.epoch]
+        left_behind = [f for f in earlier if loaded is not None and f.version > loaded]
+        # What is ahead of this job, which did not go back from it, stays until it is passed.
+        ahead = [f for f in earlier if f.iteration > saved.iteration and f not in left_behind]
+        counted = [folder for folder in complete if folder not in (*left_behind, *ahead)]
         # As long as few others are there, they may be wanted.
         return counted[keep_last:] + (left_behind if len(counted) >= keep_last else [])
 

@@ -29,11 +29,14 @@ from localckpt.errors import (
     SaveFailedError,
 )
 from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity
+from localckpt.lineage import Lineage, Origin, Resumed, begin_lineage, unsaid
 from localckpt.managers.coverage import (
     SaveOutcome,
     complete_checkpoints,
+    describe_choice,
     describe_incomplete,
     judge_newest,
+    judge_resumed,
     save_problems,
 )
 from localckpt.managers.durability import (
@@ -51,12 +54,14 @@ from localckpt.managers.joining import (
     node_labels,
 )
 from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.ordering import unrelated
 from localckpt.managers.recovery import Recovery, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.saving import Saving
 from localckpt.managers.shelf import LoadOptions, Shelf
+from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -143,7 +148,10 @@ class BaseCheckpointManager(ABC):
         self._keep_on(HookShelf(self, session_id, self.rank, self.world_size, self._allowed))
         self._domains: list[str] | None = None
         self._generation = Generation(0, 0)
-        self._went_back = False
+        # Of the epoch, once its first save has begun; and what that goes on from.
+        self._lineage: Lineage | None = None
+        self._resumed: Resumed | None = None
+        self._begins_anew = False
         self._newest_iteration = -1
         self._holdings: Holdings | None = None
         self._redundancy: Redundancy | None = None
@@ -230,6 +238,7 @@ class BaseCheckpointManager(ABC):
             self.last_save = SaveReport.of_skipped(iteration)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
+        self._begin_epoch(iteration)
         self._forget_latest()
         self._generation = self._generation.next()
         identity = self._identity(iteration)
@@ -262,22 +271,69 @@ class BaseCheckpointManager(ABC):
             return self.latest_iteration
         self._finish_copies()
         self._join()
-        assert self._domains is not None
-        self._holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
-        complete = complete_checkpoints(self._holdings)
-        self._known.found(complete)
+        holdings = self._look()
+        self._known.job_has_looked = True
+        complete = self._known.complete
         judge_newest(complete, self.world_size)
-        for checkpoint in complete:
-            self._known.take_stock(checkpoint, self._holdings)
         if complete:
             self.latest_iteration = complete[0].iteration
+            if others := unrelated(complete[0], complete[1:], holdings.lineages):
+                logger.warning("%s", describe_choice(complete[0], others))
             return self.latest_iteration
-        if self._holdings.checkpoints:
-            logger.warning("no checkpoint is complete: %s", describe_incomplete(self._holdings))
+        if holdings.checkpoints:
+            logger.warning("no checkpoint is complete: %s", describe_incomplete(holdings))
         if self._newest_iteration >= 0 and not self._known.under_way:
-            # The job begins anew and may save any iteration, which what is left must not overrule.
-            self._newest_iteration, self._went_back = -1, True
+            # The job begins anew and may save any iteration.
+            self._newest_iteration = -1
+            self._resume(None)
         return self.latest_iteration
+
+    def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None:
+        """Say that the job resumes from elsewhere, not from what :meth:`load` gives; all ranks.
+
+        What is saved next descends from there. Complete checkpoints on the nodes that are above
+        that iteration are given up: the job has gone back from them. A
+        :class:`GlobalCheckpointManager` that was given this manager calls it by itself.
+
+        Args:
+            from_iteration: The iteration that the job goes on from; -1 for the beginning.
+            lineage: Lineage of the epoch that saved it, where it is known.
+
+        Raises:
+            CheckpointingException: That is no iteration.
+            MismatchError: The ranks do not resume from the same.
+            PeerLostError: A rank did not answer in time.
+        """
+        if isinstance(from_iteration, bool) or not isinstance(from_iteration, int):
+            raise CheckpointingException(
+                f"the iteration to go on from is {from_iteration!r}; it must be an int"
+            )
+        if from_iteration < -1:
+            raise CheckpointingException(
+                f"the iteration to go on from is {from_iteration}; it must be -1 or above"
+            )
+        self._finish_copies()
+        self._join()
+        mine = [from_iteration, lineage and lineage.to_json()]
+        judge_resumed(self._coordinator.all_gather("begin", mine))
+        if self._lineage is not None:
+            # It has saved since it looked.
+            self._known.seen = None
+        self._known.job_has_looked = True
+        self._newest_iteration = from_iteration
+        origin: Origin = "shared" if lineage else "nothing" if from_iteration < 0 else "elsewhere"
+        self._resume(Resumed(origin, from_iteration, lineage))
+
+    def lineage_of_save(self, iteration: int) -> Lineage:
+        """Return the lineage under which an iteration is saved now; all ranks call it.
+
+        Raises:
+            CheckpointingException: Some node cannot be read, or cannot note it; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        self._finish_copies()
+        self._join()
+        return self._begin_epoch(iteration)
 
     def explain(self) -> Explanation:
         """Say which checkpoint a restart would load, and why none that is newer.
@@ -342,12 +398,11 @@ class BaseCheckpointManager(ABC):
                     "iteration %d cannot be had any more; trying an older one",
                     checkpoint.iteration,
                 )
-                # It must not count among those that are kept, and push out one that can be had;
-                # nor overrule what is saved from here on, which is a new attempt.
+                # It must not count among those that are kept, and push out one that can be had.
                 self._known.remove(checkpoint)
-                self._went_back = True
                 continue
             seconds = time.monotonic() - called
+            self._resume_from(checkpoint)
             self.latest_iteration = self._newest_iteration = checkpoint.iteration
             self.last_load = LoadReport(
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
@@ -486,7 +541,12 @@ class BaseCheckpointManager(ABC):
 
     def _identity(self, iteration: int) -> ShardIdentity:
         return ShardIdentity(
-            self.session_id, self._generation, iteration, self.rank, self.world_size
+            self.session_id,
+            self._generation,
+            iteration,
+            self.rank,
+            self.world_size,
+            lineage=self._lineage,
         )
 
     def _check_iteration(self, iteration: int) -> None:
@@ -497,17 +557,62 @@ class BaseCheckpointManager(ABC):
         if iteration <= self._newest_iteration:
             raise CheckpointingException(
                 f"iteration {iteration} cannot be saved: this manager has saved or loaded "
-                f"iteration {self._newest_iteration}, and the next must be above it. To go back to "
-                f"an older state, make a new manager"
+                f"iteration {self._newest_iteration}, and the next must be above it. To go back, "
+                f"load() the older state, or say with begin() what the job goes on from"
             )
 
     def _join(self) -> None:
         """Meet the other ranks once: check that all belong together, agree on the epoch."""
-        if self._domains is None or self._went_back:
+        if self._domains is None or self._begins_anew:
             self._domains, self._generation = join(
                 self._coordinator, self._shelf, self._strategy, self.session_id
             )
-            self._went_back = False
+            self._begins_anew = False
+
+    def _look(self) -> Holdings:
+        """See what all nodes hold."""
+        assert self._domains is not None
+        holdings = gather_holdings(self._coordinator, self._shelf, self._domains)
+        complete = complete_checkpoints(holdings)
+        self._known.found(complete, holdings)
+        for checkpoint in complete:
+            self._known.take_stock(checkpoint, holdings)
+        self._holdings = holdings
+        return holdings
+
+    def _resume_from(self, loaded: Checkpoint) -> None:
+        """The job goes on from a checkpoint of the nodes."""
+        epoch = loaded.generation.epoch_id
+        if epoch == self._generation.epoch_id and loaded.iteration >= self._newest_iteration:
+            # It goes on as if it had not loaded.
+            return
+        # Of what earlier versions wrote no more is known.
+        parent = self._known.lineages.get(epoch, Lineage(epoch, "elsewhere", is_cut=True))
+        self._resume(Resumed("local", loaded.iteration, parent))
+
+    def _resume(self, resumed: Resumed | None) -> None:
+        self._resumed = resumed
+        if self._lineage is not None:
+            # What this epoch has saved is not what the next save goes on from.
+            self._lineage, self._begins_anew = None, True
+
+    def _begin_epoch(self, iteration: int) -> Lineage:
+        """Before the first save of an epoch: settle, and note on every node, its lineage."""
+        if self._lineage is not None:
+            return self._lineage
+        if self._keeps_images and self._known.seen is None:
+            # The job did not ask what is there; what it starts over from is known all the same.
+            self._look()
+        seen = self._known.seen or []
+        resumed = self._resumed or unsaid(iteration, seen)
+        lineage = begin_lineage(self._generation.epoch_id, resumed, seen, self._known.lineages)
+        with Attempt() as noting:
+            self._shelf.note_lineage(lineage)
+        agree(self._coordinator, "note what the job resumed from", noting)
+        self._generation = self._generation._replace(epoch=lineage.epoch.number)
+        self._known.began(lineage)
+        self._lineage = lineage
+        return lineage
 
     def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""

@@ -9,29 +9,35 @@ from typing import Any
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, CkptID, Generation, ParityGroup
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.ordering import newest_first
 from localckpt.managers.parity_coverage import computable
 
 __all__ = [
     "JoinRecord",
     "SaveOutcome",
     "complete_checkpoints",
+    "describe_choice",
     "describe_incomplete",
     "judge_join",
     "judge_newest",
+    "judge_resumed",
     "save_problems",
 ]
 
 
 def complete_checkpoints(holdings: Holdings) -> list[Checkpoint]:
     """Checkpoints of which every rank's shard is held, or can be computed, the newest first."""
-    held = {checkpoint: _available(checkpoint, holdings) for checkpoint in holdings.checkpoints}
-    found = [
+    # In the order of all: one that lacks shards tells of what it gave up.
+    held = {
+        checkpoint: _available(checkpoint, holdings)
+        for checkpoint in newest_first(holdings.checkpoints, holdings.lineages)
+    }
+    return [
         checkpoint
         for checkpoint, shards in held.items()
         # Few ranks cannot be all of many: nobody counts up to what a header claims.
         if len(shards) >= checkpoint.world_size and not _lacking(checkpoint, shards)
     ]
-    return sorted(found, key=lambda c: c.version, reverse=True)
 
 
 def describe_incomplete(holdings: Holdings) -> str:
@@ -39,10 +45,22 @@ def describe_incomplete(holdings: Holdings) -> str:
     lines = [
         f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
         f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
-        for checkpoint in sorted(holdings.checkpoints, key=lambda c: c.version, reverse=True)
+        for checkpoint in newest_first(holdings.checkpoints, holdings.lineages)
         if (gone := _lacking(checkpoint, _available(checkpoint, holdings)))
     ]
     return "; ".join(lines) or "no shard of this session was found on any node"
+
+
+def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
+    """One line for people: which checkpoint is taken, of lineages that know nothing of it."""
+    left = ", ".join(
+        f"iteration {other.iteration} of epoch {other.generation.epoch_id}" for other in others
+    )
+    return (
+        f"iteration {taken.iteration} of epoch {taken.generation.epoch_id} is taken, and {left} is "
+        f"left: the job went on without knowing of it, and the greater iteration counts. See "
+        f"explain(), and load(iteration=) if the other one is wanted"
+    )
 
 
 def _available(checkpoint: Checkpoint, holdings: Holdings) -> set[int]:
@@ -96,6 +114,20 @@ def judge_join(records: Sequence[JoinRecord]) -> None:
                 f"the ranks of this job do not have the same {what}: {_by_value(values)}. Start "
                 f"all of them alike; nothing was changed"
             )
+
+
+def judge_resumed(told: Sequence[Any]) -> None:
+    """Check that all ranks resume from the same.
+
+    Raises:
+        MismatchError: It names the ranks on either side.
+    """
+    points = [iteration for iteration, _ in told]
+    if any(other != told[0] for other in told):
+        raise MismatchError(
+            f"the ranks of this job do not begin from the same iteration of the same lineage: "
+            f"{_by_value(points)}. Call begin() alike on all ranks; nothing was changed"
+        )
 
 
 def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:

@@ -14,12 +14,12 @@ from localckpt.errors import MismatchError
 from localckpt.ids import (
     MOST_DIGITS,
     MOST_RANKS,
-    SAVES_AN_ATTEMPT,
     Checkpoint,
     Generation,
 )
 from localckpt.managers.coverage import complete_checkpoints, judge_newest
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.ordering import newest_first
 from localckpt.managers.parity_coverage import breaking_sets, computable
 from localckpt.storage.names import shard_named
 
@@ -170,17 +170,15 @@ def explain(
         _standing(
             checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, holdings)
         )
-        for checkpoint in sorted(
-            [*held, *_by_name(damaged, held)], key=lambda c: c.version, reverse=True
-        )
+        for checkpoint in newest_first([*held, *_by_name(damaged, held)], holdings.lineages)
     ]
-    loaded = next((s for s in standings if s.is_complete), None)
+    newest = complete[0] if complete else None
     return Explanation(
         nodes,
         tuple(standings),
-        loaded.checkpoint if loaded else None,
+        newest,
         refusal,
-        _breaking(loaded.checkpoint, holdings, nodes) if loaded else (),
+        _breaking(newest, holdings, nodes) if newest else (),
         {node: tuple(texts) for node, texts in bad.items() if texts},
     )
 
@@ -218,22 +216,18 @@ def _by_name(damaged: _Damaged, held: Collection[Checkpoint]) -> list[Checkpoint
     """Checkpoints that have damaged files and no others."""
     known = {(checkpoint.iteration, checkpoint.generation) for checkpoint in held}
     # The number of ranks is the same for all that a job saves between two starts.
-    world_sizes = {_attempt(checkpoint.generation): checkpoint.world_size for checkpoint in held}
+    world_sizes = {checkpoint.generation.epoch_id: checkpoint.world_size for checkpoint in held}
     ranks: dict[tuple[int, Generation], int] = {}
     for iteration, rank, generation in damaged:
         what = iteration, generation
-        most = world_sizes.get(_attempt(generation), MOST_RANKS)
+        most = world_sizes.get(generation.epoch_id, MOST_RANKS)
         # No header has longer numbers: no name that has them was given by a store.
         if what not in known and rank < most and max(iteration, *generation) < 10**MOST_DIGITS:
             ranks[what] = max(ranks.get(what, 0), rank + 1)
     return [
-        Checkpoint(generation, iteration, world_sizes.get(_attempt(generation), least))
+        Checkpoint(generation, iteration, world_sizes.get(generation.epoch_id, least))
         for (iteration, generation), least in ranks.items()
     ]
-
-
-def _attempt(generation: Generation) -> tuple[int, int]:
-    return generation.epoch, generation.sequence // SAVES_AN_ATTEMPT
 
 
 def _standing(
@@ -345,16 +339,18 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
     """Why checkpoints that look newer are not loaded."""
     lines = []
     newest = explanation.newest
+    is_newer = True
     for standing in explanation.checkpoints:
         what = _named(standing.checkpoint, standing.is_by_name).capitalize()
-        if newest is None or standing.checkpoint.version > newest.version:
+        is_newer = is_newer and standing.checkpoint != newest
+        if is_newer:
             lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
             lines += [
                 f"  rank{'s'[: len(lack.ranks) > 1]} {ranges(lack.ranks)}: {lack.why}"
                 + (f" ({_joined(lack.nodes, keys)})" if lack.nodes else "")
                 for lack in standing.lacks
             ]
-        elif standing.checkpoint.iteration > newest.iteration:
+        elif newest is not None and standing.checkpoint.iteration > newest.iteration:
             lines.append(
                 f"{what} is of an earlier attempt: the job went back, and saved iteration "
                 f"{newest.iteration} later."

@@ -20,6 +20,7 @@ from localckpt.ids import (
     ParityGroup,
     ShardRecord,
 )
+from localckpt.lineage import EpochId, Lineage
 
 __all__ = ["Holdings", "NodeShards", "ranks_by_node", "tell"]
 
@@ -109,13 +110,24 @@ class NodeShards:
         return cls(checkpoint, nbytes, parities)
 
 
-def tell(records: Iterable[ShardRecord]) -> list[list[Any]]:
+def tell(records: Collection[ShardRecord], noted: Iterable[Lineage] = ()) -> list[list[Any]]:
     """What the rank that speaks for a node tells the others, for :meth:`Holdings.hear`.
+
+    Args:
+        records: The shards.
+        noted: Lineages of epochs that began there, whether or not a shard of them is left.
+
+    Returns:
+        The shards of each checkpoint; and, once for each epoch, its lineage.
 
     Raises:
         MismatchError: Some record's numbers are none that a shard can have.
     """
-    return [held.to_json() for held in _grouped(records)]
+    lineages = _lineages_in(records, noted).values()
+    return [
+        [held.to_json() for held in _grouped(records)],
+        [lineage.to_json() for lineage in lineages],
+    ]
 
 
 def ranks_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
@@ -143,13 +155,22 @@ class Holdings:
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
         self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
         self._parities: dict[Checkpoint, dict[str, dict[int, ParityGroup]]] = {}
+        self.lineages: dict[EpochId, Lineage] = {}
+        """Lineages of the epochs; those that earlier versions wrote have none."""
 
     @classmethod
-    def found(cls, records: Mapping[str, Iterable[ShardRecord]]) -> Holdings:
-        """Those of nodes that were looked at from outside of any job."""
+    def found(
+        cls, records: Mapping[str, Collection[ShardRecord]], noted: Iterable[Lineage] = ()
+    ) -> Holdings:
+        """Those of nodes that were looked at from outside of any job.
+
+        Args:
+            records: The shards of each node.
+            noted: Lineages of epochs that began on them.
+        """
         holdings = cls(dict.fromkeys(records, ()))
         for node, there in records.items():
-            holdings._put(node, _grouped(there))
+            holdings._put(node, _grouped(there), _lineages_in(there, noted).values())
         return holdings
 
     def hear(self, node: str, told: Any) -> None:
@@ -163,9 +184,12 @@ class Holdings:
             MismatchError: It is not of that form; it names the rank. Nothing is taken in.
         """
         try:
-            if not isinstance(told, list):
+            if not (isinstance(told, list) and len(told) == 2):
                 raise MismatchError(f"{type(told).__name__} is told")
-            heard = [NodeShards.from_json(fields) for fields in told]
+            if not all(isinstance(part, list) for part in told):
+                raise MismatchError("no lists are told")
+            heard = [NodeShards.from_json(fields) for fields in told[0]]
+            lineages = [Lineage.from_json(fields) for fields in told[1]]
             if len({held.checkpoint for held in heard}) != len(heard):
                 raise MismatchError("a checkpoint is told of twice")
         except MismatchError as error:
@@ -173,7 +197,7 @@ class Holdings:
                 f"what rank {self.speaker(node)} tells of its node's shards cannot be understood: "
                 f"{error}. Start all ranks with the same version of localckpt; nothing was changed"
             ) from error
-        self._put(node, heard)
+        self._put(node, heard, lineages)
 
     def node_of(self, rank: int) -> str:
         """The node that a rank of the job is on."""
@@ -237,7 +261,9 @@ class Holdings:
         if not held:
             self._shards.pop(checkpoint, None)
 
-    def _put(self, node: str, there: Iterable[NodeShards]) -> None:
+    def _put(self, node: str, there: Iterable[NodeShards], lineages: Iterable[Lineage]) -> None:
+        for lineage in lineages:
+            self.lineages.setdefault(lineage.epoch, lineage)
         for held in there:
             if held.nbytes:
                 self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
@@ -257,6 +283,13 @@ def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
         else:
             parities.setdefault(checkpoint, {}).setdefault(rank, record.group)
     return [NodeShards(c, nbytes, parities.get(c, {})) for c, nbytes in shards.items()]
+
+
+def _lineages_in(
+    records: Iterable[ShardRecord], noted: Iterable[Lineage]
+) -> dict[EpochId, Lineage]:
+    found = (record.identity.lineage for record in records)
+    return {lineage.epoch: lineage for lineage in (*noted, *found) if lineage is not None}
 
 
 def _packed(ranks: Sequence[int]) -> list[Any]:

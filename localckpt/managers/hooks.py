@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from localckpt.errors import MismatchError, RestoreError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.lineage import Lineage
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
@@ -67,6 +68,12 @@ class HookShelf(Shelf):
         return 0
 
     def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
+        """The hooks know no attempts."""
+
+    def noted_lineages(self) -> list[Lineage]:
+        return []
+
+    def note_lineage(self, lineage: Lineage) -> None:
         """The hooks know no attempts."""
 
     def stage(

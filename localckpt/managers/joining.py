@@ -116,7 +116,7 @@ def gather_holdings(coordinator: Coordinator, shelf: Shelf, nodes: Sequence[str]
         # On every rank: each is to find the files that it may have to read.
         found = shelf.inventory()
         if _speaks(coordinator, holdings):
-            mine = tell(found)
+            mine = tell(found, shelf.noted_lineages())
     gathered = agree(coordinator, "find the latest checkpoint", looking, mine)
     for node in holdings.ranks_on:
         holdings.hear(node, gathered[holdings.speaker(node)])

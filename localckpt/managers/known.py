@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localckpt.ids import Checkpoint
+from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.durability import Durability, durability_found, durability_saved, spared
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.ordering import newest_first
 from localckpt.replication.base import ReplicationStrategy
 
 __all__ = ["KnownCheckpoints", "Retirement"]
-
-
-Version = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +21,20 @@ class Retirement:
     """Which checkpoints may go.
 
     Attributes:
-        older_than: Those of versions below this one,
-        but: except these,
-        not_below: and those below this.
+        up_to: Those of no greater iteration,
+        lineage: and those that this lineage has given up, if the job knew of them,
+        but: except these.
     """
 
-    older_than: Version
-    but: frozenset[Version]
-    not_below: Version
+    up_to: int
+    lineage: Lineage | None
+    but: frozenset[Checkpoint]
+
+    def takes(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint goes."""
+        epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
+        given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
+        return checkpoint not in self.but and (iteration <= self.up_to or given_up)
 
 
 class KnownCheckpoints:
@@ -41,6 +46,10 @@ class KnownCheckpoints:
     Attributes:
         complete: The newest first.
         under_way: Iterations that are captured, and not finalized.
+        lineages: Lineages of the epochs, as far as they have any.
+        seen: What was complete at the last look at all nodes; ``None`` before the first.
+        job_has_looked: Whether the job asked what there is, or said what it resumes from. Then it
+            knows what it gives up.
     """
 
     def __init__(self, strategy: ReplicationStrategy) -> None:
@@ -48,7 +57,10 @@ class KnownCheckpoints:
         self.complete: list[Checkpoint] = []
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
-        self._has_looked = False
+        self.lineages: dict[EpochId, Lineage] = {}
+        self.seen: list[Point] | None = None
+        self.job_has_looked = False
+        self._lineage: Lineage | None = None
 
     def copies_wanted(self, rank: int) -> int:
         """On how many nodes a rank's shard is to be, its own included."""
@@ -68,10 +80,15 @@ class KnownCheckpoints:
         ]
         return captured + [self._reached[c] for c in self.complete if c in self._reached]
 
-    def found(self, complete: Sequence[Checkpoint]) -> None:
-        """What a look at all nodes found complete, the newest first."""
+    def found(self, complete: Sequence[Checkpoint], holdings: Holdings) -> None:
+        """Take in what a look at all nodes found complete, the newest first."""
         self.complete = list(complete)
-        self._has_looked = True
+        self.lineages = {**self.lineages, **holdings.lineages}
+        self.seen = [Point(c.generation.epoch_id, c.iteration) for c in complete]
+
+    def began(self, lineage: Lineage) -> None:
+        """Take in the lineage of the saves from here on."""
+        self._lineage = self.lineages[lineage.epoch] = lineage
 
     def take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
         """See from what the nodes hold how far one has climbed."""
@@ -81,9 +98,7 @@ class KnownCheckpoints:
 
     def add(self, checkpoint: Checkpoint, outcomes: Sequence[SaveOutcome]) -> Durability:
         """One that was saved is complete, by what all ranks said."""
-        self.complete = sorted(
-            {*self.complete, checkpoint}, key=lambda known: known.version, reverse=True
-        )
+        self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         reached = self._reached[checkpoint] = durability_saved(checkpoint.iteration, outcomes)
         return reached
@@ -96,28 +111,27 @@ class KnownCheckpoints:
         """One is not, or not yet, among the complete ones."""
         self.complete = [known for known in self.complete if known != checkpoint]
 
-    def keep(self, count: int) -> Retirement | None:
+    def keep(self, saved: int, count: int) -> Retirement | None:
         """Forget all but the newest, and what must stay beside them.
 
-        Beside them stays the newest that survives the loss of a node, if none of them does.
+        Beside them stays the newest that survives the loss of a node, if none of them does; and
+        what other lineages have that is newer by iteration, unless the job gave it up knowingly.
 
         Args:
+            saved: The iteration that was saved last.
             count: How many of the newest are kept.
 
         Returns:
             What may go on each rank; ``None`` if there are not so many.
         """
-        kept, older = self.complete[:count], self.complete[count:]
+        lineage = self._lineage if self.job_has_looked else None
+        passed = Retirement(saved, lineage, frozenset())
+        own = [known for known in self.complete if passed.takes(known)]
+        kept, older = own[:count], own[count:]
         if len(kept) < count:
             return None
         stays = spared(kept, older, self._reached)
-        self.complete = [*kept, *stays]
-        reached = [self._reached[known] for known in kept if known in self._reached]
-        safe = stays or any(known.survives_node_loss for known in reached)
-        # Whether a checkpoint of an earlier attempt survives, only who has looked knows.
-        unknown = not safe and not self._has_looked and any(known.lacking for known in reached)
-        return Retirement(
-            older_than=kept[-1].version,
-            but=frozenset(known.version for known in stays),
-            not_below=(kept[-1].version[0], 0, 0, 0) if unknown else (0, 0, 0, 0),
-        )
+        up_to = min(known.iteration for known in kept)
+        retirement = Retirement(up_to, lineage, frozenset((*kept, *stays)))
+        self.complete = [known for known in self.complete if not retirement.takes(known)]
+        return retirement

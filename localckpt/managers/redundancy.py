@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
@@ -373,7 +373,9 @@ class _Work:
     nbytes: int = 0
 
     def identity(self, rank: int, session_id: str) -> ShardIdentity:
-        return self.checkpoint.shard(rank, session_id)
+        # Parity that is made anew says of which lineage it is, as what was there before did.
+        lineage = self.holdings.lineages.get(self.checkpoint.generation.epoch_id)
+        return replace(self.checkpoint.shard(rank, session_id), lineage=lineage)
 
     def group_of(self, rank: int) -> ParityGroup | None:
         """The group that this rank is to encode with."""

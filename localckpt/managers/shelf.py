@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from localckpt.ids import ShardIdentity, ShardRecord
+from localckpt.lineage import Lineage
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.parity_image import ParityRoom
 from localckpt.state_dict.parity_of import ParityOf
@@ -78,6 +79,18 @@ class Shelf(ABC):
 
         Raises:
             StorageError: Another job is alive here.
+        """
+
+    @abstractmethod
+    def noted_lineages(self) -> list[Lineage]:
+        """Lineages of the attempts that began here last, one for each rank that ever did."""
+
+    @abstractmethod
+    def note_lineage(self, lineage: Lineage) -> None:
+        """Remember what the attempt resumed from, before it saves for the first time.
+
+        Raises:
+            StorageError: It cannot be noted here.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ from localckpt.ids import CkptID, Series, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
 from localckpt.managers.in_flight import forgotten
 from localckpt.managers.joining import JOINING
+from localckpt.managers.ordering import newest_first
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
@@ -254,10 +255,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _cleanup(self, iteration: int) -> None:
         self._stored.settle(iteration)
-        if (go := self._known.keep(self.keep_last)) is not None:
-            self.store.retire(
-                go.older_than, self._adopted_ranks(), but=go.but, not_below=go.not_below
-            )
+        if (over := self._known.keep(iteration, self.keep_last)) is not None:
+            self.store.retire(lambda shard: over.takes(shard.checkpoint), self._adopted_ranks())
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         self._stored.take_back(iteration)
@@ -273,4 +272,6 @@ class StoreCheckpointManager(BaseCheckpointManager):
         found = [i for i in there if i.ckpt_id == ckpt_id and not i.is_parity]
         if not found:
             raise StorageError(f"this node does not hold {ckpt_id}")
-        return max(found, key=lambda identity: identity.version)
+        lineages = {i.lineage.epoch: i.lineage for i in found if i.lineage is not None}
+        by_checkpoint = {identity.checkpoint: identity for identity in found}
+        return by_checkpoint[newest_first(by_checkpoint, lineages)[0]]

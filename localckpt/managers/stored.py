@@ -20,6 +20,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import Series, ShardIdentity, ShardRecord
+from localckpt.lineage import Lineage
 from localckpt.managers.guard import Guard
 from localckpt.managers.shelf import LoadOptions, Shelf, StagedShard
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -105,6 +106,12 @@ class StoreShelf(Shelf):
     def begin_epoch(self, epoch: int, owners: Collection[str]) -> None:
         self.store.claim.refuse_other_jobs(owners, self._timeout_s)
         self.store.claim.begin_epoch(epoch)
+
+    def noted_lineages(self) -> list[Lineage]:
+        return self.store.claim.noted_lineages()
+
+    def note_lineage(self, lineage: Lineage) -> None:
+        self.store.claim.begin_epoch(lineage.epoch.number, lineage)
 
     def warm_up(self, state: TensorAwareStateDict, like: ShardIdentity) -> None:
         """Lay out a state, and have the memory for it made in the background."""

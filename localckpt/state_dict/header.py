@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
 from localckpt.ids import MOST_DIGITS, MOST_RANKS, Generation, ShardIdentity, ShardRecord
+from localckpt.lineage import Lineage
 from localckpt.state_dict.digests import digests_nbytes
 from localckpt.state_dict.layout import (
     ITEM_NBYTES,
@@ -45,6 +46,8 @@ DIGESTS = "__digests__"
 METADATA = "__metadata__"
 # Only in the header of a parity.
 PARITY_OF = "parity_of"
+# Absent from the headers of earlier versions.
+LINEAGE = "lineage"
 _BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
@@ -52,6 +55,9 @@ RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 _MAX_HEADER_NBYTES = 100_000_000
 # Room that the figures which change at every save may grow into without moving the data.
 _GROWTH_NBYTES = 512
+# Room for the lineage, whether it is there or not: the size of an image stays the same from epoch
+# to epoch, also if it is asked for before the lineage is known. A long lineage takes more.
+_LINEAGE_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,12 @@ def render_header(
     if parity_of is not None:
         claims[PARITY_OF] = parity_of.to_json()
     metadata = json.dumps(claims).encode()
-    start = round_up(8 + len(metadata) + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
+    room = len(metadata) + _LINEAGE_NBYTES
+    if identity.lineage is not None:
+        claims[LINEAGE] = json.dumps(identity.lineage.to_json(), separators=(",", ":"))
+        metadata = json.dumps(claims).encode()
+    room = max(room, len(metadata))
+    start = round_up(8 + room + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
     start = max(start, at_least_nbytes)
     if start - 8 > _MAX_HEADER_NBYTES:
         raise MismatchError(
@@ -273,7 +284,9 @@ def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
     epoch, sequence, iteration, rank, world_size = (int(str(t)) for t in texts)
     if not rank < world_size <= MOST_RANKS:
         _refuse(f"it says that it is of rank {rank} of {world_size}")
-    identity = ShardIdentity(session, Generation(epoch, sequence), iteration, rank, world_size)
+    generation = Generation(epoch, sequence)
+    lineage = _lineage_of(metadata, generation)
+    identity = ShardIdentity(session, generation, iteration, rank, world_size, lineage=lineage)
     if PARITY_OF not in metadata:
         return identity, None
     try:
@@ -283,6 +296,18 @@ def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
     if rank not in parity_of.group.ranks or max(parity_of.group.ranks) >= world_size:
         _refuse(f"it says that it is rank {rank}'s of {world_size} and of {parity_of.group}")
     return identity.parity, parity_of
+
+
+def _lineage_of(metadata: dict[str, Any], generation: Generation) -> Lineage | None:
+    if LINEAGE not in metadata:
+        return None
+    try:
+        lineage = Lineage.from_json(json.loads(metadata[LINEAGE]))
+    except (MismatchError, TypeError, ValueError, RecursionError) as error:
+        _refuse(f"what it says of its lineage cannot be read: {error}", error)
+    if lineage.epoch != generation.epoch_id:
+        _refuse(f"it is of epoch {generation.epoch_id}, and its lineage of {lineage.epoch}")
+    return lineage
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

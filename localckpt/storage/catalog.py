@@ -20,12 +20,14 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import ShardRecord
+from localckpt.lineage import Lineage
 from localckpt.state_dict.identify import read_verified_record, verify
 from localckpt.state_dict.source import Filled, Places
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import (
     CORRUPT,
     DIRTY,
+    EPOCH_NAME,
     OWNER_NAME,
     SESSION_PREFIX,
     SHARD,
@@ -34,7 +36,7 @@ from localckpt.storage.names import (
     TOKEN_NAME,
     session_of,
 )
-from localckpt.storage.notes import owner_of, read_note
+from localckpt.storage.notes import epoch_note, owner_of, read_note
 from localckpt.storage.owner import Running
 from localckpt.storage.staging import is_live
 
@@ -148,6 +150,19 @@ class SessionFolder:
             return shard.record
 
         return self._examine(shard.path, examine)
+
+    def noted_lineages(self) -> list[Lineage]:
+        """Lineages of the attempts that began here last, as far as their notes can be read.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        found = []
+        for folder in _folders(self.folder):
+            with _readable(folder / EPOCH_NAME):
+                _, lineage = epoch_note(folder)
+            found += [lineage] if lineage is not None else []
+        return found
 
     def leftovers(self) -> list[Leftover]:
         """What is no shard, in the folders of all ranks.

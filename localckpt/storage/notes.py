@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
 
+from localckpt.errors import MismatchError
+from localckpt.lineage import Lineage
 from localckpt.state_dict.layout import PAGE_NBYTES
-from localckpt.storage.names import OWNER_NAME
+from localckpt.storage.names import EPOCH_NAME, OWNER_NAME
 from localckpt.storage.owner import Owner
 
-__all__ = ["owner_of", "read_note", "write_note"]
+__all__ = ["epoch_note", "owner_of", "read_note", "write_note"]
 
 
 def owner_of(folder: Path) -> Owner | None:
     """The process that has taken a rank's folder, alive or not."""
     process, _, _ = read_note(folder / OWNER_NAME).partition("\n")
     return Owner.parse(process)
+
+
+def epoch_note(folder: Path) -> tuple[str, Lineage | None]:
+    """The number of the last epoch that began in a rank's folder, as text, and its lineage.
+
+    Earlier versions noted the number alone. A lineage that cannot be read counts as none: headers
+    tell it, too.
+    """
+    number, _, told = read_note(folder / EPOCH_NAME).partition("\n")
+    try:
+        return number, Lineage.from_json(json.loads(told)) if told else None
+    except (MismatchError, ValueError, RecursionError):
+        return number, None
 
 
 def write_note(path: Path, text: str) -> None:

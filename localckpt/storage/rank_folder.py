@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
+from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import (
     DIRTY,
@@ -23,7 +25,7 @@ from localckpt.storage.names import (
     TOKEN_NAME,
     session_name,
 )
-from localckpt.storage.notes import owner_of, read_note, write_note
+from localckpt.storage.notes import epoch_note, owner_of, read_note, write_note
 from localckpt.storage.owner import Owner, Running
 from localckpt.storage.write import sync_folder
 
@@ -115,11 +117,17 @@ class RankFolder:
                 folder = self.session / str(rank)
                 _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Note, durably, that an attempt of the job has begun under this number."""
+    def begin_epoch(self, epoch: int, lineage: Lineage | None = None) -> None:
+        """Note, durably, that an attempt of the job has begun under this number.
+
+        Args:
+            epoch: The number.
+            lineage: What it resumed from, as soon as that is known.
+        """
         note = self.path / EPOCH_NAME
+        told = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
         with storage_errors("write", note):
-            write_note(note, str(epoch))
+            write_note(note, f"{epoch}{told}")
             sync_folder(self.path)
 
     def newest_epoch(self) -> int:
@@ -127,11 +135,17 @@ class RankFolder:
         epochs = [0]
         with storage_errors("read", self.session):
             for rank in self.ranks():
-                text = read_note(self.session / str(rank) / EPOCH_NAME)
+                text, _ = epoch_note(self.session / str(rank))
                 # Longer than any header can have.
                 if text.isdecimal() and text.isascii() and len(text) < 19:
                     epochs.append(int(text))
         return max(epochs)
+
+    def noted_lineages(self) -> list[Lineage]:
+        """Lineages of the attempts that were noted last, each once."""
+        with storage_errors("read", self.session):
+            noted = (epoch_note(self.session / str(rank))[1] for rank in sorted(self.ranks()))
+            return list(dict.fromkeys(lineage for lineage in noted if lineage is not None))
 
     def _read_token(self) -> str:
         path = self._root / TOKEN_NAME

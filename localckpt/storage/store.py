@@ -207,26 +207,16 @@ class Store(ABC):
 
     @one_at_a_time
     def retire(
-        self,
-        older_than: tuple[int, int, int, int],
-        adopted_ranks: Iterable[int],
-        but: Collection[tuple[int, int, int, int]] = (),
-        not_below: tuple[int, int, int, int] = (0, 0, 0, 0),
+        self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]
     ) -> None:
-        """Turn this rank's shards of older versions into spares.
+        """Turn shards of this rank that are no longer wanted into spares.
 
         Args:
-            older_than: Shards whose version is below this one go.
+            is_over: Says of a shard whether it goes.
             adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
                 go with this rank's.
-            but: Older versions that stay.
-            not_below: Shards of versions below this one stay, too.
         """
-        old = [
-            (identity, path)
-            for identity, path in self._shards.items()
-            if not_below <= identity.version < older_than and identity.version not in but
-        ]
+        old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
         for identity, path in old:
             if path.parent == self.folder:
                 self._to_spare(identity, path)

@@ -14,9 +14,6 @@ import pytest
 from tests.faults.campaign.campaign import Campaign
 from tests.faults.campaign.course import choose_setup, finish, take_step
 from tests.faults.campaign.nodes import Node
-from tests.storage.conftest import small_disk
-
-__all__ = ["small_disk"]  # pytest finds fixtures by name
 
 Dirs = Callable[[int], list[Path]]
 

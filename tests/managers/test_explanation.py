@@ -69,7 +69,11 @@ def test_what_is_called_complete_is_what_coverage_finds_in_its_order(holdings: F
     found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
     assert found == complete_checkpoints(Holdings.found(holdings))
     assert explanation.newest == explanation.loads == _newest(holdings)
-    versions = [s.checkpoint.version for s in explanation.checkpoints]
+    # None of them says what it resumed from: as earlier versions did, by epoch.
+    versions = [
+        (c.generation.epoch, c.iteration, c.generation.sequence, c.world_size)
+        for c in (standing.checkpoint for standing in explanation.checkpoints)
+    ]
     assert versions == sorted(versions, reverse=True)
 
 

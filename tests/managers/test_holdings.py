@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.ids import MOST_RANKS, Checkpoint, CkptID, Generation, ShardRecord
+from localckpt.ids import (
+    MOST_RANKS,
+    SAVES_AN_ATTEMPT,
+    Checkpoint,
+    CkptID,
+    Generation,
+    ShardRecord,
+)
+from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
 from localckpt.managers.coverage import complete_checkpoints, describe_incomplete
 from localckpt.managers.holdings import Holdings, ranks_by_node, tell
 from tests.managers.jobs import cliques, error_of, make_manager, resume, state_of
@@ -92,7 +101,75 @@ def test_the_widest_numbers_take_as_much_as_is_said(shards: int) -> None:
 def test_a_shard_that_a_node_has_twice_is_told_once() -> None:
     checkpoint = Checkpoint(Generation(1, 2), 3, 2)
 
-    assert tell([_record(checkpoint, 1, 5), _record(checkpoint, 1, 5)]) == [[1, 2, 3, 2, [1], [5]]]
+    twice = [_record(checkpoint, 1, 5), _record(checkpoint, 1, 5)]
+
+    assert tell(twice) == [[[1, 2, 3, 2, [1], [5]]], []]
+
+
+def _lineages(epochs: int) -> list[Lineage]:
+    """As long as they get, but for numbers of more digits than there are."""
+    ids = [EpochId(1234 - place, 2**32 - 1 - place) for place in range(MOST_ANCESTORS)]
+    return [
+        Lineage(
+            EpochId(1235 + number, 2**32 - 1),
+            "local",
+            10**7,
+            tuple(Point(epoch, 10**7 - place) for place, epoch in enumerate(ids)),
+            is_cut=True,
+        )
+        for number in range(epochs)
+    ]
+
+
+def test_a_lineage_is_told_once_for_each_epoch_and_in_less_than_300_bytes() -> None:
+    lineages = _lineages(2)
+    records, without = [], []
+    for lineage in lineages:
+        generation = Generation(lineage.epoch.number, lineage.epoch.draw * SAVES_AN_ATTEMPT)
+        for iteration, owner in product((1, 2, 3), range(16)):
+            without.append(_record(Checkpoint(generation, iteration, 64), owner))
+            identity = replace(without[-1].identity, lineage=lineage)
+            records.append(replace(without[-1], identity=identity))
+    holdings = Holdings(_RANKS_ON)
+
+    holdings.hear("a", _told(records))
+
+    assert holdings.lineages == {lineage.epoch: lineage for lineage in lineages}
+    more = len(json.dumps(tell(records))) - len(json.dumps(tell(without)))
+    assert more < len(lineages) * 300
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        *(
+            None,
+            7,
+            {},
+            [],
+            [1, 1, 0, -1, [], []],
+            [1, 1, 4, -1, [], [], 0],
+            [1, 1, -1, 5, [], [], 0],
+        ),
+        *([1, 1, 0, -2, [], [], 0], [1, 1, 0, True, [], [], 0], [1, -1, 0, 5, [], [], 0]),
+        *(
+            [1, 1, 0, 5, [[1, 1]], [], 0],
+            [1, 1, 0, 5, [[1, 1, "5"]], [], 0],
+            [1, 1, 0, 5, 7, [], 0],
+        ),
+        *([1, 1, 0, 5, [[0, 0, 0]] * 9, [], 0], [1, 1, 0, 5, [], [[0, 0, 0]] * 9, 0]),
+        *([1, 1, 0, 5, [], [], 2], [1, 1, 0, 5, [], [], [0]], [10**20, 1, 0, 5, [], [], 0]),
+    ],
+    ids=str,
+)
+def test_a_lineage_that_cannot_be_is_refused_and_nothing_is_taken_in(lineage: Any) -> None:
+    holdings = Holdings(_RANKS_ON)
+
+    with pytest.raises(MismatchError, match="what rank 3 tells of its node's shards"):
+        holdings.hear("c", [[[1, 1, 9, 1, [0], [8]]], [lineage]])
+
+    assert not holdings.checkpoints
+    assert not holdings.lineages
 
 
 @pytest.mark.parametrize(
@@ -112,9 +189,10 @@ def test_a_shard_that_a_node_has_twice_is_told_once() -> None:
 )
 def test_what_cannot_be_understood_is_refused_and_names_who_told_it(told: Any) -> None:
     holdings = Holdings(_RANKS_ON)
+    shards = [[1, 1, 9, 1, [0], [8]], *told] if isinstance(told, list) else told
 
     with pytest.raises(MismatchError, match="what rank 3 tells of its node's shards") as raised:
-        holdings.hear("c", [[1, 1, 9, 1, [0], [8]], *told] if isinstance(told, list) else told)
+        holdings.hear("c", [shards, []])
 
     assert len(str(raised.value)) < 500
     assert not holdings.checkpoints
@@ -128,7 +206,7 @@ _JSON = st.recursive(
 _NEARLY_TOLD = st.lists(
     st.tuples(*[_NUMBERS | _JSON] * 4, *[st.lists(_NUMBERS, max_size=3) | _JSON] * 2).map(list),
     max_size=2,
-)
+).map(lambda shards: [shards, []])
 
 
 @given(_JSON | _NEARLY_TOLD)
@@ -145,7 +223,7 @@ def test_whatever_is_told_is_either_refused_or_known_as_it_was_told(told: Any) -
         (*c.generation, c.iteration, c.world_size, *holdings.shards_on(c, "a").items())
         for c in holdings.checkpoints
     }
-    assert heard == {(*held[:4], *zip(held[4], held[5], strict=True)) for held in told}
+    assert heard == {(*held[:4], *zip(held[4], held[5], strict=True)) for held in told[0]}
 
 
 _CHANGES = st.lists(
@@ -212,7 +290,12 @@ def test_what_is_complete_is_what_a_search_of_all_that_was_told_finds(
         ]
         for checkpoint, _ in told
     }
-    order = sorted(lacks, key=lambda c: c.version, reverse=True)
+    # None of them says what it resumed from: as earlier versions did, by epoch.
+    order = sorted(
+        lacks,
+        key=lambda c: (c.generation.epoch, c.iteration, c.generation.sequence, c.world_size),
+        reverse=True,
+    )
     assert complete == [checkpoint for checkpoint in order if not lacks[checkpoint]]
     said = [text.rpartition(" ranks ")[2] for text in described.split("; ") if "lacks" in text]
     assert said == [", ".join(map(str, lacks[c])) for c in order if lacks[c]]
@@ -258,7 +341,8 @@ def test_one_rank_of_each_node_tells_the_shards_of_both(
     found, explained, bad = heard[0]
     assert found == explained
     for speaker, silent in ((0, 1), (2, 3)):
-        ((_, _, iteration, ranks, owners, _),) = found[speaker]
+        ((_, _, iteration, ranks, owners, _),), lineages = found[speaker]
+        assert len(lineages) == 1
         assert (iteration, ranks, sorted(owners)) == (7, 4, [0, 1, 2, 3])
         assert found[silent] is None
     assert [len(told) for told in bad] == [0, 0, 1, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,18 @@ def identity(
     """A shard's identity; each iteration is its own save unless told otherwise."""
     generation = Generation(epoch, iteration if sequence is None else sequence)
     return ShardIdentity(session, generation, iteration, rank, 8)
+
+
+def everything(_: ShardIdentity) -> bool:
+    """For ``retire``: no shard stays."""
+    return True
+
+
+def older_than(who: ShardIdentity) -> Callable[[ShardIdentity], bool]:
+    """For ``retire``: shards of earlier attempts go, and of earlier saves."""
+    return lambda shard: (
+        (shard.generation.epoch, shard.iteration) < (who.generation.epoch, who.iteration)
+    )
 
 
 def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:

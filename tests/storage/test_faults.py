@@ -20,7 +20,17 @@ from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
 from localckpt.storage.store import Store
 from localckpt.storage.write import ShardWrite, write_shards
-from tests.storage.shards import PATIENCE_S, ROOT, assert_loads, found, identity, save, staged
+from tests.storage.shards import (
+    PATIENCE_S,
+    ROOT,
+    assert_loads,
+    everything,
+    found,
+    identity,
+    older_than,
+    save,
+    staged,
+)
 
 MIB = 1 << 20
 
@@ -75,7 +85,7 @@ def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
     store = small_store("size=8m")
     for n in (1, 2):
         save(store, identity(n), 3 * MIB)
-    store.retire(identity(2).version, [])
+    store.retire(older_than(identity(2)), [])
 
     with pytest.raises(StorageError, match="it is full"):
         save(store, identity(3), 6 * MIB)
@@ -93,9 +103,9 @@ def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touc
 ) -> None:
     store = MemoryStore(small_disk("size=8m"), "run", 0, 5.0)
     save(store, identity(1), 5 * MIB)
-    store.retire((9, 9, 9), [])
+    store.retire(everything, [])
     save(store, identity(2), MIB)
-    store.retire((9, 9, 9), [])
+    store.retire(everything, [])
     filler = store.root / "filler"
     filler.write_bytes(bytes(5 * MIB))
 
@@ -308,7 +318,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
     for nth in range(1, 10):
         save(store, identity(2), 60_000)
         if recycled:
-            store.retire(identity(3).version, [])
+            store.retire(older_than(identity(3)), [])
             save(store, identity(1), 50_000)
         else:
             store.discard(identity(2))

@@ -16,7 +16,17 @@ from localckpt.storage.notes import owner_of
 from localckpt.storage.owner import Owner, Running
 from localckpt.storage.staging import is_live
 from tests.storage.conftest import Node
-from tests.storage.shards import another_process, assert_loads, found, identity, kill, names, save
+from tests.storage.shards import (
+    another_process,
+    assert_loads,
+    everything,
+    found,
+    identity,
+    kill,
+    names,
+    older_than,
+    save,
+)
 
 
 def files(*folders: Path) -> set[str]:
@@ -71,7 +81,7 @@ def test_the_spares_of_a_killed_process_are_used_by_the_one_after_it(node: Node)
     save(store, identity(1))
     (file,) = store.folder.glob("*.safetensors")
     inode = file.stat().st_ino
-    store.retire((9, 9, 9), [])
+    store.retire(everything, [])
     # As if it had been killed here: nobody closes it.
     (store.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
 
@@ -86,13 +96,13 @@ def test_the_spares_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(no
     gone = node(rank=3)
     save(gone, identity(1, rank=3))
     save(gone, identity(2, rank=3))
-    gone.retire(identity(2).version, [])
+    gone.retire(older_than(identity(2)), [])
     assert names(gone.folder) >= {"spare"}
     (gone.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
     store = node(rank=0)
     store.scan()
 
-    store.retire((9, 9, 9), adopted_ranks=[3])
+    store.retire(everything, adopted_ranks=[3])
 
     assert names(gone.folder) == {"owner"}
 
@@ -147,7 +157,7 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
     stores = [node(rank) for rank in range(2)]
     for store, iteration in itertools.product(stores, range(4)):
         save(store, identity(iteration, store.rank))
-        store.retire(identity(iteration).version, [])
+        store.retire(older_than(identity(iteration)), [])
 
     for store in stores:
         store.close()

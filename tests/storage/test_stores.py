@@ -17,10 +17,12 @@ from tests.storage.shards import (
     PATIENCE_S,
     another_process,
     assert_loads,
+    everything,
     found,
     identity,
     kill,
     names,
+    older_than,
     save,
     staged,
 )
@@ -85,7 +87,7 @@ def test_two_sessions_in_one_directory_do_not_see_each_other(node: Node) -> None
 
     assert found(one) == {mine}
     assert found(other) == {theirs}
-    one.retire((99, 0, 0), [])
+    one.retire(everything, [])
     assert found(other) == {theirs}
     assert one.claim.token == other.claim.token
 
@@ -207,7 +209,7 @@ def test_retired_shards_go_and_younger_ones_stay(node: Node) -> None:
         save(store, identity(iteration, epoch=epoch))
     store.scan()
 
-    store.retire(identity(95, epoch=2).version, [])
+    store.retire(older_than(identity(95, epoch=2)), [])
 
     assert found(store) == {identity(95, epoch=2)}
     assert_loads(store, identity(95, epoch=2))
@@ -220,7 +222,7 @@ def test_shards_of_other_folders_go_only_when_nobody_looks_after_them(node: Node
     stores[1].close()
     stores[0].scan()
 
-    stores[0].retire((9, 9, 9), adopted_ranks=[1])
+    stores[0].retire(everything, adopted_ranks=[1])
 
     assert found(stores[0]) == {identity(1, rank=2)}
     assert names(stores[1].folder) == set()
@@ -232,7 +234,7 @@ def test_closing_the_older_of_two_stores_of_a_process_leaves_the_folder_to_the_n
 ) -> None:
     older, newer = node(), node()
     save(newer, identity(1))
-    newer.retire(identity(2).version, [])
+    newer.retire(older_than(identity(2)), [])
 
     older.close()
 
@@ -249,7 +251,7 @@ def test_shards_of_a_live_process_stay_though_its_rank_is_taken_to_run_elsewhere
     shard = save(alive, identity(1, rank=1))
     store.scan()
 
-    store.retire((9, 9, 9), adopted_ranks=[1])
+    store.retire(everything, adopted_ranks=[1])
 
     assert found(store) == {shard}
 
@@ -267,7 +269,7 @@ def test_a_retired_file_is_written_into_again(node: Node) -> None:
         assert_loads(store, identity(iteration), nbytes)
         if iteration > 1:
             assert_loads(store, identity(iteration - 1), 100_000 + 40_000 * ((iteration - 1) % 3))
-        store.retire(identity(iteration - 1).version, [])
+        store.retire(older_than(identity(iteration - 1)), [])
 
     assert len(inodes) == 3
     assert sum(path.stat().st_size for path in store.folder.iterdir()) < 3 * 200_000
@@ -382,7 +384,7 @@ def test_a_folder_is_given_up_by_close_and_the_shards_stay(node: Node) -> None:
     store = node()
     for n in (1, 2, 3):
         save(store, identity(n))
-    store.retire(identity(3).version, [])
+    store.retire(older_than(identity(3)), [])
 
     store.close()
     store.close()
@@ -551,7 +553,7 @@ def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(no
                 job = staged(store, identity(1000 + iteration, rank))
                 store.drop_unfinished(job.buffer, job.buffer.lease, job.identity)
             if rank == 0:
-                store.retire(identity(max(1, iteration - 1)).version, set())
+                store.retire(older_than(identity(max(1, iteration - 1))), set())
             else:
                 store.scan()
             over[rank] = iteration
@@ -561,7 +563,7 @@ def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(no
             thread.result(PATIENCE_S)
 
     assert over == {0: count, 1: count}
-    store.retire(identity(count).version, set())
+    store.retire(older_than(identity(count)), set())
     assert found(store) == {identity(count, rank) for rank in (0, 1)}
     for rank in (0, 1):
         assert_loads(store, identity(count, rank), 50_000 * (1 + count % 3))

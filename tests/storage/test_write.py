@@ -16,7 +16,17 @@ from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.write import ShardWrite, write_shards
 from tests.storage.conftest import Node
-from tests.storage.shards import PATIENCE_S, ROOT, assert_loads, found, identity, save, staged
+from tests.storage.shards import (
+    PATIENCE_S,
+    ROOT,
+    assert_loads,
+    everything,
+    found,
+    identity,
+    older_than,
+    save,
+    staged,
+)
 
 SIZES = [1, 4096, 100_001, (1 << 20) - 4096, 3 << 20, (33 << 20) + 7]
 
@@ -50,7 +60,7 @@ def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
     store: DiskStore, direct: bool
 ) -> None:
     save(store, identity(1), 2 << 20)
-    store.retire((9, 9, 9), [])
+    store.retire(everything, [])
     job = staged(store, identity(2), 5000)
     assert job.recycled
 
@@ -157,7 +167,7 @@ def test_a_worker_process_without_torch_writes_what_was_staged(node: Node) -> No
         for job in jobs:
             assert store.holds(job.identity)
             assert_loads(store, job.identity)
-        store.retire(identity(iteration).version, [])
+        store.retire(older_than(identity(iteration)), [])
 
 
 @pytest.mark.fault("refused-io")
@@ -187,7 +197,7 @@ def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
 @pytest.mark.fault("refused-io")
 def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: DiskStore) -> None:
     save(store, identity(1))
-    store.retire((9, 9, 9), [])
+    store.retire(everything, [])
     job = staged(store, identity(2))
     assert job.recycled
     job.dirty.unlink()

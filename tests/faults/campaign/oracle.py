@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from localckpt import parse_group_sequence
 from tests.faults.campaign.job import SESSION, Setup, state_of_attempt
 from tests.faults.campaign.remote import Answer
-from tests.faults.campaign.survey import Copy, Survey, Version, look
+from tests.faults.campaign.survey import Copy, Survey, Version, look, newest_first
 from tests.managers.jobs import assert_same
 
 __all__ = ["Oracle", "Violation", "require"]
@@ -148,18 +148,18 @@ class Oracle:
             lacks = sorted(expected - survey.places(version))
             require(not lacks, "I2", f"{what} was called complete, and lacks {lacks}")
             self._standing[version] = expected
-        others = {
-            copy.version
-            for copy in survey.copies
-            if copy.version is not None and copy.attempt not in under_way
-        }
+        not_over = {survey.version_of(attempt) for attempt in under_way}
+        complete = [v for v in survey.complete(good=False) if v not in not_over]
         newest = new[-1]
         assert newest is not None
-        require(newest == max(others), "I7", f"{newest} was just saved, and is not the newest")
+        require(newest == complete[0], "I7", f"{newest} was just saved, and is not the newest")
         self._standing = {v: places for v, places in self._standing.items() if v in kept}
         oldest = kept[0]
         if retired and len(kept) == self._keep_last and oldest is not None:
-            old = sorted(version for version in others if version < oldest)
+            # What is above it by iteration, and was never given up, may be of another lineage.
+            later = [version for version in kept if version is not None]
+            there = set(newest_first(survey)) - not_over
+            old = [v for v in there if v not in later and v.iteration <= oldest.iteration]
             require(not old, "I6", f"{', '.join(map(str, old))} should have been let go")
 
     def failed(self, attempts: Sequence[int], untidy: Sequence[str] = ()) -> None:
@@ -183,8 +183,7 @@ class Oracle:
         least = _newest(before)
         # A damaged copy counts until it is read.
         possible = {*before.complete(good=False), *after.complete(good=False)}
-        if least is not None:
-            possible = {version for version in possible if version >= least}
+        possible = set(_not_older(least, possible, before, after))
         named = {version.iteration for version in possible} | ({-1} if least is None else set())
         require(
             iteration in named,
@@ -205,7 +204,7 @@ class Oracle:
             return -1
         bad = {rank: str(answer) for rank, answer in answers.items() if not answer.succeeded}
         require(not bad, "I2", f"{least} can be had, and load failed: {bad}")
-        possible = [version for version in good if least is None or version >= least]
+        possible = _not_older(least, good, before, after)
         ids = {rank: answer.value[0] for rank, answer in answers.items()}
         (iteration, *others) = {ckpt_id[0] for ckpt_id in ids.values()}
         require(not others, "I1", f"the ranks loaded different iterations: {ids}")
@@ -215,13 +214,13 @@ class Oracle:
             f"the ranks loaded {ids}",
         )
         newest = [version for version in possible if version.iteration == iteration]
-        told = ", ".join(map(str, sorted(possible)))
+        told = ", ".join(map(str, possible))
         require(newest, "I2", f"iteration {iteration} was loaded; what can be had is {told}")
         differences = [
             _difference(v, {*before.attempts(v), *after.attempts(v)}, answers) for v in newest
         ]
         require("" in differences, "I1", "; ".join(differences))
-        self._stand(after, max(newest))
+        self._stand(after, newest[0])
         return int(iteration)
 
     def replicated(self, survey: Survey, degraded: Mapping[int, int]) -> None:
@@ -245,16 +244,24 @@ class Oracle:
 
     def _stand(self, survey: Survey, loaded: Version | None = None) -> None:
         """From here on, what is complete must not go before the job has saved anew."""
-        self._believed = [
-            version
-            for version in survey.complete(good=False)
-            if loaded is None or version <= loaded
-        ]
+        complete = survey.complete(good=False)
+        since = complete.index(loaded) if loaded in complete else 0
+        self._believed = [*reversed(complete[since:])]
         self._standing = {version: survey.places(version) for version in survey.complete(good=True)}
 
 
 def _newest(survey: Survey) -> Version | None:
-    return max(survey.complete(good=True), default=None)
+    complete = survey.complete(good=True)
+    return complete[0] if complete else None
+
+
+def _not_older(
+    least: Version | None, versions: Iterable[Version], *surveys: Survey
+) -> list[Version]:
+    """Those of the versions that are not older than one of them, the newest first."""
+    ordered = newest_first(*surveys)
+    among = set(versions)
+    return [v for v in ordered[: None if least is None else ordered.index(least) + 1] if v in among]
 
 
 def _difference(version: Version, attempts: set[int], answers: Mapping[int, Answer]) -> str:

@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import xxhash
 
-from localckpt.ids import Generation, ShardIdentity
+from localckpt.errors import MismatchError
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation, ShardIdentity
+from localckpt.lineage import Lineage
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.image import pack
 from tests.faults.campaign.job import SESSION, state_of_attempt
 
-__all__ = ["Copy", "Survey", "Version", "look", "session_files"]
+__all__ = ["Copy", "Survey", "Version", "look", "newest_first", "session_files"]
 
 
 class Version(NamedTuple):
-    """Names a checkpoint; a later one is greater."""
+    """Names a checkpoint. Which one is newer, :func:`newest_first` says."""
 
     epoch: int
     iteration: int
@@ -42,6 +44,7 @@ class Copy:
     """``None`` if its header cannot be read."""
     attempt: int | None = None
     """Whose state it holds, bit for bit; ``None`` if nobody's."""
+    lineage: Lineage | None = None
 
     @property
     def is_good(self) -> bool:
@@ -65,7 +68,7 @@ class Survey:
     copies: tuple[Copy, ...]
 
     def complete(self, *, good: bool) -> list[Version]:
-        """Checkpoints of which each rank's shard is there, the newest last.
+        """Checkpoints of which each rank's shard is there, the newest first.
 
         Args:
             good: Whether only undamaged copies count.
@@ -75,7 +78,7 @@ class Survey:
             if copy.version is not None and (copy.is_good or not good):
                 owners[copy.version].add(copy.owner)
         everyone = set(range(self.world_size))
-        return sorted(version for version, found in owners.items() if found >= everyone)
+        return [v for v in newest_first(self) if owners.get(v, set()) >= everyone]
 
     def places(self, version: Version) -> set[tuple[str, int]]:
         """(node, owner) of its good copies that must stay.
@@ -98,6 +101,36 @@ class Survey:
         versions = {c.version for c in self.copies if c.attempt == attempt}
         assert len(versions) <= 1, f"attempt {attempt} was saved as {versions}"
         return versions.pop() if versions else None
+
+
+def newest_first(*surveys: Survey) -> list[Version]:
+    """All checkpoints of which something is there, in the order in which a restart tries them.
+
+    As docs/guarantees.md says it: what was given up on purpose counts last, all else by iteration.
+    """
+    lineages = {copy.version: copy.lineage for s in surveys for copy in s.copies if copy.version}
+    left, ordered = set(lineages), list[Version]()
+    while left:
+        alive: list[Version] = []
+        for version in sorted(left, reverse=True):
+            if not any(_gives_up(later, version, lineages) for later in alive):
+                alive.append(version)
+        ordered += sorted(alive, key=lambda v: (v.iteration, v), reverse=True)
+        left -= set(alive)
+    return ordered
+
+
+def _gives_up(later: Version, version: Version, lineages: Mapping[Version, Lineage | None]) -> bool:
+    lineage = lineages[later]
+    if later.epoch <= version.epoch:
+        return False
+    if lineage is None:
+        return lineages[version] is None
+    return version.iteration > lineage.resumed_at and any(
+        epoch == (version.epoch, version.sequence // SAVES_AN_ATTEMPT)
+        and version.iteration <= up_to
+        for epoch, up_to in lineage.given_up
+    )
 
 
 def look(
@@ -133,19 +166,27 @@ def _identify(
         said = json.loads(content[8:stop])["__metadata__"]
         version = Version(*(int(said[key]) for key in ("epoch", "iteration", "sequence")))
         owner = int(said["rank"])
-    except (ValueError, KeyError, TypeError):
+        told = said.get("lineage")
+        lineage = None if told is None else Lineage.from_json(json.loads(told))
+    except (ValueError, KeyError, TypeError, MismatchError):
         return Copy(node, path)
     digest = xxhash.xxh3_128_digest(content)
     for attempt in attempts_at(version.iteration):
-        if 0 <= owner < world_size and digest == _digest(version, owner, world_size, attempt):
-            return Copy(node, path, owner, version, attempt)
-    return Copy(node, path, owner, version)
+        if 0 <= owner < world_size and digest == _digest(
+            version, lineage, owner, world_size, attempt
+        ):
+            return Copy(node, path, owner, version, attempt, lineage)
+    return Copy(node, path, owner, version, lineage=lineage)
 
 
 @lru_cache(maxsize=500)
-def _digest(version: Version, owner: int, world_size: int, attempt: int) -> bytes:
+def _digest(
+    version: Version, lineage: Lineage | None, owner: int, world_size: int, attempt: int
+) -> bytes:
     """Of the image that a rank's shard of an attempt must be."""
     generation = Generation(version.epoch, version.sequence)
-    identity = ShardIdentity(SESSION, generation, version.iteration, owner, world_size)
+    identity = ShardIdentity(
+        SESSION, generation, version.iteration, owner, world_size, lineage=lineage
+    )
     image = pack(wrapped(state_of_attempt(owner, version.iteration, attempt)), identity)
     return xxhash.xxh3_128_digest(image.view)

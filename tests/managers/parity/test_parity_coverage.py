@@ -166,7 +166,7 @@ def test_parities_that_cannot_be_are_refused_and_nothing_is_taken_in(parities: A
     holdings = Holdings({"a": [0], "b": [1]})
 
     with pytest.raises(MismatchError, match="what rank 1 tells of its node's shards"):
-        holdings.hear("b", [[1, 1, 5, 8, [0], [9], parities]])
+        holdings.hear("b", [[[1, 1, 5, 8, [0], [9], parities]], []])
 
     assert not holdings.checkpoints
 

@@ -1,0 +1,253 @@
+"""Lineage of an epoch: which checkpoint a start of the job resumed from, and what it gave up.
+
+Plain values, without torch. Every image's header, the epoch note of every node and the commit
+record of a shared checkpoint carry the lineage of the epoch that wrote them, so that any surviving
+part is enough to order checkpoints (``managers/ordering.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+from localckpt.errors import MismatchError
+
+__all__ = [
+    "MOST_ANCESTORS",
+    "MOST_DIGITS",
+    "MOST_GIVEN_UP",
+    "EpochId",
+    "Lineage",
+    "LineageKeeper",
+    "Origin",
+    "Point",
+    "Resumed",
+    "begin_lineage",
+    "unsaid",
+]
+
+MOST_DIGITS = 19
+"""No number of an identity has more digits."""
+
+MOST_ANCESTORS = 8
+"""Ancestors that a lineage names, the nearest ones; see :attr:`Lineage.is_cut`."""
+
+MOST_GIVEN_UP = 8
+"""Epochs that a lineage names as given up, those that reached the highest iterations."""
+
+_LIMIT = 10**MOST_DIGITS
+
+Origin = Literal["nothing", "elsewhere", "local", "shared"]
+"""Source of an epoch's state: nothing was loaded or said; something that carries no lineage; a
+checkpoint of the nodes; a checkpoint on shared storage."""
+
+
+class EpochId(NamedTuple):
+    """Identity of one start of the job.
+
+    ``number`` is above that of every epoch known at the start; two starts that know nothing of each
+    other may share it. ``draw`` is random and tells them apart.
+    """
+
+    number: int
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.draw:08x}"
+
+
+class Point(NamedTuple):
+    """An iteration of an epoch."""
+
+    epoch: EpochId
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Descent of one epoch, bounded in size however often the job was restarted.
+
+    Attributes:
+        epoch: The epoch.
+        origin: Kind of the source that the epoch resumed from.
+        resumed_at: Iteration that the epoch resumed from; -1 for the beginning. The epoch's own
+            checkpoints have greater iterations, all its ancestors have no greater ones.
+        ancestors: Where the epoch left its parent, the parent its own parent, and so on; the
+            nearest first, at most :data:`MOST_ANCESTORS`.
+        given_up: Epochs that the job went back from, each with the iteration up to which it could
+            have been loaded then. This epoch overrules their checkpoints up to there, if they are
+            above ``resumed_at``. At most :data:`MOST_GIVEN_UP`; epochs left out are compared by
+            iteration.
+        is_cut: Whether there are older ancestors than those named.
+
+    Raises:
+        MismatchError: There is no such lineage.
+    """
+
+    epoch: EpochId
+    origin: Origin = "nothing"
+    resumed_at: int = -1
+    ancestors: tuple[Point, ...] = ()
+    given_up: tuple[Point, ...] = ()
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        points = (*self.ancestors, *self.given_up)
+        numbers = (
+            *self.epoch,
+            *(number for point in points for number in (*point.epoch, point.iteration)),
+        )
+        # JSON's true is an int to Python.
+        are_whole = {type(self.resumed_at), *map(type, numbers)} == {int}
+        if (
+            not are_whole
+            or not 0
+            <= min(*numbers, self.resumed_at + 1)
+            <= max(*numbers, self.resumed_at)
+            < _LIMIT
+        ):
+            raise MismatchError(
+                f"a lineage has whole numbers of at most {MOST_DIGITS} digits, and {numbers!r:.200}"
+                f" are none"
+            )
+        if len(self.ancestors) > MOST_ANCESTORS or len(self.given_up) > MOST_GIVEN_UP:
+            raise MismatchError(
+                f"a lineage names at most {MOST_ANCESTORS} ancestors and {MOST_GIVEN_UP} epochs "
+                f"that were given up, not {len(self.ancestors)} and {len(self.given_up)}"
+            )
+        if self.origin not in get_args(Origin) or type(self.is_cut) is not bool:
+            raise MismatchError(f"no epoch comes from {self.origin!r:.80}, cut {self.is_cut!r:.80}")
+
+    def gives_up(self, epoch: EpochId, iteration: int) -> bool:
+        """Whether the job went back from a checkpoint to begin this epoch, or an ancestor of it."""
+        return self.resumed_at < iteration and any(
+            of == epoch and iteration <= up_to for of, up_to in self.given_up
+        )
+
+    def descends_from(self, epoch: EpochId, iteration: int) -> bool:
+        """Whether a checkpoint of another epoch is an ancestor of this one's, as far as named."""
+        return any(of == epoch and iteration <= left_at for of, left_at in self.ancestors)
+
+    def left(self, iteration: int) -> Point:
+        """The point at which a descendant of this epoch begins."""
+        return Point(self.epoch, iteration)
+
+    def to_json(self) -> list[Any]:
+        """About 20 bytes, and 20 for each point."""
+        return [
+            *self.epoch,
+            get_args(Origin).index(self.origin),
+            self.resumed_at,
+            [[*point.epoch, point.iteration] for point in self.ancestors],
+            [[*point.epoch, point.iteration] for point in self.given_up],
+            int(self.is_cut),
+        ]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Lineage:
+        """Read what :meth:`to_json` gave.
+
+        Raises:
+            MismatchError: It is no lineage.
+        """
+        try:
+            number, draw, origin, resumed_at, ancestors, given_up, is_cut = fields
+            if type(origin) is not int or origin < 0:
+                raise ValueError("the origin is no number")
+            return cls(
+                EpochId(number, draw),
+                get_args(Origin)[origin],
+                resumed_at,
+                tuple(Point(EpochId(n, d), iteration) for n, d, iteration in ancestors),
+                tuple(Point(EpochId(n, d), iteration) for n, d, iteration in given_up),
+                {0: False, 1: True}[is_cut],
+            )
+        except (TypeError, ValueError, LookupError) as error:
+            raise MismatchError(f"{fields!r:.80} is no lineage: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Source of the state that an epoch begins with.
+
+    Attributes:
+        origin: Kind of the source.
+        iteration: Its iteration; -1 for the beginning.
+        parent: Lineage of the epoch that saved it; ``None`` if it carries none.
+    """
+
+    origin: Origin = "nothing"
+    iteration: int = -1
+    parent: Lineage | None = None
+
+
+def unsaid(iteration: int, seen: Collection[Point]) -> Resumed:
+    """Source of the state of a job that neither loaded nor said what it resumes from.
+
+    Args:
+        iteration: The first that it saves. Above all that it could have loaded, the job goes on
+            from elsewhere; else it starts over, and gives up all that it could have loaded.
+        seen: Complete checkpoints on the nodes.
+    """
+    newest = max((point.iteration for point in seen), default=-1)
+    if newest == -1 or iteration <= newest:
+        return Resumed()
+    return Resumed("elsewhere", newest)
+
+
+def begin_lineage(
+    epoch: EpochId, resumed: Resumed, seen: Collection[Point], known: Mapping[EpochId, Lineage]
+) -> Lineage:
+    """Lineage of an epoch that is about to save for the first time; the same on all ranks.
+
+    Args:
+        epoch: Its identity; the number is raised above those of the epochs that it names.
+        resumed: Source of its state.
+        seen: Complete checkpoints on the nodes. Those above the iteration that it resumes from
+            could have been loaded, and are given up.
+        known: Lineages of their epochs, as far as they carry one.
+    """
+    parent = resumed.parent
+    gone = [point for point in seen if point.iteration > resumed.iteration]
+    lineages = [parent, *(known.get(point.epoch) for point in seen)]
+    # What those had given up stays given up. What this epoch has passed counts no more, but may
+    # again for one that goes back from it.
+    inherited = [point for lineage in lineages if lineage for point in lineage.given_up]
+    # The ancestors of what is given up go with it, down to where the job resumes.
+    for of in {point.epoch for point in gone} & known.keys():
+        inherited += [p for p in known[of].ancestors if p.iteration > resumed.iteration]
+    given_up: dict[EpochId, int] = {}
+    for of, iteration in (*gone, *inherited):
+        given_up[of] = max(iteration, given_up.get(of, -1))
+    ancestors = [] if parent is None else [parent.left(resumed.iteration), *parent.ancestors]
+    points = sorted(
+        (Point(*item) for item in given_up.items()),
+        key=lambda point: (point.iteration, point.epoch),
+        reverse=True,
+    )
+    above = [point.epoch.number + 1 for point in (*ancestors[:1], *points)]
+    return Lineage(
+        epoch._replace(number=max(epoch.number, *above)) if above else epoch,
+        resumed.origin,
+        resumed.iteration,
+        tuple(ancestors[:MOST_ANCESTORS]),
+        tuple(points[:MOST_GIVEN_UP]),
+        parent is not None and (parent.is_cut or len(ancestors) > MOST_ANCESTORS),
+    )
+
+
+class LineageKeeper(Protocol):
+    """A manager of the nodes' checkpoints, to one of shared storage of the same job.
+
+    All ranks call its methods, in the same order.
+    """
+
+    def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None:
+        """Say what the job resumes from."""
+
+    def lineage_of_save(self, iteration: int) -> Lineage:
+        """The lineage under which an iteration is saved now."""

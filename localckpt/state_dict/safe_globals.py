@@ -42,6 +42,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
     ),
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
+    # torch 2.13 allows these by itself, torch 2.15 no longer does.
+    "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
     "numpy": ("ndarray", "dtype"),
     "numpy.random._pickle": (
         "__bit_generator_ctor",

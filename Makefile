@@ -7,17 +7,19 @@ PEERS := .venv/peers/.installed
 UPSTREAM := .venv/upstream/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test faults lint format bench clean test-tools
+.PHONY: help demo test test-matrix faults lint format bench clean test-tools
 
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
 	@echo 'make test     run the tests'
+	@echo 'make test-matrix  the tests on each Python and torch that is supported, and a table of how'
+	@echo '              they did; MATRIX="3.12:2.8.0 3.13:newest" or TESTS=tests/storage: only these'
 	@echo 'make faults   the long forms of all tests of faults, and the table of what was run;'
 	@echo '              SEED= or STEPS=: the random campaign alone, for as long as it takes'
 	@echo 'make lint     ruff, ruff format --check, mypy --strict'
 	@echo 'make format   let ruff rewrite what it can'
 	@echo 'make bench    measure; results also in benchmarks/results/'
-	@echo 'make clean    remove .venv, caches and benchmark results'
+	@echo 'make clean    remove .venv, .venv-matrix, caches and benchmark results'
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -27,6 +29,12 @@ test: $(STAMP) $(UPSTREAM) test-tools
 
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share.
 SIDE_BY_SIDE = --numprocesses 3 --dist loadfile
+
+# An environment each under .venv-matrix, of several GB where torch comes with CUDA.
+MATRIX ?= 3.11:2.13.0 3.12:2.8.0 3.13:newest
+
+test-matrix: test-tools
+	$(PYTHON) tests/matrix.py $(MATRIX) -- $(SIDE_BY_SIDE) $(TESTS)
 
 faults: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN))
@@ -88,5 +96,5 @@ test-tools:
 	echo "not installed, their tests are skipped:$$missing"
 
 clean:
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist benchmarks/results
+	rm -rf .venv .venv-matrix .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist benchmarks/results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

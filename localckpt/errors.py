@@ -7,6 +7,8 @@ kept, and what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointingException",
     "CorruptShardError",
@@ -60,7 +62,13 @@ class RestoreError(CheckpointingException):
 
 
 class UnsafeGlobalError(CheckpointingException):
-    """A shard names a class or function that is not allowed to be loaded from a file."""
+    """A shard names a class or function that is not allowed to be loaded from a file.
+
+    Attributes:
+        names: What it calls them, if that is known here.
+    """
+
+    names: tuple[Any, ...] = ()
 
 
 class MismatchError(CheckpointingException):

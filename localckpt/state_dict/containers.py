@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "named_tensors"]
+__all__ = ["children_of", "joined", "map_tensors", "named_tensors", "named_values"]
+
+
+# Nothing stands in these, and they are most of a large state.
+_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
@@ -18,27 +22,55 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     A tensor that stands in two places is given twice; a container that contains itself is entered
     once.
     """
-    found: list[tuple[str, torch.Tensor]] = []
-    _find_tensors(state, "", set(), found)
+    return named_values(state, (torch.Tensor,))
+
+
+def named_values(state: Any, wanted: tuple[type, ...]) -> list[tuple[str, Any]]:
+    """As :func:`named_tensors`, for values of other classes; paths are made for those alone."""
+    if isinstance(state, wanted):
+        return [("", state)]
+    found: list[tuple[str, Any]] = []
+    _find_values(state, wanted, [], set(), found)
     return found
 
 
-def _find_tensors(
-    value: Any, path: str, inside: set[int], found: list[tuple[str, torch.Tensor]]
+def _find_values(
+    value: Any,
+    wanted: tuple[type, ...],
+    keys: list[Any],
+    inside: set[int],
+    found: list[tuple[str, Any]],
 ) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append((path, value))
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple) and _LEAVES.issuperset(map(type, items)):
         return
-    children = _children(value)
+    children = children_of(value)
     if children is None or id(value) in inside:
         return
     inside.add(id(value))
+    keys.append(None)
     for key, child in children:
-        _find_tensors(child, f"{path}.{key}" if path else str(key), inside, found)
+        if type(child) in _LEAVES:
+            continue
+        keys[-1] = key
+        if isinstance(child, wanted):
+            found.append((joined(keys), child))
+        else:
+            _find_values(child, wanted, keys, inside, found)
+    keys.pop()
     inside.discard(id(value))
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]] | None:
+def joined(keys: Iterable[Any]) -> str:
+    """A path in a state."""
+    path = ""
+    for key in keys:
+        path = f"{path}.{key}" if path else str(key)
+    return path
+
+
+def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    """What stands in a dict, list, tuple or dataclass, by its keys; ``None`` for all else."""
     if isinstance(value, dict):
         return iter(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):

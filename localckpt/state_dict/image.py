@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
+from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.block_copies import BlockCopies
 from localckpt.state_dict.copying import Copier
@@ -22,10 +24,11 @@ from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.header import render_header, render_slots
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
+from localckpt.state_dict.refusals import require_loadable, take_or_refuse
 from localckpt.state_dict.restore import ImageReader
-from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
-from localckpt.state_dict.skeleton import insert_tensors, take_tensors
+from localckpt.state_dict.skeleton import insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.targets import names_of
 from localckpt.state_dict.tensor_table import (
@@ -93,7 +96,9 @@ class ImagePlanner:
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
         self._allowed = allowed or SafeGlobals()
         self._plan: _Plan | None = None
-        self._checked: frozenset[str] = frozenset()
+        self._checked: bytes | None = None
+        """The digest of the last skeleton that was looked through."""
+        self._rebuilt: frozenset[Name] = frozenset()
         self._told: set[str] = set()
         self.layouts_made = 0
         """How many layouts have been computed."""
@@ -106,14 +111,15 @@ class ImagePlanner:
             CheckpointingException: The state holds something that cannot be saved.
             UnsafeGlobalError: It holds a class that could not be loaded.
         """
-        skeleton, tensors, named = take_tensors(state)
-        names = names_of(state)
+        skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
+        names = names_of(state, tensors)
         found = signature(tensors, names)
         plan = self._plan
-        if plan is None or plan.signature != found or not named <= self._checked:
-            insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
-            self._checked = named
-        if plan is None or plan.signature != found:
+        is_new = plan is None or plan.signature != found
+        # Literals and tensors alone can always be loaded.
+        if has_objects:
+            self._require_loadable(state, skeleton, tensors, is_new)
+        if plan is None or is_new:
             self._tell_unsaved_marks(tensors, names)
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
@@ -126,6 +132,24 @@ class ImagePlanner:
         table_json = plan.table_json
         framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
         return Capture(plan, framed, tensors)
+
+    def _require_loadable(
+        self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
+    ) -> None:
+        """Check what a load will check, on the same bytes; make the objects if they are new."""
+        digest = xxhash.xxh3_128_digest(skeleton)
+        if digest == self._checked and not is_new:
+            return
+        named = require_loadable(state, skeleton, self._allowed)
+        if is_new or not named <= self._rebuilt:
+            try:
+                insert_tensors(skeleton, lambda number: tensors[number].detach(), self._allowed)
+            except RestoreError as error:
+                raise CheckpointingException(
+                    f"the state cannot be saved, because it could not be loaded again: {error}"
+                ) from error
+            self._rebuilt = named
+        self._checked = digest
 
     def _tell_unsaved_marks(
         self, tensors: Sequence[torch.Tensor], names: Mapping[int, str]

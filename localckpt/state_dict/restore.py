@@ -26,10 +26,11 @@ from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import Landing
-from localckpt.state_dict.skeleton import check_names, described, insert_tensors
+from localckpt.state_dict.skeleton import check_skeleton, described, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import (
+    ARRAY,
     TableEntry,
     copy_values,
     flat_bytes,
@@ -103,13 +104,21 @@ class ImageReader:
         self._require_consistent(entries)
         # Before anything is allocated, and while the given tensors are as they were.
         try:
-            check_names(skeleton, self._allowed, len(entries))
+            check_skeleton(skeleton, self._allowed, len(entries))
         except CorruptShardError as error:
             # Its bytes are those that were saved: another version of this program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         if into is not None:
-            tensors, bases = into.tensors, into.by_slot(entries)
+            given = [entry for entry in entries if entry.kind != ARRAY]
+            bases = into.by_slot(given)
             self._require_sizes(bases)
+            arrays = tuple(entry for entry in entries if entry.kind == ARRAY)
+            bases |= (made := self._make_bases(arrays, map_location))
+            remaining = iter(into.tensors)
+            tensors = [
+                _make_tensor(entry, made) if entry.kind == ARRAY else next(remaining)
+                for entry in entries
+            ]
         else:
             bases = self._make_bases(entries, map_location)
             tensors = [_make_tensor(entry, bases) for entry in entries]
@@ -167,6 +176,8 @@ class ImageReader:
                 continue
             slot = self.header.slots[entry.slot]
             device = map_location if map_location is not None else entry.device
+            if entry.kind == ARRAY:
+                device = "cpu"
             bases[slot.name] = _allocate(slot.nbytes, device)
         return bases
 

@@ -3,27 +3,40 @@
 Allowed are the value types of Python, numpy and torch listed here, whatever the user passes as
 ``safe_globals=`` or to ``torch.serialization.add_safe_globals``, what ``library_globals.py`` lists
 for libraries that are imported, and two kinds of class that the running program has already
-imported: named tuples, and subclasses of TensorAwareStateDict.
+imported: named tuples, and subclasses of TensorAwareStateDict. What calls whatever it is given is
+never allowed, whoever asks for it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from localckpt.errors import UnsafeGlobalError
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.library_globals import is_library_value
 
-__all__ = ["SafeGlobals"]
+__all__ = ["Name", "SafeGlobals"]
+
+
+class Name(NamedTuple):
+    """What a pickle calls a class or a function."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
 
 _VALUES: dict[str, tuple[str, ...]] = {
     "builtins": (
         *("set", "frozenset", "complex", "slice", "range", "list", "dict", "tuple"),
-        *("int", "float", "str", "bytes", "bool"),
+        *("int", "float", "str", "bytes", "bool", "Ellipsis", "NotImplemented"),
     ),
     "collections": ("OrderedDict", "defaultdict", "Counter", "deque"),
     "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
@@ -33,7 +46,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "argparse": ("Namespace",),
     "types": ("SimpleNamespace",),
     "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath"),
-    "torch": ("Size", "device", "Tensor"),
+    "torch": ("Size", "device", "Tensor", "dtype", "Generator"),
     "torch.nn.parameter": ("Parameter", "Buffer"),
     "torch._utils": (
         "_rebuild_sparse_tensor",
@@ -61,12 +74,17 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.numeric": ("_frombuffer",),
     "localckpt.state_dict.basic": ("_Hollow",),
+    "localckpt.state_dict.foreign_values": (
+        "restore_array",
+        "restore_generator",
+        "type_of_constant",
+    ),
     "localckpt.state_dict.marks": ("set_marks",),
     "localckpt.state_dict.sharded": ("restore_sharded",),
     "localckpt.state_dict.skeleton": ("_itself", "_restore_subclass"),
 }
 
-# Python 3.13 moved the classes, and 3.14 moved them back.
+# Python 3.13 moved the classes, and 3.14 moved them back; numpy 1 has no module of this name.
 _MOVED = {"pathlib._local": "pathlib"}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
@@ -76,10 +94,23 @@ class SafeGlobals:
 
     Args:
         extra: Classes and functions allowed beyond the defaults.
+
+    Raises:
+        UnsafeGlobalError: One of them would have a file run code when it is read.
     """
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
-        self._extra = tuple(extra)
+        self._extra = [_named(item) for item in extra]
+        unsafe = [
+            f"{name}: it {reason}"
+            for name, item in self._extra
+            if (reason := _why_unsafe(name, item))
+        ]
+        if unsafe:
+            raise UnsafeGlobalError(
+                f"safe_globals= cannot allow {'; nor '.join(unsafe)}. With it, reading a file "
+                f"would run what the file says. Nothing was done"
+            )
 
     def find(self, module: str, name: str) -> Any:
         """The object that a shard calls ``module.name``.
@@ -89,34 +120,76 @@ class SafeGlobals:
         """
         module = _MOVED.get(module, module)
         if name in _VALUES.get(module, ()) or is_library_value(module, name):
-            __import__(module)
-            return _resolve(module, name)
+            return _imported(module, name)
         if (added := self.added(module, name)) is not None:
             return added
         found = _resolve(module, name) if module in sys.modules else None
-        if isinstance(found, type) and (
-            issubclass(found, TensorAwareStateDict)
-            or (issubclass(found, tuple) and hasattr(found, "_fields"))
-        ):
+        if isinstance(found, type) and _is_value_class(found):
             return found
         # A memory format is pickled as "torch.channels_last" of some module that imports torch.
         if module == "torch" or name.startswith("torch."):
             constant = _resolve("torch", name.removeprefix("torch."))
             if isinstance(constant, _TORCH_CONSTANTS):
                 return constant
-        raise UnsafeGlobalError(
-            f"the state refers to {module}.{name}, which may not be loaded from a file. If you "
-            f"trust it, pass safe_globals=[{name}] to the manager or call "
-            f"torch.serialization.add_safe_globals([{name}]), when saving and when loading"
-        )
+        raise self.refusal([Name(module, name)])
 
     def added(self, module: str, name: str) -> Any | None:
         """The object that the user allows by this name; ``None`` if there is none."""
-        for item in (*self._extra, *torch.serialization.get_safe_globals()):
-            allowed, full_name = item if isinstance(item, tuple) else (item, _full_name(item))
-            if full_name == f"{module}.{name}":
-                return allowed
+        by_torch = map(_named, torch.serialization.get_safe_globals())
+        for full_name, item in (*self._extra, *by_torch):
+            if full_name == f"{module}.{name}" and not _why_unsafe(full_name, item):
+                return item
         return None
+
+    def refusal(self, names: Sequence[Name], places: Sequence[str] = ()) -> UnsafeGlobalError:
+        """The error that says why a state is refused, and what to do.
+
+        Args:
+            names: What is not allowed.
+            places: Where each is in the state, if that is known.
+        """
+        told = places or [str(name) for name in names]
+        text = f"the state refers to {', '.join(told)}, which may not be loaded from a file."
+        reasons = {
+            name: reason
+            for name in names
+            if (reason := _why_unsafe(str(name), _resolve_if_imported(*name)))
+        }
+        if trusted := [name.name for name in names if name not in reasons]:
+            listed = ", ".join(trusted)
+            text += (
+                f" If you trust {'it' if len(trusted) == 1 else 'them'}, pass "
+                f"safe_globals=[{listed}] to the manager or call "
+                f"torch.serialization.add_safe_globals([{listed}]), when saving and when loading."
+            )
+        for name, reason in reasons.items():
+            text += f" {name} cannot be allowed: it {reason}."
+        error = UnsafeGlobalError(text.removesuffix("."))
+        error.names = tuple(names)
+        return error
+
+
+def _is_value_class(found: type) -> bool:
+    return issubclass(found, TensorAwareStateDict | numpy.generic) or (
+        issubclass(found, tuple) and hasattr(found, "_fields")
+    )
+
+
+def _named(item: Any) -> tuple[str, Any]:
+    """What a pickle calls an item of an allow-list, which may say so itself, and the item."""
+    if isinstance(item, tuple):
+        item, full_name = item
+        return str(full_name), item
+    return f"{item.__module__}.{item.__qualname__}", item
+
+
+def _imported(module: str, name: str) -> Any:
+    if module.startswith("numpy._core") and int(numpy.__version__.split(".")[0]) < 2:
+        module = module.replace("numpy._core", "numpy.core")
+    elif module.startswith("numpy.core") and int(numpy.__version__.split(".")[0]) >= 2:
+        module = module.replace("numpy.core", "numpy._core")
+    __import__(module)
+    return _resolve(module, name)
 
 
 def _resolve(module: str, name: str) -> Any:
@@ -126,5 +199,74 @@ def _resolve(module: str, name: str) -> Any:
     return value
 
 
-def _full_name(item: Any) -> str:
-    return f"{item.__module__}.{item.__qualname__}"
+def _resolve_if_imported(module: str, name: str) -> Any:
+    return _resolve(module, name) if module in sys.modules else None
+
+
+# What is called with arguments from a file is code from the file.
+
+_ANOTHER_VALUE = "save the plain values that your program makes the object of, and make it anew"
+_REASONS = {
+    "getattr": "gives any attribute of any object, to be called: save a name, and look it up "
+    "after loading",
+    "partial": "calls any function: save the function's name and its arguments (of a defaultdict, "
+    "a plain dict), and make it anew after loading",
+    "eval": "runs Python text: save the value that it gives",
+    "type": "makes classes: save the name of the class, and look it up after loading",
+}
+_ALIKE = {
+    **dict.fromkeys(("attrgetter", "itemgetter", "methodcaller", "setattr", "delattr"), "getattr"),
+    **dict.fromkeys(("partialmethod", "reduce"), "partial"),
+    **dict.fromkeys(("exec", "compile"), "eval"),
+    **dict.fromkeys(("FunctionType", "LambdaType", "CodeType", "MethodType", "super"), "type"),
+}
+_UNSAFE_MODULES = frozenset(
+    {
+        *("functools", "operator", "_operator", "_functools", "importlib", "_frozen_importlib"),
+        *("os", "posix", "nt", "sys", "subprocess", "_posixsubprocess", "shutil", "pty", "signal"),
+        *("pickle", "_pickle", "marshal", "shelve", "copyreg", "cloudpickle", "dill", "joblib"),
+        *("codeop", "runpy", "pdb", "bdb", "timeit", "ctypes", "_ctypes", "cffi", "inspect"),
+        *("pkgutil", "types", "socket", "urllib", "http", "ftplib", "io", "_io", "tempfile"),
+        *("webbrowser", "asyncio", "multiprocessing", "concurrent", "threading", "_thread"),
+    }
+)
+_UNSAFE_PREFIXES = (
+    *("torch.load.", "torch.serialization.load.", "torch.storage._load_from_bytes.", "torch.jit."),
+    *("torch.hub.", "torch.package.", "torch.fx.", "torch.ops.", "torch.utils.cpp_extension."),
+    *("torch._inductor.", "torch._dynamo.", "torch.multiprocessing.", "torch.distributed.rpc."),
+    *("numpy.load.", "numpy.f2py.", "numpy.testing."),
+)
+_SAFE_OF_THOSE = frozenset(
+    {
+        *("types.SimpleNamespace", "types.MappingProxyType"),
+        *("builtins.bytearray", "builtins.object"),
+        *(f"builtins.{name}" for name in _VALUES["builtins"]),
+    }
+)
+
+
+def _why_unsafe(full_name: str, item: Any) -> str | None:
+    """Why something may never be named by a file, and what to save in its place."""
+    names = [full_name]
+    if callable(item) and isinstance(getattr(item, "__qualname__", None), str):
+        # It may go by another name here.
+        names.append(f"{item.__module__}.{item.__qualname__}")
+    return next((reason for name in names if (reason := _reason(name))), None)
+
+
+def _reason(full_name: str) -> str | None:
+    module, _, name = full_name.partition(".")
+    if full_name in _SAFE_OF_THOSE or not (
+        module in _UNSAFE_MODULES
+        or f"{full_name}.".startswith(_UNSAFE_PREFIXES)
+        or (module == "builtins" and not _is_exception(name))
+    ):
+        return None
+    last = name.rpartition(".")[2]
+    reason = _REASONS.get(_ALIKE.get(last, last))
+    return reason or f"runs code, or reaches beyond the checkpoint: {_ANOTHER_VALUE}"
+
+
+def _is_exception(name: str) -> bool:
+    found = _resolve("builtins", name)
+    return isinstance(found, type) and issubclass(found, BaseException)

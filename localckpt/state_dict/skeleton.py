@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from localckpt.errors import (
@@ -20,29 +21,52 @@ from localckpt.errors import (
     RestoreError,
     UnsafeGlobalError,
 )
+from localckpt.state_dict.foreign_values import (
+    ArrayTensor,
+    is_data,
+    reduce_array,
+    reduce_generator,
+    type_of_constant,
+)
 from localckpt.state_dict.marks import marks_of, set_marks
 from localckpt.state_dict.pickle_limits import check_opcodes
 from localckpt.state_dict.pickle_places import Place, place_at, unframed
-from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
+from localckpt.state_dict.stand_ins import check_calls
 
-__all__ = ["check_names", "described", "insert_tensors", "take_tensors"]
+__all__ = ["Taken", "check_skeleton", "described", "insert_tensors", "take_tensors"]
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
+_CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
 
 
-def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor], frozenset[str]]:
+class Taken(NamedTuple):
+    """An object graph that was split.
+
+    Attributes:
+        skeleton: A pickle without tensors.
+        tensors: The distinct ones, arrays of numpy among them.
+        has_objects: Whether the pickle holds anything but literals and tensors.
+    """
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+    has_objects: bool
+
+
+def take_tensors(state: Any, *, arrays: bool = True) -> Taken:
     """Split an object graph.
 
-    Returns:
-        A pickle without tensors, but with their attributes, the distinct tensors, and the names of
-        the classes and functions that the pickle refers to.
+    Args:
+        state: The object.
+        arrays: Whether the bytes of arrays count as tensors; else they are left out.
 
     Raises:
         CheckpointingException: The object holds something that cannot be saved; it is named.
     """
     buffer = io.BytesIO()
-    pickler = _SkeletonPickler(buffer)
+    pickler = _SkeletonPickler(buffer, arrays)
     try:
         pickler.dump(state)
     except CheckpointingException:
@@ -51,29 +75,36 @@ def take_tensors(state: Any) -> tuple[bytes, list[torch.Tensor], frozenset[str]]
         raise CheckpointingException(
             f"the state cannot be saved, because a value in it cannot be pickled: {error}"
         ) from error
-    return buffer.getvalue(), pickler.tensors, frozenset(pickler.globals)
+    return Taken(buffer.getvalue(), pickler.tensors, pickler.has_objects)
 
 
-def check_names(skeleton: bytes | memoryview, allowed: SafeGlobals, tensors: int) -> None:
+def check_skeleton(
+    skeleton: bytes | memoryview,
+    allowed: SafeGlobals,
+    tensors: int | None = None,
+    *,
+    depth_is_limited: bool = False,
+) -> frozenset[Name]:
     """Look through a skeleton without making any object that it describes.
+
+    What passes is read back by :func:`insert_tensors`; so this is also done before one is saved.
 
     Args:
         skeleton: The pickle.
         allowed: What it may name.
-        tensors: How many tensors it may refer to.
+        tensors: How many tensors it may refer to; ``None`` for any number.
+        depth_is_limited: Whether it comes from a pickler, which goes no deeper than a reader does.
+
+    Returns:
+        The classes and functions that it names.
 
     Raises:
-        UnsafeGlobalError: It names a class or function that is not allowed.
+        UnsafeGlobalError: It names classes or functions that are not allowed; all are told.
         CorruptShardError: It is not a skeleton.
     """
-
-    def tensor(number: int) -> _Inert:
-        if not 0 <= number < tensors:
-            raise CorruptShardError(f"the skeleton refers to tensor {number} of {tensors}")
-        return _Inert()
-
-    check_opcodes(skeleton)
-    _load(_NamesOnly(io.BytesIO(skeleton), tensor, allowed))
+    pickled = bytes(skeleton)
+    check_opcodes(pickled, depth_is_limited=depth_is_limited)
+    return check_calls(pickled, allowed, tensors)
 
 
 def insert_tensors(
@@ -137,27 +168,20 @@ def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], An
     return None
 
 
-def _load(unpickler: _SkeletonUnpickler) -> Any:
-    try:
-        return unpickler.load()
-    except (CheckpointingException, MemoryError):
-        raise
-    except Exception as error:
-        # A damaged pickle can raise anything; the caller needs to know only that it is one.
-        raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
-
-
 class _SkeletonPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, arrays: bool) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
-        self.globals: set[str] = set()
+        self.has_objects = False
+        self._arrays = arrays
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is _Bare:
+        # Asked for every value, of which most are none.
+        kind = type(obj)
+        if kind is _Bare:
             obj = obj.tensor
-        elif not isinstance(obj, torch.Tensor) or not _is_plain(obj) or marks_of(obj):
+        elif kind not in _PLAIN_TENSORS or not _has_own_bytes(obj) or marks_of(obj):
             return None
         # The list keeps the tensor alive, so its id() stays its own until the pickle is done.
         number = self._numbers.setdefault(id(obj), len(self.tensors))
@@ -166,9 +190,15 @@ class _SkeletonPickler(pickle.Pickler):
         return number
 
     def reducer_override(self, obj: Any) -> Any:
-        name = getattr(obj, "__qualname__", None)
-        if name is not None:
-            self.globals.add(f"{getattr(obj, '__module__', None)}.{name}")
+        self.has_objects = True
+        if isinstance(obj, numpy.ndarray):
+            if not self._arrays and is_data(obj):
+                return type_of_constant, (None,)
+            return reduce_array(obj)
+        if isinstance(obj, torch.Generator):
+            return reduce_generator(obj)
+        if type(obj) is type and obj in _CONSTANTS:
+            return type_of_constant, (_CONSTANTS[obj],)
         if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):
             raise CheckpointingException(
                 "the state holds a bare storage or a tensor of a kind that cannot be saved "
@@ -176,7 +206,7 @@ class _SkeletonPickler(pickle.Pickler):
             )
         if isinstance(obj, torch.Tensor) and is_sharded(obj):
             return reduce_sharded(obj)
-        if isinstance(obj, torch.Tensor) and _is_plain(obj):
+        if type(obj) in _PLAIN_TENSORS and _has_own_bytes(obj):
             return _itself, (_Bare(obj),), marks_of(obj), None, None, set_marks
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
             base = obj.detach().as_subclass(torch.Tensor)
@@ -210,30 +240,14 @@ class _SkeletonUnpickler(pickle.Unpickler):
             return _leave_marks
         if found is torch._utils._rebuild_sparse_tensor:
             return _rebuild_sparse_tensor
+        if found is torch._utils._rebuild_nested_tensor:
+            return _rebuild_nested_tensor
         return found
 
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not int:
             raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
         return self._tensor(pid)
-
-
-# A pickle names these as classes of arrays and factories, and calls none of them: called with what
-# a forged one gives, they take memory without end, or bytes for pointers.
-_NEVER_CALLED = frozenset(
-    {
-        *("builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float"),
-        *("builtins.str", "builtins.bytes", "builtins.bool", "builtins.set"),
-        *("builtins.frozenset", "numpy.ndarray"),
-    }
-)
-# These are called with containers and text that stand in the pickle, never with other objects.
-_CALLED_WITH_LITERALS = frozenset(
-    {
-        *("collections.OrderedDict", "collections.defaultdict", "collections.Counter"),
-        *("collections.deque", "torch.Size", "fractions.Fraction", "decimal.Decimal"),
-    }
-)
 
 
 def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
@@ -250,64 +264,18 @@ def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
     )
 
 
-class _NamesOnly(_SkeletonUnpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        super().find_class(module, name)
-        full_name = f"{module}.{name}"
-        if full_name in _NEVER_CALLED:
-            return _NeverCalled
-        if full_name == "fractions.Fraction":
-            return _InertFraction
-        return _OfLiterals if full_name in _CALLED_WITH_LITERALS else _Inert
-
-
-class _Inert:
-    """Stands for every class, function and object while only the names matter."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, item: Any) -> None:
-        pass
-
-    def extend(self, items: Any) -> None:
-        pass
-
-    def add(self, item: Any) -> None:
-        pass
-
-
-class _NeverCalled(_Inert):
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise CorruptShardError("the skeleton calls a class that a pickle never calls")
-
-
-class _OfLiterals(_Inert):
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, _Inert) for value in args):
-            raise CorruptShardError("the skeleton makes a value in a way that no pickle does")
-        return object.__new__(cls)
-
-
-class _InertFraction(_OfLiterals):
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Text with an exponent could name a number that takes for ever to write out.
-        if any(isinstance(value, str) and "e" in value.lower() for value in args):
-            raise CorruptShardError("the skeleton makes a fraction in a way that no pickle does")
-        return super().__new__(cls, *args, **kwargs)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN_TENSORS and _has_own_bytes(tensor)
+def _rebuild_nested_tensor(
+    buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> Any:
+    """As torch's, but a part that reaches outside of the buffer is an error."""
+    if any(t.dtype is not torch.int64 for t in (sizes, strides, offsets)) or buffer.dim() != 1:
+        raise CorruptShardError("the skeleton makes a nested tensor of other tensors")
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    for shape, steps, start in rows:
+        reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        if min((start, *shape, *steps)) < 0 or (0 not in shape and start + reach >= buffer.numel()):
+            raise CorruptShardError("a nested tensor reaches outside of its bytes")
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
 def _has_own_bytes(tensor: torch.Tensor) -> bool:

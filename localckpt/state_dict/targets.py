@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 
 from localckpt.errors import MismatchError
 from localckpt.state_dict.base import TensorAwareStateDict
-from localckpt.state_dict.containers import named_tensors
+from localckpt.state_dict.containers import named_values
+from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.tensor_table import (
@@ -89,16 +91,19 @@ def find_targets(state: Any) -> Targets:
     Raises:
         CheckpointingException: The state holds something that cannot have been saved.
     """
-    _, tensors, _ = take_tensors(state)
-    return Targets(tensors, names_of(state))
+    tensors = take_tensors(state, arrays=False).tensors
+    return Targets(tensors, names_of(state, tensors))
 
 
-def names_of(state: Any) -> dict[int, str]:
+def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
     """``id(tensor)`` to its path in a state, for those in its containers."""
     root = vars(state) if isinstance(state, TensorAwareStateDict) else state
     names: dict[int, str] = {}
-    for path, tensor in named_tensors(root):
-        names.setdefault(id(tensor), path.removeprefix("state_dict."))
+    for path, value in named_values(root, (torch.Tensor, numpy.ndarray)):
+        names.setdefault(id(value), path.removeprefix("state_dict."))
+    for tensor in tensors:
+        if type(tensor) is ArrayTensor and id(tensor.array) in names:
+            names[id(tensor)] = names[id(tensor.array)]
     return names
 
 

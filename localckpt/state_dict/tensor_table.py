@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from localckpt.errors import CorruptShardError
+from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.header import RESERVED_NAMES
 from localckpt.state_dict.layout import TensorSlot
 
 __all__ = [
+    "ARRAY",
     "Source",
     "TableEntry",
     "TensorTable",
@@ -59,6 +61,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHARED = "shared:"
 _View = tuple[int, tuple[int, ...]]
 """Offset in bytes, and strides in items."""
+ARRAY = "array"
+"""The kind of a row that is an array of numpy, which lies in host memory wherever it is loaded."""
 
 # A blob of shared bytes starts on this boundary of its storage, which suits every dtype.
 _BLOB_ALIGN = 16
@@ -381,6 +385,8 @@ def _entry(tensor: torch.Tensor, slot: str | None, view: _View | None) -> TableE
 def _kind(tensor: torch.Tensor) -> str:
     if type(tensor) is torch.nn.Parameter:
         return "parameter"
+    if type(tensor) is ArrayTensor:
+        return ARRAY
     # What makes a buffer is an attribute, and asking torch for it takes ten times as long.
     return "buffer" if tensor.__dict__ and isinstance(tensor, torch.nn.Buffer) else "tensor"
 
@@ -390,7 +396,8 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     by_storage: dict[tuple[str, int], list[int]] = {}
     clusters: list[list[int]] = []
     for number, tensor in enumerate(tensors):
-        if tensor.is_meta or tensor.numel() == 0 or _is_lazy(tensor):
+        alone = tensor.is_meta or tensor.numel() == 0 or type(tensor) is ArrayTensor
+        if alone or _is_lazy(tensor):
             clusters.append([number])
         else:
             key = (str(tensor.device), storage_address(tensor))

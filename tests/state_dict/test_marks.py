@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from localckpt.errors import RestoreError
+from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.marks import set_marks
 from localckpt.state_dict.restore import ImageReader
@@ -122,5 +122,5 @@ class _Made:
 def test_attributes_are_set_on_tensors_alone_and_are_data(arguments: Any) -> None:
     allowed = SafeGlobals([object])
 
-    with pytest.raises(RestoreError, match="attribute"):
+    with pytest.raises(CheckpointingException, match="attribute"):
         unpack(pack({"made": _Made(*arguments)}, IDENTITY, ImagePlanner(allowed)), allowed=allowed)

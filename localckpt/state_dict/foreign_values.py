@@ -1,0 +1,133 @@
+"""Values of numpy and torch that are no tensors: what a skeleton says of them, and back.
+
+An array lies among the tensors, as fast to save and to load as one of those. It never goes through
+numpy's own way of pickling, unless it holds Python objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy
+import torch
+
+from localckpt.errors import CorruptShardError
+from localckpt.state_dict.host_memory import memory_at
+
+__all__ = [
+    "ArrayTensor",
+    "is_data",
+    "reduce_array",
+    "reduce_generator",
+    "restore_array",
+    "restore_generator",
+    "type_of_constant",
+]
+
+# A smaller one is written into the skeleton: a slot of its own would take more than it does.
+_SMALL_NBYTES = 4096
+
+_TORCH_DTYPES = {
+    numpy.dtype(name): getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64"),
+    )
+}
+
+
+class ArrayTensor(torch.Tensor):
+    """The bytes of an array, as a tensor.
+
+    Attributes:
+        array: As it stands in the state.
+        run: The same values in one run of bytes, which stays alive as long as this does.
+    """
+
+    # Beside the attributes of a tensor, which belong to whoever set them.
+    __slots__ = ("array", "run")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    array: numpy.ndarray[Any, Any]
+    run: numpy.ndarray[Any, Any]
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is an array that lies among the tensors."""
+    return (
+        type(value) is numpy.ndarray and value.nbytes >= _SMALL_NBYTES and not _has_objects(value)
+    )
+
+
+def reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
+    """What makes an array again, as ``__reduce__`` says it; ``NotImplemented``: let numpy say."""
+    if type(array) is not numpy.ndarray or _has_objects(array):
+        return NotImplemented
+    order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
+    data: Any
+    if array.nbytes < _SMALL_NBYTES:
+        data = array.tobytes(order)
+    else:
+        data = _bytes_of(array)
+    return restore_array, (data, array.dtype, array.shape, order, array.flags.writeable)
+
+
+def _has_objects(array: numpy.ndarray[Any, Any]) -> bool:
+    # Text of any length is made of pointers, too.
+    return bool(array.dtype.hasobject) or array.dtype.kind == "T"
+
+
+def _bytes_of(array: numpy.ndarray[Any, Any]) -> ArrayTensor:
+    run = array.T if array.flags.fnc else array
+    if not run.flags.c_contiguous:
+        run = numpy.ascontiguousarray(run)
+    address, _ = run.__array_interface__["data"]
+    flat = torch.frombuffer(memory_at(address, run.nbytes), dtype=torch.uint8)
+    if run.dtype in _TORCH_DTYPES:
+        flat = flat.view(_TORCH_DTYPES[run.dtype]).view(run.shape)
+    tensor = flat.as_subclass(ArrayTensor)
+    tensor.array, tensor.run = array, run
+    return tensor
+
+
+def restore_array(
+    data: bytes | torch.Tensor,
+    dtype: numpy.dtype[Any],
+    shape: tuple[int, ...],
+    order: str,
+    is_writable: bool,
+) -> numpy.ndarray[Any, Any]:
+    """Make an array of its bytes; those of a tensor are not copied."""
+    if isinstance(data, torch.Tensor):
+        if not data.is_cpu or not data.is_contiguous() or dtype.hasobject:
+            raise CorruptShardError("the skeleton makes an array of what is no array")
+        flat = data.detach().reshape(-1).view(torch.uint8).numpy()
+    else:
+        flat = numpy.frombuffer(bytearray(data), dtype=numpy.uint8)
+    # Neither view() nor reshape() takes items without bytes.
+    array = numpy.ndarray(shape, dtype, flat, order="F" if order == "F" else "C")
+    if array.nbytes != flat.nbytes:
+        raise CorruptShardError(
+            f"the skeleton says {array.nbytes} bytes of an array that has {flat.nbytes}"
+        )
+    array.flags.writeable = is_writable
+    return array
+
+
+def reduce_generator(generator: torch.Generator) -> Any:
+    """What makes a generator of torch again, which goes on where this one is."""
+    state = generator.get_state()
+    return restore_generator, (str(generator.device), state.numpy().tobytes())
+
+
+def restore_generator(device: str, state: bytes) -> torch.Generator:
+    """Make a generator of torch on its device, in its state."""
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+def type_of_constant(value: Any) -> type:
+    """The class of a constant, which has no name of its own."""
+    if value is not None and value is not Ellipsis and value is not NotImplemented:
+        raise CorruptShardError("the skeleton asks for the class of another value")
+    return type(value)

@@ -1,0 +1,143 @@
+"""Refuses a state that could not be loaded again, and says where in it the reasons stand.
+
+The check is that of a load, on the same bytes. Places are looked for only once something is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
+from localckpt.state_dict.containers import children_of, joined
+from localckpt.state_dict.pickle_limits import MAX_DEPTH
+from localckpt.state_dict.safe_globals import Name, SafeGlobals
+from localckpt.state_dict.skeleton import Taken, check_skeleton, take_tensors
+
+__all__ = ["require_loadable", "take_or_refuse"]
+
+_MOST_LEVELS = 100
+_MOST_PLACES = 20
+
+
+def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
+    """Split a state that is to be saved.
+
+    Raises:
+        CheckpointingException: Something in it cannot be pickled; all such values are named.
+        UnsafeGlobalError: It also holds classes or functions that are not allowed.
+    """
+    try:
+        return take_tensors(state)
+    except CheckpointingException as error:
+        raise _refusal(state, allowed, error) from error
+
+
+def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
+    """Check what a load checks.
+
+    Args:
+        state: What is to be saved.
+        skeleton: Its pickle.
+        allowed: What that may name.
+
+    Returns:
+        The classes and functions that it names.
+
+    Raises:
+        CheckpointingException: It could not be loaded again; all reasons are named, with places.
+        UnsafeGlobalError: Classes or functions that are not allowed are among those.
+    """
+    try:
+        return _check(skeleton, allowed)
+    except (UnsafeGlobalError, CorruptShardError) as error:
+        raise _refusal(state, allowed, error) from None
+
+
+def _check(skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
+    # A pickler recurses where values lie in each other, until Python 3.14 by this limit.
+    limited = sys.version_info < (3, 14) and sys.getrecursionlimit() <= MAX_DEPTH
+    return check_skeleton(skeleton, allowed, depth_is_limited=limited)
+
+
+def _refusal(
+    state: Any, allowed: SafeGlobals, error: CheckpointingException
+) -> CheckpointingException:
+    places: dict[Name | str, str] = {}
+    _find(state, (), allowed, places, set())
+    names = [reason for reason in places if isinstance(reason, Name)]
+    others = [
+        f"{reason}{_place(path)}" for reason, path in places.items() if isinstance(reason, str)
+    ]
+    if not names and not others:
+        return error
+    texts = []
+    if others:
+        texts.append(f"the state cannot be saved: {'; '.join(others)}")
+    if names:
+        told = [f"{name}{_place(places[name])}" for name in names]
+        texts.append(str(allowed.refusal(names, told)))
+    kind = UnsafeGlobalError if names else CheckpointingException
+    return kind(". Also, ".join(texts))
+
+
+def _place(path: str) -> str:
+    return f" (at {path!r})" if path else ""
+
+
+def _find(
+    value: Any,
+    keys: tuple[Any, ...],
+    allowed: SafeGlobals,
+    places: dict[Name | str, str],
+    inside: set[int],
+) -> frozenset[Name | str]:
+    """Note the innermost place of each reason that a value holds; give all that it holds."""
+    reasons = _reasons(value, allowed)
+    if not reasons or id(value) in inside:
+        return reasons
+    told: set[Name | str] = set()
+    if len(keys) < _MOST_LEVELS:
+        inside.add(id(value))
+        for key, child in _parts_of(value):
+            if len(places) >= _MOST_PLACES:
+                break
+            told |= _find(child, (*keys, key), allowed, places, inside)
+        inside.discard(id(value))
+    for reason in sorted(reasons - told, key=str):
+        # What is wrong with a part is what cannot be pickled of the whole.
+        if isinstance(reason, Name) or not told:
+            places.setdefault(reason, joined(keys).removeprefix("state_dict."))
+    return reasons
+
+
+def _reasons(value: Any, allowed: SafeGlobals) -> frozenset[Name | str]:
+    """Why a value could not be loaded again; empty if it could."""
+    try:
+        taken = take_tensors(value)
+        if taken.has_objects:
+            _check(taken.skeleton, allowed)
+    except UnsafeGlobalError as error:
+        return frozenset(error.names)
+    except CorruptShardError as error:
+        return frozenset({f"{type(value).__name__} could not be loaded again ({error})"})
+    except CheckpointingException as error:
+        return frozenset({f"{type(value).__name__} cannot be pickled: {error.__cause__ or error}"})
+    return frozenset()
+
+
+def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    children = children_of(value)
+    if children is not None:
+        yield from children
+    elif isinstance(value, set | frozenset):
+        yield from enumerate(value)
+    if getattr(value, "default_factory", None) is not None:
+        yield "default_factory", value.default_factory
+    if not isinstance(value, type | torch.Tensor) and isinstance(
+        attributes := getattr(value, "__dict__", None), dict
+    ):
+        yield from attributes.items()

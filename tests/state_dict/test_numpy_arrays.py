@@ -1,0 +1,378 @@
+"""Arrays of numpy are data, as tensors are; files in which they went through a pickle are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+
+from localckpt.errors import CheckpointingException
+from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.side_streams import SideStreams
+from localckpt.state_dict.targets import find_targets
+from tests.state_dict.states import IDENTITY, round_trip, source_of, with_pickle
+
+STRUCTURED = numpy.dtype([("a", "<i4"), ("b", ">f8", (2,)), ("c", "U3")], align=True)
+
+DTYPES = [
+    *("?", "i1", "u2", "<i4", ">i4", "u8", "f2", ">f4", "f8", "c8", "c16", "g", "G"),
+    *("U7", ">U2", "S5", "V3", "M8[ns]", "M8[25s]", "M8", ">m8[D]", "m8"),
+    STRUCTURED,
+    numpy.dtype({"names": ["x"], "formats": ["i2"], "offsets": [3], "itemsize": 9}),
+    numpy.dtype([(("title", "name"), "f4")]),
+]
+
+
+def _values(dtype: Any, count: int) -> numpy.ndarray[Any, Any]:
+    kind = numpy.dtype(dtype)
+    data = numpy.random.default_rng(3).integers(0, 2, count * kind.itemsize, dtype=numpy.uint8)
+    return data.view(kind)
+
+
+def _assert_same_values(found: Any, wanted: numpy.ndarray[Any, Any]) -> None:
+    if wanted.dtype.names is None:
+        assert found.tobytes() == wanted.tobytes()
+    else:
+        # What lies between fields is nobody's.
+        assert (found == wanted).all()
+
+
+def _assert_same_array(found: Any, wanted: numpy.ndarray[Any, Any]) -> None:
+    assert type(found) is numpy.ndarray
+    assert found.dtype == wanted.dtype
+    assert found.dtype.isalignedstruct == wanted.dtype.isalignedstruct
+    assert found.shape == wanted.shape
+    _assert_same_values(found, wanted)
+    assert found.flags.writeable == wanted.flags.writeable
+    assert found.flags.f_contiguous >= wanted.flags.fnc
+
+
+@pytest.mark.parametrize("count", [0, 1, 24, 3000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_numpy_comes_back_bit_for_bit(dtype: Any, count: int) -> None:
+    flat = _values(dtype, count)
+    arrays = [flat, flat[::-1], flat[:count:2], flat.reshape(-1, 1)]
+    if count == 24:
+        arrays += [flat.reshape(2, 3, 4), flat.reshape(4, 6).T, flat.reshape(4, 6)[:, ::2]]
+    if count == 3000:
+        arrays += [flat.reshape(3, 1000).T, numpy.broadcast_to(flat, (2, 3000))]
+    if count == 1:
+        arrays += [flat.reshape(())]
+    read_only = flat.copy()
+    read_only.flags.writeable = False
+
+    for array in (*arrays, read_only):
+        _assert_same_array(round_trip([array])[0], array)
+
+
+def test_arrays_of_objects_and_scalars_come_back() -> None:
+    state = {
+        "objects": numpy.array([1, "a", None, 2**70, [1, 2]], dtype=object),
+        "mixed": numpy.array([(1, "a")], dtype=[("a", "i4"), ("b", "O")]),
+        "scalars": [numpy.float32(3), numpy.datetime64("2020-01-01", "s"), numpy.str_("abc")],
+        "record": _values(STRUCTURED, 1)[0],
+        "void": numpy.void(b"abc"),
+    }
+
+    loaded = round_trip(state)
+
+    assert loaded["objects"].tolist() == state["objects"].tolist()
+    assert loaded["mixed"].tolist() == state["mixed"].tolist()
+    assert loaded["scalars"] == state["scalars"]
+    assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))
+    assert loaded["record"].tobytes() == state["record"].tobytes()
+    assert loaded["void"].tobytes() == b"abc"
+
+
+def test_an_array_that_stands_twice_is_one_array_again() -> None:
+    array = numpy.arange(10_000)
+
+    loaded = round_trip({"a": array, "b": [array]})
+
+    assert loaded["a"] is loaded["b"][0]
+
+
+def test_a_loaded_array_shares_no_memory_with_the_image_and_can_be_written_to() -> None:
+    image = pack({"a": numpy.zeros(5000)}, IDENTITY)
+    before = bytes(image.view)
+
+    unpack(image)["a"][:] = 1
+
+    assert bytes(image.view) == before
+
+
+def test_an_array_and_a_tensor_over_its_memory_come_back_apart() -> None:
+    array = numpy.arange(5000.0)
+    state = {"array": array, "tensor": torch.from_numpy(array)}
+
+    loaded = round_trip(state)
+
+    _assert_same_array(loaded["array"], array)
+    assert torch.equal(loaded["tensor"], state["tensor"])
+
+
+def test_an_array_stands_in_the_file_by_its_path_for_other_tools(tmp_path: Path) -> None:
+    array = numpy.arange(6000, dtype=numpy.float32).reshape(2, 3000)
+    path = tmp_path / "shard.safetensors"
+
+    path.write_bytes(pack({"data": {"order": array}}, IDENTITY).view)
+
+    with safe_open(path, "np") as shard:
+        assert numpy.array_equal(shard.get_tensor("data.order"), array)
+
+
+def test_the_value_of_an_array_is_that_of_the_save() -> None:
+    array = numpy.zeros(5000)
+    image = pack({"array": array}, IDENTITY)
+
+    array[:] = 1
+
+    assert not unpack(image)["array"].any()
+
+
+def test_arrays_stay_in_host_memory_wherever_tensors_are_loaded_to() -> None:
+    state = {"array": numpy.arange(5000), "tensor": torch.ones(3)}
+
+    loaded = round_trip(state, map_location="meta")
+
+    assert loaded["tensor"].is_meta
+    _assert_same_array(loaded["array"], state["array"])
+
+
+def test_arrays_are_made_anew_where_tensors_are_filled_in_place() -> None:
+    saved = {
+        "b": numpy.arange(5000),
+        "a": torch.arange(4.0),
+        "c": numpy.ones(2),
+        "d": torch.ones(2),
+    }
+    given = {"b": numpy.zeros(9000), "a": torch.zeros(4), "c": None, "d": torch.zeros(2)}
+    image = pack(saved, IDENTITY)
+
+    loaded = ImageReader(image, SafeGlobals()).restore(find_targets(given))
+
+    assert loaded["a"] is given["a"]
+    assert loaded["d"].tolist() == given["d"].tolist() == [1, 1]
+    _assert_same_array(loaded["b"], saved["b"])
+    assert not given["b"].any()
+
+
+def test_large_arrays_are_staged_as_fast_and_in_as_little_memory_as_tensors() -> None:
+    array = numpy.ones(8 << 20, dtype=numpy.float64)
+    states = {"array": {"a": array}, "tensor": {"a": torch.from_numpy(array)}}
+    images = {}
+    seconds = {}
+    taken = {}
+    for kind, state in states.items():
+        planner = ImagePlanner()
+        nbytes = planner.capture(state).nbytes(IDENTITY)
+        image = images[kind] = memoryview(bytearray(nbytes))
+        seconds[kind] = min(_stage(planner, state, image) for _ in range(5))
+        tracemalloc.start()
+        _stage(planner, state, image)
+        taken[kind] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+
+    assert len(images["array"]) < len(images["tensor"]) + 10_000
+    assert taken["array"] < 1 << 20
+    assert seconds["array"] < 2 * seconds["tensor"] + 0.005
+
+
+def _stage(planner: ImagePlanner, state: Any, image: memoryview) -> float:
+    start = time.thread_time()
+    planner.capture(state).write(image, IDENTITY, Copier(1), SideStreams())
+    return time.thread_time() - start
+
+
+def test_one_layout_serves_while_only_the_values_of_arrays_change() -> None:
+    planner = ImagePlanner()
+    for value in range(4):
+        state = {"a": numpy.full(5000, value), "small": numpy.full(5, value)}
+        loaded = unpack(pack(state, IDENTITY, planner))
+        assert loaded["a"][0] == loaded["small"][0] == value
+
+    assert planner.layouts_made == 1
+
+
+# Files of before, in which arrays are in the pickle.
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_array_that_went_through_a_pickle_is_loaded(dtype: Any, protocol: int) -> None:
+    flat = _values(dtype, 24)
+    arrays = [flat, flat.reshape(4, 6).T, flat[::-1], flat[:0], flat[:1].reshape(())]
+
+    for array in arrays:
+        found = unpack(source_of(with_pickle(pickle.dumps([array, array.dtype], protocol))))
+
+        assert found[1] == array.dtype
+        # numpy turns bytes of another order into those of this machine.
+        _assert_same_values(found[0].astype(array.dtype), array)
+        assert found[0].shape == array.shape
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_generators_of_numpy_that_went_through_a_pickle_are_loaded(
+    kind: str, protocol: int
+) -> None:
+    generator = numpy.random.Generator(getattr(numpy.random, kind)(7))
+    generator.random(11, dtype=numpy.float32)
+    state = [generator, numpy.random.RandomState(3), numpy.random.SeedSequence(5)]
+
+    loaded = unpack(source_of(with_pickle(pickle.dumps(state, protocol))))
+
+    assert loaded[0].random() == generator.random()
+    assert loaded[1].rand() == state[1].rand()
+    assert loaded[2].generate_state(4).tolist() == state[2].generate_state(4).tolist()
+
+
+class Call:
+    """Pickles as a call, and what follows it."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self._reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+_RECONSTRUCT = numpy.zeros(1).__reduce__()[0]
+_SCALAR = numpy.float32(1).__reduce__()[0]
+_FROMBUFFER = numpy.zeros(3).__reduce_ex__(5)[0]
+_BIT_GENERATOR = numpy.random.PCG64().__reduce__()[0]
+_GENERATOR = numpy.random.default_rng(1).__reduce__()[0]
+_SEEDS = numpy.random.SeedSequence(1).__reduce__()
+_MT = numpy.random.MT19937(1).state
+_PHILOX = numpy.random.Philox(1).state
+
+
+def _array(*state: Any) -> Call:
+    return Call(_RECONSTRUCT, numpy.ndarray, (0,), b"b", state=state)
+
+
+def _dtype(text: str, *state: Any, args: Any = (False, True)) -> Call:
+    return Call(numpy.dtype, text, *args, state=state or None)
+
+
+_OBJECT = numpy.dtype("O")
+_F8 = numpy.dtype("f8")
+FORGED = {
+    "objects out of bytes": _array(1, (1,), _OBJECT, False, b"A" * 8),
+    "an array that is too long": _array(1, (1 << 20,), _F8, False, b"A" * 8),
+    "an array of 2 GB": _array(1, (1 << 28,), _F8, False, b""),
+    "a list that is too short": _array(1, (1 << 28,), _OBJECT, False, [1]),
+    "a negative shape": _array(1, (-1, -8), _F8, False, b"A" * 64),
+    "numbers out of a buffer": Call(_FROMBUFFER, bytearray(8), _OBJECT, (1,), "C"),
+    "a buffer that is too short": Call(_FROMBUFFER, bytearray(8), _F8, (9,), "C"),
+    "a scalar of a pointer": Call(_SCALAR, _OBJECT, b"A" * 8),
+    "a scalar of 2 GB": Call(_SCALAR, numpy.dtype("V2000000000")),
+    "a dtype with objects that hides it": _array(
+        1, (1,), _dtype("V8", 3, "|", None, ("a",), {"a": (_OBJECT, 0)}, 8, 1, 0), False, b"A" * 8
+    ),
+    "a dtype with a field outside": _array(
+        1,
+        (1,),
+        _dtype("V8", 3, "|", None, ("a",), {"a": (_F8, 1 << 20)}, 8, 1, 16),
+        False,
+        b"A" * 8,
+    ),
+    "a dtype of another size": _array(
+        1,
+        (1,),
+        _dtype("V8", 3, "|", None, ("a",), {"a": (_F8, 0)}, 1 << 20, 1, 16),
+        False,
+        b"A" * 8,
+    ),
+    "a dtype that is not a copy": _dtype(
+        "f8", 3, ">", None, None, None, -1, -1, 0, args=(False, 0)
+    ),
+    "a dtype with a subarray outside": _array(
+        1, (1,), _dtype("V8", 3, "|", (_F8, (1 << 20,)), None, None, 8, 8, 0), False, b"A" * 8
+    ),
+    "seeds with a pool outside": Call(
+        *_SEEDS[:1], *_SEEDS[1], state=(3, 0, numpy.zeros(4, "u4"), 1 << 30, ())
+    ),
+    "a generator that goes on outside": Call(
+        _BIT_GENERATOR, "MT19937", state=_MT | {"state": _MT["state"] | {"pos": 1 << 20}}
+    ),
+    "a generator that goes on before": Call(
+        _BIT_GENERATOR, "Philox", state=_PHILOX | {"buffer_pos": -1 << 20}
+    ),
+    "a generator by another function": Call(_GENERATOR, 1 << 33, bytes),
+    "an array made by its class": Call(numpy.ndarray, (1 << 40,)),
+    "a number made by its class": Call(numpy.void, 1 << 40),
+    "a tensor rebuilt by another function": Call(
+        torch._tensor._rebuild_from_type_v2, bytes, torch.Tensor, (1 << 40,), {}
+    ),
+}
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("forged", FORGED.values(), ids=list(FORGED))
+def test_what_numpy_would_take_for_granted_is_refused(forged: Any) -> None:
+    image = with_pickle(pickle.dumps(forged, 5))
+
+    with pytest.raises(CheckpointingException, match=r"in a way that no pickle does|be read"):
+        unpack(source_of(image))
+
+
+@pytest.mark.fault("hostile-file")
+def test_the_fields_of_a_dtype_are_not_changed_once_it_is_made() -> None:
+    fields = {"a": (_F8, 0)}
+    late = [_dtype("V8", 3, "|", None, ("a",), fields, 8, 1, 16), fields]
+    # The dict is the last item of the list: its field is set anew, behind the dtype that has it.
+    setitem = pickle.dumps(late).removesuffix(b"e.") + b"\x8c\x01aK\x00s" + b"e."
+
+    with pytest.raises(CheckpointingException, match="in a way that no pickle does"):
+        unpack(source_of(with_pickle(setitem)))
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    ("change", "value"), [("dtype", "O"), ("shape", (1 << 28,)), ("shape", (-5000,))]
+)
+def test_an_array_that_says_something_else_than_its_bytes_is_refused(
+    change: str, value: Any
+) -> None:
+    array = numpy.arange(5000)
+    described = {"dtype": array.dtype, "shape": array.shape} | {
+        change: numpy.dtype(value) if change == "dtype" else value
+    }
+    image = pack([array], IDENTITY)
+    header = read_header(image)
+    framed = bytes(image.view[header.skeleton_start : header.digests_start])
+    table = framed[: 8 + int.from_bytes(framed[:8], "little")]
+    module = "localckpt.state_dict.foreign_values"
+    # A tensor is None to pickle.dumps; it is put in by hand.
+    pickled = pickle.dumps(
+        Call(
+            __import__(module, fromlist=["x"]).restore_array,
+            None,
+            described["dtype"],
+            described["shape"],
+            "C",
+            True,
+        )
+    ).replace(b"(N", b"(K\x00Q", 1)
+    capture = ImagePlanner().capture([array])
+    forged = bytearray(capture.nbytes(IDENTITY) + 8192)
+    changed = dataclasses.replace(capture, skeleton=table + pickled)
+    forged = bytearray(changed.nbytes(IDENTITY))
+    changed.write(memoryview(forged), IDENTITY, Copier(1), SideStreams())
+
+    with pytest.raises(CheckpointingException, match=r"array|size|shape"):
+        unpack(source_of(forged))

@@ -1,0 +1,283 @@
+"""What a save refuses: just what a load would, all of it at once, and with its place."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+import os
+import pickle
+import threading
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from localckpt.errors import CheckpointingException, UnsafeGlobalError
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.pickle_limits import check_opcodes
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import check_skeleton, insert_tensors, take_tensors
+from tests.state_dict.states import ALLOWED, IDENTITY, Settings, assert_same, round_trip
+
+
+class Reduced:
+    """Pickles as whatever a test says."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+class Other:
+    """A class that nobody allowed."""
+
+
+# What cannot be allowed.
+
+
+@pytest.mark.parametrize(
+    "callable_",
+    [
+        *(getattr, setattr, type, eval, exec, compile, __import__, open),
+        *(functools.partial, functools.reduce, operator.attrgetter, operator.methodcaller),
+        *(os.system, os.getenv, pickle.loads, torch.load, torch.jit.load, numpy.load),
+        *((eval, "my.own_name"), (Settings, "builtins.eval")),
+    ],
+    ids=str,
+)
+def test_what_calls_whatever_a_file_says_cannot_be_allowed(callable_: Any) -> None:
+    with pytest.raises(UnsafeGlobalError, match=r"cannot allow .* would run what the file says"):
+        SafeGlobals([Settings, callable_])
+
+
+def test_an_error_names_all_that_cannot_be_allowed_and_what_to_save_instead() -> None:
+    with pytest.raises(UnsafeGlobalError) as refused:
+        SafeGlobals([getattr, functools.partial])
+
+    assert "builtins.getattr: it gives any attribute" in str(refused.value)
+    assert "functools.partial: it calls any function: save the function's name" in str(
+        refused.value
+    )
+
+
+def test_what_torch_was_told_to_allow_is_not_allowed_if_it_runs_code() -> None:
+    state = {"value": Reduced(eval, ("1 + 1",))}
+
+    with (
+        torch.serialization.safe_globals([eval, Settings]),
+        pytest.raises(UnsafeGlobalError, match=r"builtins\.eval cannot be allowed"),
+    ):
+        pack(state, IDENTITY)
+
+
+def test_exceptions_of_python_can_be_allowed() -> None:
+    allowed = SafeGlobals([ValueError])
+
+    loaded = unpack(
+        pack({"last": ValueError("why")}, IDENTITY, ImagePlanner(allowed)), allowed=allowed
+    )
+
+    assert loaded["last"].args == ("why",)
+
+
+# The check at a save is that of a load.
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Reduced(dict, ([("a", 1)],)),
+        Reduced(dict, ({"a": 1},)),
+        Reduced(list, ((1, 2),)),
+        Reduced(tuple, ([1, torch.ones(2)],)),
+        Reduced(str, ("text",)),
+        Reduced(int, (5,)),
+        Reduced(float, (5,)),
+        Reduced(bytes, (b"ab",)),
+        Reduced(frozenset, ([1],)),
+        Reduced(list, (range(10),)),
+        Reduced(str, (5,)),
+        Reduced(bytes, (5,)),
+        Reduced(dict, (), None, None, iter([("a", 1)])),
+        Reduced(collections.Counter, (range(3),)),
+        Reduced(numpy.ndarray, ((3,),)),
+        Reduced(torch.Tensor, (3,)),
+        Reduced(numpy.float32, (3,)),
+        collections.defaultdict(functools.partial(collections.deque, maxlen=3)),
+        collections.defaultdict(functools.partial(dict)),
+        collections.defaultdict(list, a=[1]),
+        collections.defaultdict(Settings),
+        collections.deque([1, 2], maxlen=3),
+        collections.OrderedDict(a=1),
+        collections.Counter("aab"),
+        Settings,
+        Other,
+        Other(),
+        operator.attrgetter("a"),
+        len,
+    ],
+    ids=lambda value: repr(getattr(value, "_reduced", value))[:60],
+)
+def test_what_a_save_accepts_is_loaded_and_what_it_refuses_a_load_refuses(value: Any) -> None:
+    state = {"weight": torch.ones(2), "value": value}
+    planner = ImagePlanner(ALLOWED)
+    skeleton, tensors, _ = take_tensors(state)
+    try:
+        check_skeleton(skeleton, ALLOWED)
+        insert_tensors(skeleton, tensors.__getitem__, ALLOWED)
+    except CheckpointingException:
+        with pytest.raises(CheckpointingException, match=r"\(at 'value"):
+            pack(state, IDENTITY, planner)
+    else:
+        loaded = unpack(pack(state, IDENTITY, planner), allowed=ALLOWED)
+        assert_same(loaded["weight"], state["weight"])
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (Reduced(dict, ([("a", 1)],)), {"a": 1}),
+        (Reduced(list, ((1, 2),)), [1, 2]),
+        (Reduced(tuple, ([1, 2],)), (1, 2)),
+        (Reduced(str, ("text",)), "text"),
+    ],
+    ids=["dict", "list", "tuple", "str"],
+)
+def test_a_class_that_reduces_to_a_plain_container_comes_back_as_one(
+    value: Any, wanted: Any
+) -> None:
+    assert_same(round_trip(value), wanted)
+
+
+def test_a_call_that_a_load_refuses_is_refused_at_a_later_save_of_the_same_classes() -> None:
+    planner = ImagePlanner()
+    weight = torch.ones(1)
+    pack({"weight": weight, "value": Reduced(list, ([1],)), "range": range(3)}, IDENTITY, planner)
+
+    with pytest.raises(CheckpointingException, match="Reduced could not be loaded again"):
+        pack({"weight": weight, "value": Reduced(list, (range(3),)), "range": 1}, IDENTITY, planner)
+
+
+def test_a_constant_of_an_unknown_class_is_refused_at_a_later_save() -> None:
+    planner = ImagePlanner()
+    weight = torch.ones(1)
+    pack({"weight": weight, "value": torch.float32}, IDENTITY, planner)
+
+    with pytest.raises(UnsafeGlobalError, match=r"test_refusals\.MISSING \(at 'value'\)"):
+        pack({"weight": weight, "value": MISSING}, IDENTITY, planner)
+
+
+class _Missing:
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+# All reasons at once, with their places.
+
+
+def test_all_refused_classes_are_told_at_once_each_with_its_place() -> None:
+    state = {
+        "model": {"weight": torch.ones(2), "config": Other()},
+        "list": [1, {"deep": (2, Settings(1))}],
+        "factory": collections.defaultdict(functools.partial(dict)),
+    }
+
+    with pytest.raises(UnsafeGlobalError) as refused:
+        pack(state, IDENTITY)
+
+    text = str(refused.value)
+    assert "tests.state_dict.test_refusals.Other (at 'model.config')" in text
+    assert "tests.state_dict.states.Settings (at 'list.1.deep.1')" in text
+    assert "functools.partial (at 'factory.default_factory')" in text
+    assert "safe_globals=[Other, Settings]" in text
+    assert "functools.partial cannot be allowed: it calls any function" in text
+
+
+def test_all_values_that_cannot_be_pickled_are_told_at_once_each_with_its_place() -> None:
+    state = {"model": {"lock": threading.Lock()}, "list": [1, lambda: 2], "class": Other()}
+
+    with pytest.raises(UnsafeGlobalError) as refused:
+        pack(state, IDENTITY)
+
+    text = str(refused.value)
+    assert "lock cannot be pickled: cannot pickle '_thread.lock' object (at 'model.lock')" in text
+    assert "(at 'list.1')" in text
+    assert "test_refusals.Other (at 'class')" in text
+
+
+def test_a_refused_class_inside_of_an_allowed_object_is_told_by_its_attribute() -> None:
+    with pytest.raises(UnsafeGlobalError, match=r"Other \(at 'settings\.value\.0'\)"):
+        pack({"settings": Settings([Other()])}, IDENTITY, ImagePlanner(ALLOWED))
+
+
+def test_very_many_refused_values_are_told_in_one_short_error() -> None:
+    with pytest.raises(UnsafeGlobalError) as refused:
+        pack({"many": [Other() for _ in range(20_000)]}, IDENTITY)
+
+    assert len(str(refused.value)) < 1000
+
+
+# What is accepted without being asked for.
+
+
+def test_types_of_dtypes_and_constants_come_back() -> None:
+    state = [
+        *(numpy.dtype("f4"), numpy.dtype([("a", "<i4"), ("b", ">f8", (2,))], align=True)),
+        *(numpy.dtype("M8[25s]"), numpy.dtype("U7"), numpy.float32, numpy.bool_, numpy.str_),
+        *(torch.dtype, torch.float32, torch.int8, Ellipsis, NotImplemented),
+        *(type(None), type(Ellipsis), int, dict, torch.Tensor),
+    ]
+
+    assert round_trip(state) == state
+
+
+def test_a_generator_of_torch_goes_on_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+
+    loaded = round_trip({"a": generator, "b": generator})
+
+    assert loaded["a"] is loaded["b"]
+    assert_same(torch.rand(5, generator=loaded["a"]), torch.rand(5, generator=generator))
+
+
+# What it takes.
+
+
+def test_a_long_list_of_numbers_takes_no_longer_than_torch_takes() -> None:
+    state = {"weight": torch.zeros(4), "order": list(range(1_000_000))}
+    planner = ImagePlanner()
+    planner.capture(state)
+
+    ours = min(_seconds(lambda: planner.capture(state)) for _ in range(3))
+    torchs = min(_seconds(lambda: torch.save(state, os.devnull)) for _ in range(3))
+
+    assert ours < 1.5 * torchs
+
+
+def _seconds(call: Any) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def test_a_look_through_a_pickle_skips_what_can_do_no_harm() -> None:
+    pickled = pickle.dumps([*range(300_000), *(f"sample {i}" for i in range(100_000))])
+
+    looked = min(_seconds(lambda: check_opcodes(pickled)) for _ in range(3))
+    read = min(_seconds(lambda: pickle.loads(pickled)) for _ in range(3))
+
+    assert looked < 4 * read
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_long_lists_of_tuples_are_no_nesting(protocol: int) -> None:
+    check_opcodes(pickle.dumps([("train", (i, frozenset([i]))) for i in range(30_000)], protocol))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def run_upstream_ranks(
 
 
 def _enter(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> Any:
+    warnings.simplefilter("ignore")
     sys.path.insert(0, str(UPSTREAM))
     spec = importlib.util.spec_from_file_location("sitecustomize", _SITE / "sitecustomize.py")
     assert spec is not None

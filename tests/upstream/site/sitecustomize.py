@@ -3,20 +3,38 @@
 Python imports it when it starts, so it reaches the workers that upstream's queues spawn, too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-
-def _same(value: Any = None, *_: Any, **__: Any) -> Any:
-    return value
-
-
-# The CPU stands in for the one GPU.
+# The CPU stands in for the one GPU. Torch looks these functions up, so none stands for two.
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 torch.cuda.device_count = lambda: 1
-torch.cuda.set_device = torch.cuda.synchronize = _same  # type: ignore[assignment]
-torch.Tensor.cuda = _same  # type: ignore[method-assign,assignment]
-torch.nn.Module.cuda = _same  # type: ignore[method-assign,assignment]
+torch.cuda.set_device = lambda device: None
+torch.cuda.synchronize = lambda device=None: None
+torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
+
+_TYPE = torch.Tensor.type
+# Megatron-Core looks at these names to see that parameters are on a GPU.
+torch.Tensor.type = lambda self, *args, **options: (  # type: ignore[method-assign,assignment]
+    _TYPE(self, *args, **options)
+    if args or options
+    else str(_TYPE(self)).replace("torch.", "torch.cuda.")
+)
+
+
+def _on_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        if "cuda" in str(options.get("device")):
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made
+
+
+for _name in ("empty", "ones", "tensor", "zeros"):
+    setattr(torch, _name, _on_the_cpu(getattr(torch, _name)))
 # Importing Megatron-Core compiles functions that no test calls often.
-torch.compile = lambda function=None, **_: function or _same  # type: ignore[assignment]
+torch.compile = lambda function=None, **_: function or (lambda compiled: compiled)  # type: ignore[assignment]

@@ -1,0 +1,133 @@
+"""Megatron-Core's model, optimizer and state dict on our managers and our global writer."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localckpt.integrations import nvrx
+from tests.managers.jobs import assert_same
+from tests.ranks import node_store
+from tests.upstream.environment import needs_upstream, run_upstream_ranks
+from tests.upstream.gpt import Training
+
+Dirs = Callable[[int], list[Path]]
+
+pytestmark = needs_upstream
+
+_STATES = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
+
+
+def _make_manager() -> Any:
+    """As Megatron-LM's ``training.py`` does, with the names that it imports."""
+    nvrx.install()
+    local = "nvidia_resiliency_ext.checkpointing.local"
+    strategies = import_module(f"{local}.replication.strategies")
+    managers = import_module(f"{local}.ckpt_managers.local_manager")
+    return managers.LocalCheckpointManager(
+        node_store(),
+        repl_strategy=strategies.CliqueReplicationStrategy.from_replication_params(1, 2),
+    )
+
+
+def _train_and_save(
+    rank: int, world_size: int, shared: Path
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    manager = _make_manager()
+    core = import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+    training = Training(seed=1)
+    queue = core.AsyncCallsQueue(persistent=True)
+    cache = None
+    for iteration in (1, 2):
+        training.step()
+        state, cache = import_module(_STATES).MCoreTensorAwareStateDict.from_state_dict(
+            training.sharded_state(iteration),
+            algo="fully_parallel",
+            cached_metadata=cache,
+            parallelization_group=training.group,
+        )
+        request = manager.save(state, iteration, is_async=True)
+        request.add_finalize_fn(lambda: None)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+    saved = training.tensors()
+    training.step()
+    trained = training.tensors()
+    _save_globally(training, shared, core)
+    queue.close()
+    manager.close()
+    return saved, trained
+
+
+def _save_globally(training: Training, shared: Path, core: Any) -> None:
+    """Save through Megatron-Core's own strategy, with our writer and our planning in its place."""
+    strategy = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    filesystem = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
+    saver = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver")
+    serialization = import_module("megatron.core.dist_checkpointing.serialization")
+    strategy.FileSystemWriterAsync = filesystem.FileSystemWriterAsync
+    strategy.save_state_dict_async_plan = saver.save_state_dict_async_plan
+    strategy.save_state_dict_async_finalize = saver.save_state_dict_async_finalize
+    how = strategy.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    for persistent in (False, True):
+        queue = core.AsyncCallsQueue(persistent=persistent)
+        for number in range(2):
+            folder = shared / f"{persistent}-{number}"
+            folder.mkdir(exist_ok=True)
+            request = serialization.save(
+                training.sharded_state(number), folder, how, async_sharded_save=True
+            )
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+            wanted = training.sharded_state(is_loading=True)
+            loaded = serialization.load(wanted, folder)
+            assert loaded["iteration"] == number
+            for key, value in training.model.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(loaded["model"][key], value), key
+        queue.close()
+
+
+def _resume(rank: int, world_size: int) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    manager = _make_manager()
+    training = Training(seed=100 + rank)
+    training.step()
+    # Megatron-LM imports it where it saves only.
+    assert _STATES not in sys.modules
+    assert manager.find_latest() == 2
+    intermediate, ckpt_id = manager.load()
+    assert tuple(ckpt_id) == (2, rank, "")
+    assert type(intermediate).__name__ == "MCoreTensorAwareStateDict"
+    state = intermediate.to_state_dict(
+        training.sharded_state(is_loading=True),
+        algo="fully_parallel",
+        parallelization_group=training.group,
+    )
+    assert state["iteration"] == 2
+    assert state["args"].params_dtype is torch.bfloat16
+    training.load(state)
+    loaded = training.tensors()
+    training.step()
+    source = manager.last_load.source
+    manager.close()
+    return source, loaded, training.tensors()
+
+
+def test_a_gpt_that_lost_a_node_goes_on_bit_for_bit(node_dirs: Dirs, tmp_path: Path) -> None:
+    nodes = node_dirs(2)
+    before = run_upstream_ranks(_train_and_save, 2, tmp_path, store_per_node=nodes)
+    shutil.rmtree(nodes[0])
+    nodes[0].mkdir()
+
+    after = run_upstream_ranks(_resume, 2, store_per_node=nodes)
+
+    assert [source for source, _, _ in after] == ["peer rank 1", "own node"]
+    for (saved, trained), (_, loaded, trained_on) in zip(before, after, strict=True):
+        assert_same(loaded, saved)
+        assert_same(trained_on, trained)

@@ -24,6 +24,7 @@ from localckpt.cli.output import (
     store_or_default,
 )
 from localckpt.errors import StorageError
+from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import ShardIdentity
 from localckpt.storage.aside import put_back
 from localckpt.storage.catalog import (
@@ -67,6 +68,11 @@ def clean(
     """
     with one_line_errors():
         root = store_or_default(directory)
+        if find_shared_sessions(root):
+            raise StorageError(
+                f"{root} is on shared storage, and this command is for the stores of nodes: the "
+                f"job's next save removes what was cut off there. Nothing was changed"
+            )
         find_sessions(root)
         with nullcontext() if dry_run else _lock(root, timeout):
             found = _removable(root)

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from localckpt.cli.output import (
+    BAD,
     REFUSED,
     JsonOption,
+    age,
+    counted,
     one_line_errors,
     say,
     say_json,
     store_or_default,
     warn,
 )
+from localckpt.cli.shared import SharedListing, look
 from localckpt.errors import CheckpointingException
-from localckpt.ids import ShardRecord
+from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.explanation import explain as explain_holdings
 from localckpt.managers.holdings import Holdings
 from localckpt.storage.aside import why_set_aside
-from localckpt.storage.catalog import SessionFolder, find_sessions, node_token
+from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
 
 __all__ = ["explain"]
 
@@ -41,7 +45,8 @@ def explain(
         typer.Argument(
             metavar="DIR",
             readable=False,
-            help="The stores of all nodes; this user's store in memory by default.",
+            help="The stores of all nodes, and roots on shared storage; this user's store in "
+            "memory by default.",
             show_default=False,
         ),
     ] = None,
@@ -49,68 +54,144 @@ def explain(
         int | None,
         typer.Option(min=1, help="With how many ranks the job is to be restarted."),
     ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Of this session only; of all by default.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Say what a restart would load, and why.
 
     That is: which checkpoint, why none that is newer, and the loss of which nodes it survives. Each
-    DIR is the store of one node. Files are judged by their headers: `localckpt verify` reads
-    them whole. The exit status is 2 if a DIR cannot be used; what is said is of the others.
+    DIR is the store of one node, or a root on shared storage. Files are judged by their headers:
+    `localckpt verify` reads them whole. The exit status is 1 if there is nothing that a restart
+    could load, and 2 if a DIR cannot be used; what is said is of the others.
     """
     with one_line_errors():
         given = list(dict.fromkeys(directories or [store_or_default(None)]))
-    read = _read_all(given)
-    if read:
-        _tell(_gather(read), world_size, json)
-    raise typer.Exit(0 if len(read) == len(given) else REFUSED)
+    read, shared = _read_all(given)
+    sessions = _sessions(_gather(read), shared, world_size)
+    if session is not None:
+        sessions = [found for found in sessions if found.name == session]
+    if json and (read or shared):
+        say_json({"sessions": [found.to_json() for found in sessions]})
+    elif sessions:
+        for number, found in enumerate(sessions):
+            say(*[""][: number > 0], f"session {found.name!r}", bold=True)
+            found.say()
+    elif read or shared:
+        say("No job has used these stores yet." if session is None else f"No session {session!r}.")
+    if len(read) + len(shared) < len(given):
+        raise typer.Exit(REFUSED)
+    raise typer.Exit(0 if any(found.can_be_loaded for found in sessions) else BAD)
 
 
-def _tell(nodes: _Nodes, world_size: int | None, json: bool) -> None:
-    sessions = dict.fromkeys(session for node in nodes.values() for session in node)
-    explanations = {session: _explain(session, nodes, world_size) for session in sorted(sessions)}
-    if json:
-        told = [{"session": s, **explanation.to_json()} for s, explanation in explanations.items()]
-        say_json({"sessions": told})
-        return
-    for number, (session, explanation) in enumerate(explanations.items()):
-        say(*[""][: number > 0], f"session {session!r}", bold=True)
-        say(*str(explanation).splitlines())
-    if not explanations:
-        say("No job has used these stores yet.")
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One session on the nodes, and on shared storage."""
+
+    name: str
+    on_nodes: Explanation
+    saved_at: float | None
+    shared: tuple[SharedListing, ...]
+
+    @property
+    def can_be_loaded(self) -> bool:
+        """Whether a restart finds anything."""
+        return self.on_nodes.loads is not None or self.newest_shared is not None
+
+    @property
+    def newest_shared(self) -> SharedCheckpoint | None:
+        """What a restart loads from shared storage."""
+        loads = [listing.loads for listing in self.shared if listing.loads is not None]
+        return max(loads, key=lambda known: known.folder.version, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        shared = [listing.to_json() for listing in self.shared]
+        told = {"session": self.name, **self.on_nodes.to_json()}
+        return {**told, "saved_at": self.saved_at, "shared": shared}
+
+    def say(self) -> None:
+        """Print both, and which of them a job resumes from."""
+        if self.on_nodes.nodes:
+            say(*str(self.on_nodes).splitlines())
+        if self.saved_at is not None and self.on_nodes.loads is not None:
+            say(f"Iteration {self.on_nodes.loads.iteration} was saved {age(self.saved_at)} ago.")
+        for number, listing in enumerate(self.shared):
+            say(*[""][: number > 0 or bool(self.on_nodes.nodes)])
+            say(f"shared storage {listing.session.root}", "")
+            listing.say()
+        newest, local = self.newest_shared, self.on_nodes.loads
+        if self.shared and newest is None:
+            say("", "From shared storage a restart finds nothing to load.")
+        if newest is not None:
+            ranks = newest.record.world_size if newest.record is not None else 0
+            say(
+                "",
+                f"From shared storage a restart loads iteration {newest.folder.iteration} (epoch "
+                f"{newest.folder.epoch}, saved by {counted(ranks, 'rank')}, {age(newest.saved_at)} "
+                f"ago), with any number of ranks.",
+            )
+        if newest is not None and local is not None:
+            nodes = local.iteration >= newest.folder.iteration
+            say(f"The higher iteration is that {'on the nodes' if nodes else 'on shared storage'}.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What one node, or one of its directories, has of one session."""
 
-    records: tuple[ShardRecord, ...] = ()
+    shards: tuple[ShardFile, ...] = ()
     bad: tuple[str, ...] = ()
 
     def and_also(self, other: _Found) -> _Found:
-        return _Found(self.records + other.records, self.bad + other.bad)
+        return _Found(self.shards + other.shards, self.bad + other.bad)
 
 
 _Nodes = dict[str, dict[str, _Found]]
 """What each node has, by session."""
 
 
-def _read_all(directories: Sequence[Path]) -> dict[Path, list[tuple[str, _Found]]]:
-    """What the directories have, with its session, without those that cannot be used."""
-    read = {}
+def _read_all(
+    directories: Sequence[Path],
+) -> tuple[dict[Path, list[tuple[str, _Found]]], dict[Path, list[SharedListing]]]:
+    """What nodes have, with its session, and what is on shared storage.
+
+    Directories that cannot be used are left out.
+    """
+    read, shared = {}, {}
     for directory in directories:
         try:
-            read[directory] = [(s.session_id, _read(s)) for s in find_sessions(directory)]
+            if found := find_shared_sessions(directory):
+                shared[directory] = [look(session) for session in found]
+            else:
+                read[directory] = [(s.session_id, _read(s)) for s in find_sessions(directory)]
         except CheckpointingException as error:
             left_out = f"{directory} is left out: " if len(directories) > 1 else ""
             warn(f"{left_out}{error}")
-    return read
+    return read, shared
+
+
+def _sessions(
+    nodes: _Nodes, shared: Mapping[Path, Sequence[SharedListing]], world_size: int | None
+) -> list[_Session]:
+    listings = [listing for found in shared.values() for listing in found]
+    names = {name for node in nodes.values() for name in node}
+    names |= {listing.session.session_id for listing in listings}
+    return [
+        _Session(
+            name,
+            *_explain(name, nodes, world_size),
+            tuple(listing for listing in listings if listing.session.session_id == name),
+        )
+        for name in sorted(names)
+    ]
 
 
 def _read(session: SessionFolder) -> _Found:
     shards, uncounted = session.shards()
     bad = [f"{file.path.name}: {_SHORT.get(file.fault, file.why)}" for file in uncounted]
     aside = [f"{path.name}: {why_set_aside(path)}" for path in session.corrupt_files()]
-    return _Found(tuple(shard.record for shard in shards), (*bad, *aside))
+    return _Found(tuple(shards), (*bad, *aside))
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -127,11 +208,18 @@ def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
     return nodes
 
 
-def _explain(session: str, nodes: _Nodes, world_size: int | None) -> Explanation:
+def _explain(
+    session: str, nodes: _Nodes, world_size: int | None
+) -> tuple[Explanation, float | None]:
+    """What a restart makes of the nodes, and when what it loads was saved."""
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
-    return explain_holdings(
-        Holdings.found({label: of_node.records for label, of_node in found.items()}),
+    records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
+    explanation = explain_holdings(
+        Holdings.found(records),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
     )
+    shards = [shard for of_node in found.values() for shard in of_node.shards]
+    times = [s.modified_at for s in shards if s.record.identity.checkpoint == explanation.loads]
+    return explanation, max(times, default=None)

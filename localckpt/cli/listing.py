@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from localckpt.cli.output import (
     JsonOption,
     StoreArgument,
+    age,
     counted,
     one_line_errors,
     say,
@@ -17,6 +19,8 @@ from localckpt.cli.output import (
     size,
     store_or_default,
 )
+from localckpt.cli.shared import SharedListing, look
+from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.managers.coverage import complete_checkpoints
 from localckpt.managers.explanation import ranges
@@ -25,6 +29,7 @@ from localckpt.managers.ordering import newest_first
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
+    ShardFile,
     UncountedFile,
     find_sessions,
     node_token,
@@ -34,24 +39,38 @@ __all__ = ["describe_leftovers", "ls"]
 
 
 def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
-    """List the checkpoints in a store.
+    """List the checkpoints in a store, or on shared storage.
 
     "Complete here" means that this node alone holds the shards of all ranks; with several nodes
     that is neither usual nor needed: ask `localckpt explain` with the stores of all of them.
     """
     with one_line_errors():
         root = store_or_default(directory)
+        if shared := [look(session) for session in find_shared_sessions(root)]:
+            _say_shared(root, shared, json)
+            return
         listings = [_look(session) for session in find_sessions(root)]
         node = node_token(root)
         if json:
             sessions = [listing.to_json() for listing in listings]
-            say_json({"store": str(root), "node": node, "sessions": sessions})
+            say_json({"store": str(root), "shared": False, "node": node, "sessions": sessions})
             return
         say(f"{root}: node {node}" if node else f"{root}: of a node that has no name")
         for listing in listings:
             _say_listing(listing)
         if not listings:
             say("No job has used it yet.")
+
+
+def _say_shared(root: Path, listings: Sequence[SharedListing], json: bool) -> None:
+    if json:
+        sessions = [{"session": s.session.session_id, **s.to_json()} for s in listings]
+        say_json({"store": str(root), "shared": True, "sessions": sessions})
+        return
+    say(f"{root}: shared storage")
+    for listing in listings:
+        say("", f"session {listing.session.session_id!r}")
+        listing.say()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,7 @@ class _Row:
     copies: int
     parities: int
     nbytes: int
+    saved_at: float
     is_complete: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -76,6 +96,7 @@ class _Row:
             "copies": self.copies,
             "parities": self.parities,
             "nbytes": self.nbytes,
+            "saved_at": self.saved_at,
             "complete_here": self.is_complete,
         }
 
@@ -128,16 +149,19 @@ def describe_leftovers(leftovers: Iterable[Leftover]) -> list[str]:
 
 def _look(session: SessionFolder) -> _Listing:
     shards, uncounted = session.shards()
-    rows = _rows([shard.record for shard in shards])
+    rows = _rows(shards)
     return _Listing(session.session_id, rows, tuple(uncounted), tuple(session.leftovers()))
 
 
-def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
-    holdings = Holdings.found({"here": records})
+def _rows(shards: Sequence[ShardFile]) -> tuple[_Row, ...]:
+    holdings = Holdings.found({"here": [shard.record for shard in shards]})
     complete = complete_checkpoints(holdings)
     by_checkpoint: dict[Checkpoint, list[ShardRecord]] = {}
-    for record in records:
-        by_checkpoint.setdefault(record.identity.checkpoint, []).append(record)
+    saved_at: dict[Checkpoint, float] = {}
+    for shard in shards:
+        checkpoint = shard.record.identity.checkpoint
+        by_checkpoint.setdefault(checkpoint, []).append(shard.record)
+        saved_at[checkpoint] = max(shard.modified_at, saved_at.get(checkpoint, 0.0))
     return tuple(
         _Row(
             checkpoint,
@@ -145,6 +169,7 @@ def _rows(records: Sequence[ShardRecord]) -> tuple[_Row, ...]:
             sum(not record.identity.is_parity for record in found),
             sum(record.identity.is_parity for record in found),
             sum(record.nbytes for record in found),
+            saved_at[checkpoint],
             checkpoint in complete,
         )
         for checkpoint in newest_first(by_checkpoint, holdings.lineages)
@@ -176,12 +201,13 @@ def _say_listing(listing: _Listing) -> None:
                 str(row.copies),
                 *([str(row.parities)] if parity else []),
                 size(row.nbytes),
+                age(row.saved_at),
                 "yes" if row.is_complete else "no",
             )
             for row in listing.rows
         ]
-        numbers = ("iteration", "generation", "copies", *parity, "size")
-        say_table([*names, "size", "complete here"], rows, right=numbers)
+        numbers = ("iteration", "generation", "copies", *parity, "size", "age")
+        say_table([*names, "size", "age", "complete here"], rows, right=numbers)
     else:
         say("no shard")
     for file in listing.uncounted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,14 @@ import typer
 from rich.filesize import decimal
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.global_tier.folders import RECORD_NAME
 from localckpt.storage.memory import default_root
-from localckpt.storage.names import SESSION_PREFIX
 
 __all__ = [
     "BAD",
     "REFUSED",
     "JsonOption",
     "StoreArgument",
+    "age",
     "counted",
     "one_line_errors",
     "printable",
@@ -102,34 +102,30 @@ def size(nbytes: int) -> str:
     return decimal(nbytes)
 
 
+def age(saved_at: float) -> str:
+    """How long ago something was saved, for people: ``3 min``.
+
+    By the clocks of two machines, so it may be off; nothing is decided by it.
+    """
+    seconds = max(0.0, time.time() - saved_at)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def store_or_default(given: Path | None) -> Path:
     """The store that a command is about.
 
     Raises:
-        StorageError: None was given, and there is no usual one; or it is no node's store.
+        StorageError: None was given, and there is no usual one.
     """
     if given is not None:
-        _require_no_global_tier(given)
         return given
     usual = default_root()
     if not usual.is_dir():
         raise StorageError(f"give a directory: this user has no store in memory ({usual})")
     return usual
-
-
-def _require_no_global_tier(root: Path) -> None:
-    """Looking for shards there, nothing bad would be found, however bad it were."""
-    for folder in [root, *root.glob(f"{SESSION_PREFIX}*")]:
-        try:
-            here = (folder / RECORD_NAME).exists()
-        except OSError:
-            # The command itself says what keeps it from looking.
-            return
-        if here or any(folder.glob(f"iteration_*/{RECORD_NAME}")):
-            raise StorageError(
-                f"{folder} holds checkpoints of the global tier, and this command is for the "
-                f"stores of nodes. Loading such a checkpoint verifies it"
-            )
 
 
 @contextmanager

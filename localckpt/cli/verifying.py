@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -27,7 +27,20 @@ from localckpt.cli.output import (
     size,
     store_or_default,
 )
-from localckpt.storage.catalog import ShardFile, UncountedFile, find_sessions
+from localckpt.errors import CheckpointingException
+from localckpt.global_tier.catalog import (
+    SharedCheckpoint,
+    SharedSession,
+    find_shared_sessions,
+    verify_file,
+)
+from localckpt.storage.catalog import (
+    SessionFolder,
+    ShardFile,
+    UncountedFile,
+    find_sessions,
+    uncounted_file,
+)
 
 __all__ = ["verify"]
 
@@ -35,8 +48,9 @@ __all__ = ["verify"]
 def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     """Check every block of every shard in a store.
 
-    The exit status is 0 if all is good, 1 if something is bad, and 2 if something could not be
-    read. Files that were set aside as damaged before (*.corrupt) are not looked at again.
+    Or, on shared storage, of every file of every checkpoint. The exit status is 0 if all is good, 1
+    if something is bad, and 2 if something could not be read. Files that were set aside as damaged
+    before (*.corrupt) are not looked at again.
     """
     with one_line_errors():
         outcome = _verify_all(store_or_default(directory), quiet=json)
@@ -60,16 +74,18 @@ class _Outcome:
     def exit_status(self) -> int:
         return BAD if self.bad else REFUSED if self.unreadable else 0
 
-    def take(self, file: ShardFile | UncountedFile | None) -> None:
-        if file is None:
-            self.vanished += 1
-        elif isinstance(file, ShardFile):
-            self.verified += 1
-            self.nbytes += file.record.nbytes
-        elif file.fault in ("unreadable", "other version"):
+    def good(self, nbytes: int) -> None:
+        """Count a file that was verified."""
+        self.verified += 1
+        self.nbytes += nbytes
+
+    def take(self, file: UncountedFile) -> str:
+        """Count a file that is not good; what to call it."""
+        if file.fault in ("unreadable", "other version"):
             self.unreadable.append(file)
-        else:
-            self.bad.append(file)
+            return "not readable"
+        self.bad.append(file)
+        return "bad"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,32 +113,89 @@ def _to_json(files: Sequence[UncountedFile]) -> list[dict[str, str]]:
     return [{"path": str(file.path), "why": file.description} for file in files]
 
 
+class _Check(NamedTuple):
+    """A file to be verified.
+
+    Attributes:
+        nbytes: How long that takes, in bytes.
+        verify: Reads it, and gives what it found: its bytes if it is good, ``None`` if it is there
+            no more.
+    """
+
+    nbytes: int
+    verify: Callable[[Callable[[int], None]], int | UncountedFile | None]
+
+
 def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
     outcome = _Outcome(root)
 
-    def take(file: ShardFile | UncountedFile | None) -> None:
-        outcome.take(file)
-        if isinstance(file, UncountedFile) and not quiet:
-            word = "bad" if file in outcome.bad else "not readable"
-            say(f"{word}: {file.path}: {file.description}", red=True)
+    def take(found: int | UncountedFile | None) -> None:
+        if found is None:
+            outcome.vanished += 1
+        elif isinstance(found, int):
+            outcome.good(found)
+        else:
+            word = outcome.take(found)
+            if not quiet:
+                say(f"{word}: {found.path}: {found.description}", red=True)
 
-    found = []
-    for session in find_sessions(root):
-        shards, uncounted = session.shards()
-        found += [(session, shard) for shard in shards]
-        outcome.set_aside += len(session.corrupt_files())
-        for file in uncounted:
-            take(file)
+    shared = find_shared_sessions(root)
+    checks = _of_shared(shared, take) if shared else _of_node(root, outcome, take)
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    total = sum(shard.record.nbytes for _, shard in found)
+    total = sum(check.nbytes for check in checks)
     with Progress(
         *columns, console=console, transient=True, disable=quiet or not console.is_terminal
     ) as progress:
         task, begun = progress.add_task("", total=total), 0
-        for session, shard in found:
-            take(session.verify(shard, lambda nbytes: progress.advance(task, nbytes)))
+        for check in checks:
+            take(check.verify(lambda nbytes: progress.advance(task, nbytes)))
             # Not all of a bad one is read, and the header of each one twice.
-            begun += shard.record.nbytes
+            begun += check.nbytes
             progress.update(task, completed=begun)
     return outcome
+
+
+def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None]) -> list[_Check]:
+    """What is to be verified in a node's store; what cannot be is taken at once."""
+
+    def check(session: SessionFolder, shard: ShardFile) -> _Check:
+        def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:
+            found = session.verify(shard, on_read)
+            return found.record.nbytes if isinstance(found, ShardFile) else found
+
+        return _Check(shard.record.nbytes, verify)
+
+    checks = []
+    for session in find_sessions(root):
+        shards, uncounted = session.shards()
+        checks += [check(session, shard) for shard in shards]
+        outcome.set_aside += len(session.corrupt_files())
+        for file in uncounted:
+            take(file)
+    return checks
+
+
+def _of_shared(
+    sessions: Sequence[SharedSession], take: Callable[[UncountedFile], None]
+) -> list[_Check]:
+    """The same on shared storage."""
+
+    def check(known: SharedCheckpoint, path: Path, nbytes: int | None) -> _Check:
+        def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:
+            assert known.record is not None, "only a record tells of files"
+            try:
+                return verify_file(path, nbytes, known.record, on_read)
+            except CheckpointingException as error:
+                # A job that saves lets older checkpoints go.
+                return uncounted_file(path, error) if known.folder.has_record else None
+
+        return _Check(nbytes or 0, verify)
+
+    checks = []
+    for session in sessions:
+        for known in session.checkpoints():
+            checks += [check(known, path, nbytes) for path, nbytes in known.files().items()]
+            if known.record is None and known.problem is not None:
+                take(uncounted_file(known.folder.path, known.problem))
+    return checks

@@ -23,6 +23,7 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
 
 __all__ = [
+    "LOCK_NAME",
     "RECORD_NAME",
     "CommitRecord",
     "Folder",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 RECORD_NAME = "localckpt.json"
+LOCK_NAME = ".localckpt.lock"
+"""In the root of a session: who saves there holds it."""
 
 _FORMAT = 1
 _PARTIAL = ".partial"
@@ -148,6 +151,11 @@ class CommitRecord:
             CorruptShardError: It does not, or one is not.
             StorageError: They cannot be looked at.
         """
+        self.check_identity(folder, session_id)
+        self.check_files(folder)
+
+    def check_identity(self, folder: Folder, session_id: str) -> None:
+        """See that it speaks of this directory; raises CorruptShardError if it does not."""
         if (self.session_id, self.iteration, self.epoch) != (
             session_id,
             folder.iteration,
@@ -157,6 +165,9 @@ class CommitRecord:
                 f"{folder.path} was saved as iteration {self.iteration}, epoch {self.epoch} of "
                 f"session {self.session_id!r}: give it its name again"
             )
+
+    def check_files(self, folder: Folder) -> None:
+        """See that all files are there, by their sizes; raises as :meth:`check`."""
         for name, nbytes in self.files.items():
             path = folder.path / name
             with storage_errors("look at", path):

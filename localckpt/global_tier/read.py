@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localckpt.errors import CorruptShardError
-from localckpt.global_tier.trailer import FOOTER_NBYTES, FileIdentity, Trailer
+from localckpt.global_tier.trailer import FileIdentity, Trailer, read_trailer
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import PrivateBuffer
@@ -215,19 +215,13 @@ class _DataFile:
             self._hasher.check(start, [view[:wanted]], digests)
 
     def _read_trailer(self, file: OpenFile) -> Trailer | None:
-        footer = bytearray(min(FOOTER_NBYTES, file.nbytes))
-        file.read_into(file.nbytes - len(footer), memoryview(footer))
-        position = Trailer.position(bytes(footer), file.nbytes)
-        if position is None:
+        trailer = read_trailer(file)
+        if trailer is None:
             if self._save_id is not None:
                 raise CorruptShardError(
                     f"{self.path} is cut short or damaged: it does not end as it was written"
                 )
             return None
-        covered, stop = position
-        digests = bytearray(stop - covered)
-        file.read_into(covered, memoryview(digests))
-        trailer = Trailer.parse(self.path.name, bytes(digests), bytes(footer))
         if self._save_id not in (None, trailer.save_id):
             raise CorruptShardError(f"{self.path} belongs to another save than its checkpoint")
         return trailer

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
+from localckpt.global_tier.folders import LOCK_NAME
 from localckpt.global_tier.write import make_folder
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 # What file systems answer that cannot lock files; anything else is an error.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_LOCK_NAME = ".localckpt.lock"
 _OWNER_NAME = ".localckpt.owner"
 # Storage may take that long to see that the node of the job before is gone.
 _PATIENCE_S = 120.0
@@ -48,7 +48,7 @@ class RootLock:
         if self._lock is not None:
             return
         make_folder(self._root)
-        lock = FileLock(self._root / _LOCK_NAME, thread_local=False)
+        lock = FileLock(self._root / LOCK_NAME, thread_local=False)
         try:
             self._acquire(lock, min(timeout_s, _PATIENCE_S))
         except Timeout:

@@ -13,8 +13,16 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.state_dict.digests import digests_nbytes
 from localckpt.state_dict.layout import round_up
+from localckpt.storage.open_file import OpenFile
 
-__all__ = ["FOOTER_NBYTES", "FileIdentity", "Trailer", "covered_nbytes", "trailer_nbytes"]
+__all__ = [
+    "FOOTER_NBYTES",
+    "FileIdentity",
+    "Trailer",
+    "covered_nbytes",
+    "read_trailer",
+    "trailer_nbytes",
+]
 
 _MAGIC = b"localckpt-trail1"
 # The magic, how many bytes the digests cover, the save's ID, and a hash of all before it.
@@ -75,6 +83,24 @@ class Trailer:
         if xxhash.xxh3_64_intdigest(digests + footer[:-8]) != digest:
             raise CorruptShardError(f"the file {name} is damaged: its digests are")
         return cls(save_id.hex(), covered, digests)
+
+
+def read_trailer(file: OpenFile) -> Trailer | None:
+    """The trailer at the end of a file; ``None`` if it has none.
+
+    Raises:
+        CorruptShardError: It is damaged.
+        OSError: It cannot be read.
+    """
+    footer = bytearray(min(FOOTER_NBYTES, file.nbytes))
+    file.read_into(file.nbytes - len(footer), memoryview(footer))
+    position = Trailer.position(bytes(footer), file.nbytes)
+    if position is None:
+        return None
+    covered, stop = position
+    digests = bytearray(stop - covered)
+    file.read_into(covered, memoryview(digests))
+    return Trailer.parse(file.path.name, bytes(digests), bytes(footer))
 
 
 def covered_nbytes(content_nbytes: int) -> int:

@@ -51,6 +51,7 @@ __all__ = [
     "find_staging",
     "node_token",
     "split_claim",
+    "uncounted_file",
 ]
 
 Fault = Literal["damaged", "other version", "other session", "unreadable"]
@@ -67,6 +68,8 @@ class ShardFile:
 
     path: Path
     record: ShardRecord
+    modified_at: float = 0.0
+    """When it was last written to, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,11 @@ class SessionFolder:
         except CheckpointingException as error:
             result = UncountedFile(path, before.st_size, *_fault_of(error))
         after = _status(path)
-        return result if after is not None and after.st_ino == before.st_ino else None
+        if after is None or after.st_ino != before.st_ino:
+            return None
+        if isinstance(result, ShardFile):
+            return replace(result, modified_at=after.st_mtime)
+        return result
 
     def _judge(self, path: Path, record: ShardRecord) -> ShardFile | UncountedFile:
         if record.identity.session_id != self.session_id:
@@ -245,6 +252,12 @@ def node_token(root: Path) -> str | None:
         return read_note(root / TOKEN_NAME).strip() or None
     except OSError:
         return None
+
+
+def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
+    """What is told of a file that cannot be used."""
+    status = _status(path)
+    return UncountedFile(path, 0 if status is None else status.st_size, *_fault_of(error))
 
 
 def split_claim(why: str) -> tuple[str, str]:

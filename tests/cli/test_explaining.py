@@ -185,7 +185,8 @@ def test_directories_that_cannot_be_used_are_left_out_and_the_others_explained(
 
     without = run("explain", *nodes, *options)
     assert (answer.status, without.status) == (2, 0)
-    assert answer.out == without.out
+    shown = [re.sub(r"saved \d+ \w+ ago", "", told.out) for told in (answer, without)]
+    assert shown[0] == shown[1]
     assert [line.split(": ")[:2] for line in answer.err.splitlines()] == [
         ["localckpt", f"{path} is left out"] for path in useless
     ]
@@ -252,7 +253,7 @@ def test_one_of_a_thing_is_not_told_in_the_plural(store: Path) -> None:
 def test_another_number_of_ranks_is_refused_with_what_can_be_done(nodes: list[Path]) -> None:
     answer, told = call("explain", *nodes, "--world-size", "2"), _explained(nodes, "--world-size=2")
 
-    assert answer.status == 0
+    assert answer.status == 1
     assert "A restart is refused: the newest checkpoint, iteration 20, was saved by 4" in answer.out
     assert "Start with 4 ranks" in told["refusal"]
     assert told["loads"] is None

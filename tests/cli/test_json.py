@@ -40,6 +40,7 @@ def test_ls(store: Path) -> None:
 
     assert _shape(told) == {
         "store": "str",
+        "shared": "bool",
         "node": "str",
         "sessions": [
             {
@@ -47,7 +48,7 @@ def test_ls(store: Path) -> None:
                 "checkpoints": [
                     _CHECKPOINT
                     | {"ranks": ["int"], "copies": "int", "parities": "int"}
-                    | {"nbytes": "int", "complete_here": "bool"}
+                    | {"nbytes": "int", "saved_at": "float", "complete_here": "bool"}
                 ],
                 "uncounted": [{"path": "str", "nbytes": "int", "fault": "str", "why": "str"}],
                 "leftovers": {
@@ -111,6 +112,8 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "may_be_lost_alone": ["str"],
                 "breaking": [["str"]],
                 "bad": {str(store): ["str"]},
+                "saved_at": "NoneType",
+                "shared": [],
             }
         ]
     }

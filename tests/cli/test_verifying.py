@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import localckpt
 from localckpt.storage.catalog import UncountedFile, find_sessions
 from tests.cli.commands import call, only_shards, run
 from tests.managers.jobs import damage, make_manager, reads_fail, state_of
@@ -193,17 +192,3 @@ def test_a_person_at_a_terminal_sees_how_far_it_is(tmp_path: Path) -> None:
     assert b"/20.0 MB" in seen
     assert process.returncode == 0
     assert out.decode().endswith("1 good (20.0 MB), 0 bad\n")
-
-
-@pytest.mark.parametrize("session", ["", "run"])
-@pytest.mark.parametrize("command", ["verify", "ls", "clean"])
-def test_checkpoints_of_the_global_tier_are_refused_not_found_good(
-    tmp_path: Path, command: str, session: str
-) -> None:
-    with localckpt.GlobalCheckpointManager(tmp_path, session) as manager:
-        manager.save({"w": torch.ones(3)}, 1)
-
-    answer = run(command, tmp_path)
-
-    assert answer.status == 2
-    assert "holds checkpoints of the global tier" in answer.err

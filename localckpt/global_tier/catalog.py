@@ -1,0 +1,194 @@
+"""Looks at a root on shared storage from outside, while a job saves there or long after.
+
+Nothing is changed, locked or unpickled, and no torch is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.global_tier.folders import (
+    LOCK_NAME,
+    RECORD_NAME,
+    CommitRecord,
+    Folder,
+    folders_in,
+)
+from localckpt.global_tier.trailer import FileIdentity, read_trailer
+from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import SESSION_PREFIX, session_of
+from localckpt.storage.open_file import OpenFile
+
+__all__ = ["SharedCheckpoint", "SharedSession", "find_shared_sessions", "verify_file"]
+
+_METADATA_NAME = ".metadata"
+_READ_NBYTES = 4 * BLOCK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCheckpoint:
+    """One directory that was committed.
+
+    Attributes:
+        folder: Its place, iteration and epoch, by its name.
+        record: Its commit record; ``None`` if that cannot be read, or speaks of another directory.
+        problem: Why it cannot be loaded; ``None`` if it can, as far as its record says.
+        saved_at: When it was committed, in seconds since 1970 by the file system's clock.
+    """
+
+    folder: Folder
+    record: CommitRecord | None
+    problem: CheckpointingException | None
+    saved_at: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data files; 0 if its record cannot be read."""
+        return 0 if self.record is None else self.record.nbytes
+
+    def files(self) -> dict[Path, int | None]:
+        """Its files, and how many bytes each has, if that is recorded."""
+        if self.record is None:
+            return {}
+        names: dict[str, int | None] = {_METADATA_NAME: None, **self.record.files}
+        return {self.folder.path / name: nbytes for name, nbytes in names.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSession:
+    """One training run's part of a root."""
+
+    root: Path
+    session_id: str
+
+    def checkpoints(self) -> list[SharedCheckpoint]:
+        """Directories that were committed, the newest first; data is not read.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        found = [self._look(folder) for folder in folders_in(self.root)[0]]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def leftovers(self) -> list[Path]:
+        """Directories of saves under way, of saves that were cut off, and of what is removed.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        folders, leftovers = folders_in(self.root)
+        unfinished = [folder.path for folder in folders if not folder.has_record]
+        return [*(leftover.path for leftover in leftovers), *unfinished]
+
+    def _look(self, folder: Folder) -> SharedCheckpoint | None:
+        try:
+            with storage_errors("look at", folder.path):
+                saved_at = (folder.path / RECORD_NAME).stat().st_mtime
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            return SharedCheckpoint(folder, None, error, 0.0)
+        record = None
+        try:
+            found = CommitRecord.read(folder.path)
+            if found is None:
+                # A job has let it go meanwhile.
+                return None
+            found.check_identity(folder, self.session_id)
+            record = found
+            record.check_files(folder)
+        except (CorruptShardError, StorageError) as error:
+            return SharedCheckpoint(folder, record, error, saved_at)
+        return SharedCheckpoint(folder, record, None, saved_at)
+
+
+def find_shared_sessions(root: Path) -> list[SharedSession]:
+    """The sessions of a root on shared storage; none if it is no such root.
+
+    Raises:
+        StorageError: It is a single checkpoint, or cannot be read.
+    """
+    try:
+        names = {entry.name for entry in os.scandir(root)}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StorageError(f"{root} cannot be read: {error.strerror or error}") from error
+    if RECORD_NAME in names:
+        raise StorageError(
+            f"{root} is one checkpoint of a root on shared storage: give {root.parent}"
+        )
+    named = sorted(name for name in names if name.startswith(SESSION_PREFIX))
+    sessions = [SharedSession(root, "")]
+    sessions += [SharedSession(root / name, session_of(name)) for name in named]
+    return [session for session in sessions if _is_root(session.root)]
+
+
+def _is_root(folder: Path) -> bool:
+    if any(folders_in(folder)):
+        return True
+    with storage_errors("read", folder):
+        return (folder / LOCK_NAME).exists()
+
+
+def verify_file(
+    path: Path, nbytes: int | None, record: CommitRecord, on_read: Callable[[int], None]
+) -> int:
+    """Read a file of a checkpoint whole, and check every block.
+
+    Args:
+        path: The file.
+        nbytes: How many bytes it must have; ``None`` for the metadata.
+        record: The commit record of its checkpoint.
+        on_read: Told how many bytes have been read, each time that some have.
+
+    Returns:
+        How many bytes it has.
+
+    Raises:
+        CorruptShardError: It is not what was saved.
+        StorageError: It cannot be read.
+    """
+    if not path.exists() and path.parent.exists():
+        raise CorruptShardError(f"{path} is gone")
+    file = OpenFile(path)
+    try:
+        with storage_errors("read", path):
+            if nbytes is None:
+                _verify_metadata(file, record)
+            elif file.nbytes != nbytes:
+                raise CorruptShardError(f"it has {file.nbytes} bytes, and was saved with {nbytes}")
+            else:
+                _verify_blocks(file, record.save_id, on_read)
+        return file.nbytes
+    finally:
+        file.close()
+
+
+def _verify_metadata(file: OpenFile, record: CommitRecord) -> None:
+    data = bytearray(file.nbytes)
+    file.read_into(0, memoryview(data))
+    if xxhash.xxh3_64_intdigest(data) != record.metadata_digest:
+        raise CorruptShardError("it is damaged, or belongs to another save")
+
+
+def _verify_blocks(file: OpenFile, save_id: str, on_read: Callable[[int], None]) -> None:
+    trailer = read_trailer(file)
+    if trailer is None:
+        raise CorruptShardError("it is cut short or damaged: it does not end as it was written")
+    if trailer.save_id != save_id:
+        raise CorruptShardError("it belongs to another save than its checkpoint")
+    hasher = BlockHasher(FileIdentity(file.path.name, save_id))
+    buffer = memoryview(bytearray(_READ_NBYTES))
+    for start in range(0, trailer.covered_nbytes, _READ_NBYTES):
+        part = buffer[: min(_READ_NBYTES, trailer.covered_nbytes - start)]
+        file.read_into(start, part)
+        hasher.check(start, [part], memoryview(trailer.digests))
+        on_read(len(part))

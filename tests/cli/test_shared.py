@@ -1,0 +1,182 @@
+"""The commands understand roots on shared storage, alone and beside nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt.global_tier.folders import RECORD_NAME
+from tests.cli.commands import Answer, call
+from tests.global_tier.models import manager_on
+from tests.managers.jobs import make_manager, state_of
+
+
+def _write(root: Path, session: str, iterations: range) -> None:
+    with manager_on(root, session) as manager:
+        for iteration in iterations:
+            state = {"w": torch.full((150_000,), float(iteration)), "v": torch.ones(150_000)}
+            manager.save(state, iteration, is_async=False)
+
+
+@pytest.fixture(params=["", "run"], ids=["no session", "session"])
+def session(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def root(session: str, tmp_path: Path) -> Path:
+    """A root on shared storage with iterations 100 and 101."""
+    _write(tmp_path / "shared", session, range(100, 102))
+    return tmp_path / "shared"
+
+
+def _checkpoint(root: Path, iteration: int) -> Path:
+    (folder,) = root.rglob(f"iteration_{iteration:08d}.*")
+    return folder
+
+
+def _explained(*directories: Path) -> tuple[Answer, dict[str, Any]]:
+    answer = call("explain", *directories, "--json")
+    (told,) = answer.json()["sessions"]
+    return answer, told
+
+
+def test_its_checkpoints_are_listed_with_sizes_and_ages(root: Path, session: str) -> None:
+    old = time.time() - 2 * 86_400 - 60
+    os.utime(_checkpoint(root, 100) / RECORD_NAME, (old, old))
+    (root / "session-x").mkdir()
+    (_checkpoint(root, 100).parent / ".iteration_00000102.0001.aa.partial").mkdir()
+
+    answer, told = call("ls", root), call("ls", root, "--json").json()
+
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith(f"{root}: shared storage\n\nsession {session!r}\n")
+    assert re.search(r"^ +101 +1 +1 +2 +1\.2 MB +\d+ (s|min)$", answer.out, re.MULTILINE)
+    assert re.search(r"^ +100 +1 +1 +2 +1\.2 MB +2 d$", answer.out, re.MULTILINE)
+    assert "1 unfinished save: under way, or cut off" in answer.out
+    assert told["shared"] is True
+    (only,) = told["sessions"]
+    assert only["session"] == session
+    assert [row["iteration"] for row in only["checkpoints"]] == [101, 100]
+    assert only["loads"] == only["checkpoints"][0]
+    assert only["checkpoints"][1]["saved_at"] == pytest.approx(old)
+    assert only["leftovers"] == 1
+
+
+def test_alone_it_is_what_a_restart_loads(root: Path) -> None:
+    answer, (status, told) = call("explain", root), _explained(root)
+
+    assert (answer.status, answer.err, status.status) == (0, "", 0)
+    assert "From shared storage a restart loads iteration 101 (epoch 1, saved by 1 rank" in (
+        answer.out
+    )
+    assert "finds nothing" not in answer.out
+    assert told["nodes"] == []
+    assert told["shared"][0]["loads"]["iteration"] == 101
+
+
+@pytest.mark.parametrize("session", ["run"], indirect=True)
+def test_beside_nodes_it_is_no_node(root: Path, tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path / "node", "run") as manager:
+        manager.save(state_of(0, 70), 70)
+
+    both = tmp_path / "node", root
+    answer, (_, told) = call("explain", *both), _explained(*both)
+
+    assert answer.status == 0
+    assert told["nodes"] == [str(tmp_path / "node")]
+    assert told["loads"]["iteration"] == 70
+    assert "A restart loads iteration 70" in answer.out
+    assert re.search(r"Iteration 70 was saved \d+ (s|min) ago\.", answer.out)
+    assert "From shared storage a restart loads iteration 101" in answer.out
+    assert "The higher iteration is that on shared storage." in answer.out
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(70_000 if path.suffix == ".distcp" else 30)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 8)
+
+
+_DAMAGES: dict[str, tuple[str, Callable[[Path], None], bool]] = {
+    "a bit of a data file": ("__0_0.distcp", _flip, True),
+    "a data file that is cut": ("__0_0.distcp", _cut, False),
+    "a data file that is gone": ("__0_1.distcp", Path.unlink, False),
+    "a bit of the metadata": (".metadata", _flip, True),
+    "no metadata": (".metadata", Path.unlink, True),
+    "a bit of the record": (RECORD_NAME, _flip, False),
+}
+
+
+@pytest.mark.fault("flipped-bit")
+@pytest.mark.parametrize("damage", _DAMAGES)
+@pytest.mark.parametrize("session", ["run"], indirect=True)
+def test_verify_finds_every_damage_and_explain_what_a_header_tells(root: Path, damage: str) -> None:
+    name, act, is_hidden = _DAMAGES[damage]
+    before = call("verify", root, "--json")
+    act(_checkpoint(root, 101) / name)
+
+    answer, told = call("verify", root), call("verify", root, "--json")
+    _, explained = _explained(root)
+
+    assert (before.status, before.json()["verified"]) == (0, 6)
+    assert (answer.status, told.status) == (1, 1)
+    (bad,) = told.json()["bad"]
+    place = _checkpoint(root, 101)
+    assert bad["path"] in (str(place / name), str(place))
+    assert f"bad: {bad['path']}: {bad['why']}" in answer.out
+    loads = 101 if is_hidden else 100
+    assert explained["shared"][0]["loads"]["iteration"] == loads
+    assert len(explained["shared"][0]["uncounted"]) == (not is_hidden)
+
+
+def test_explain_exits_with_1_when_nothing_can_be_loaded(root: Path, tmp_path: Path) -> None:
+    for iteration in (100, 101):
+        (_checkpoint(root, iteration) / "__0_0.distcp").unlink()
+
+    answer, (status, told) = call("explain", root), _explained(root)
+
+    assert (answer.status, status.status) == (1, 1)
+    assert "From shared storage a restart finds nothing to load." in answer.out
+    assert "__0_0.distcp is gone" in answer.out
+    assert told["shared"][0]["loads"] is None
+
+
+def test_explain_of_one_session_leaves_the_others_out(tmp_path: Path) -> None:
+    _write(tmp_path, "one", range(5, 6))
+    _write(tmp_path, "other", range(7, 8))
+    shutil.rmtree(_checkpoint(tmp_path, 7))
+
+    one = call("explain", tmp_path, "--session", "one")
+    other = call("explain", tmp_path, "--session", "other")
+    none = call("explain", tmp_path, "--session", "nobody's")
+
+    assert [one.status, other.status, none.status] == [0, 1, 1]
+    assert "'other'" not in one.out
+    assert "no checkpoint" in other.out
+    assert none.out == 'No session "nobody\'s".\n'
+
+
+def test_clean_refuses_it_and_a_single_checkpoint_names_its_root(root: Path) -> None:
+    cleaned = call("clean", root)
+    single = [call(command, _checkpoint(root, 100)) for command in ("ls", "verify", "explain")]
+
+    assert cleaned.status == 2
+    assert f"{root} is on shared storage" in cleaned.err
+    for answer in single:
+        assert answer.status == 2
+        assert "is one checkpoint of a root on shared storage: give" in answer.err

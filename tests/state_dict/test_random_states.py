@@ -1,0 +1,47 @@
+"""States drawn at random come back as they were: none of thousands is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.targets import find_targets
+from tests.state_dict.states import ALLOWED, IDENTITY
+from tests.state_dict.zoo import Zoo, assert_same_state, tensors_of
+
+pytestmark = [
+    pytest.mark.fault("hard-state"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+_SHORT, _LONG = 120, 3000
+
+
+def _wrong(seed: int) -> str | None:
+    """What is wrong of the state of a seed: loaded, and loaded into a state like it."""
+    state = Zoo(seed).state()
+    image = pack(state, IDENTITY, ImagePlanner(ALLOWED))
+    try:
+        assert_same_state(unpack(image, allowed=ALLOWED), state)
+        given = Zoo(seed).state()
+        for tensor in tensors_of(given):
+            if not tensor.is_meta:
+                tensor.untyped_storage().fill_(0)
+        loaded = ImageReader(image, ALLOWED).restore(find_targets(given))
+        assert_same_state(loaded, state)
+    except AssertionError as error:
+        return f"seed {seed}: {error!r}"
+    return None
+
+
+@pytest.mark.timeout(900)
+def test_no_random_state_comes_back_wrong(long_form: bool, record_property: Any) -> None:
+    cases = _LONG if long_form else _SHORT
+
+    wrong = [told for seed in range(cases) if (told := _wrong(seed)) is not None]
+
+    record_property("cases", cases)
+    assert wrong == []

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+import localckpt
 from localckpt.integrations import nvrx
+from localckpt.integrations.nvrx import changeover, global_save
 from tests.managers.jobs import assert_same
 from tests.ranks import node_store
 from tests.upstream.environment import needs_upstream, run_upstream_ranks
@@ -22,6 +24,15 @@ Dirs = Callable[[int], list[Path]]
 pytestmark = needs_upstream
 
 _STATES = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
+
+
+def _make_true_managers() -> tuple[Any, Any]:
+    """One of ours and one of NVRx's; Megatron-Core finds NVRx."""
+    theirs = import_module("nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager")
+    assert not nvrx.is_installed()
+    repl = localckpt.CliqueReplicationStrategy.from_replication_params(1, 2)
+    ours = localckpt.LocalCheckpointManager(node_store(), repl_strategy=repl)
+    return ours, theirs.LocalCheckpointManager(node_store() / "theirs")
 
 
 def _make_manager() -> Any:
@@ -39,7 +50,7 @@ def _make_manager() -> Any:
 def _train_and_save(
     rank: int, world_size: int, shared: Path
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    manager = _make_manager()
+    manager, theirs = _make_true_managers()
     core = import_module("megatron.core.dist_checkpointing.strategies.async_utils")
     training = Training(seed=1)
     queue = core.AsyncCallsQueue(persistent=True)
@@ -56,6 +67,7 @@ def _train_and_save(
         request.add_finalize_fn(lambda: None)
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        theirs.save(state, iteration)
     saved = training.tensors()
     training.step()
     trained = training.tensors()
@@ -68,12 +80,10 @@ def _train_and_save(
 def _save_globally(training: Training, shared: Path, core: Any) -> None:
     """Save through Megatron-Core's own strategy, with our writer and our planning in its place."""
     strategy = import_module("megatron.core.dist_checkpointing.strategies.torch")
-    filesystem = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
-    saver = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver")
     serialization = import_module("megatron.core.dist_checkpointing.serialization")
-    strategy.FileSystemWriterAsync = filesystem.FileSystemWriterAsync
-    strategy.save_state_dict_async_plan = saver.save_state_dict_async_plan
-    strategy.save_state_dict_async_finalize = saver.save_state_dict_async_finalize
+    strategy.FileSystemWriterAsync = global_save.FileSystemWriterAsync
+    strategy.save_state_dict_async_plan = global_save.save_state_dict_async_plan
+    strategy.save_state_dict_async_finalize = localckpt.save_state_dict_async_finalize
     how = strategy.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     for persistent in (False, True):
         queue = core.AsyncCallsQueue(persistent=persistent)
@@ -116,7 +126,19 @@ def _resume(rank: int, world_size: int) -> tuple[str, list[torch.Tensor], list[t
     training.step()
     source = manager.last_load.source
     manager.close()
+    if rank == 1:
+        _read_what_nvrx_left(training, loaded)
     return source, loaded, training.tensors()
+
+
+def _read_what_nvrx_left(training: Training, loaded: list[torch.Tensor]) -> None:
+    files = changeover.find_nvrx_files(node_store() / "theirs", "", 1)
+    assert list(files) == [2]
+    left = changeover.read_nvrx_file(files[2])
+    weight = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert type(left).__name__ == "MCoreTensorAwareStateDict"
+    found = left.sharded_state_dict["model"][weight].data
+    assert any(torch.equal(found, tensor) for tensor in loaded)
 
 
 def test_a_gpt_that_lost_a_node_goes_on_bit_for_bit(node_dirs: Dirs, tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Reads the local checkpoints that NVRx has written, so that a job goes on from them.
+
+Reading runs no code of a file: torch's restricted unpickler makes the objects, and may name only
+what our own checkpoints may name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localckpt.errors import CorruptShardError, UnsafeGlobalError
+from localckpt.integrations.nvrx.names import CHECKPOINTING
+from localckpt.state_dict.basic import BasicTensorAwareStateDict
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.failures import storage_errors
+
+__all__ = ["find_nvrx_files", "read_nvrx_file"]
+
+_FILE = re.compile(r"iter_(\d{7,})_(\d+)_local\.pt")
+_BASIC = f"{CHECKPOINTING}.local.basic_state_dict.BasicTensorAwareStateDict"
+
+
+def find_nvrx_files(root: str | os.PathLike[str], session_id: str, rank: int) -> dict[int, Path]:
+    """NVRx's files of a rank on this node, by iteration; replicas in folders of other ranks count.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    folder = Path(root) / session_id
+    found: dict[int, Path] = {}
+    with storage_errors("look for NVRx's files in", folder):
+        own_first = sorted(
+            folder.glob("*/iter_*_local.pt"), key=lambda p: p.parent.name != f"{rank}"
+        )
+        for path in own_first:
+            match = _FILE.fullmatch(path.name)
+            if match is not None and path.parent.name.isdigit() and int(match[2]) == rank:
+                found.setdefault(int(match[1]), path)
+    return found
+
+
+def read_nvrx_file(path: str | os.PathLike[str], safe_globals: Iterable[Any] = ()) -> Any:
+    """The state in a file that NVRx's ``LocalCheckpointManager`` has written.
+
+    NVRx's ``BasicTensorAwareStateDict`` has all tensors on the GPU, if there is one. Those of other
+    classes are in host memory until ``restore_tensor_device()``.
+
+    Args:
+        path: The file.
+        safe_globals: Classes and functions that it may name, beyond those of our checkpoints.
+
+    Raises:
+        UnsafeGlobalError: It names a class or function that is not allowed.
+        CorruptShardError: It is damaged, or no file of NVRx's.
+        StorageError: It cannot be read.
+    """
+    with storage_errors("read", Path(path)), open(path, "rb") as file:
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            allowed = _allowed(names, SafeGlobals(safe_globals))
+            file.seek(0)
+            with torch.serialization.safe_globals([(value, n) for n, value in allowed.items()]):
+                state = torch.load(file, map_location=_device(names), weights_only=True)
+        except (MemoryError, UnsafeGlobalError):
+            raise
+        except Exception as error:
+            raise CorruptShardError(
+                f"{path} is not a local checkpoint of NVRx that can be read: {error}. It was left "
+                f"as it is"
+            ) from error
+    if isinstance(state, BasicTensorAwareStateDict):
+        # NVRx's class of this name has fewer attributes than ours.
+        return BasicTensorAwareStateDict(state.state_dict)
+    return state
+
+
+def _device(names: Iterable[str]) -> str:
+    return "cuda" if _BASIC in names and torch.cuda.is_available() else "cpu"
+
+
+def _allowed(names: Iterable[str], safe: SafeGlobals) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for full_name in names:
+        module, _, name = full_name.rpartition(".")
+        ours = full_name == _BASIC
+        found[full_name] = BasicTensorAwareStateDict if ours else safe.find(module, name)
+    return found

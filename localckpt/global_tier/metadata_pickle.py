@@ -62,6 +62,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
     },
 }
 _PROPERTIES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
+_STRIDES_ARE_KEPT = "strides" in TensorProperties.__dataclass_fields__
 # Their hashes take no recursion, and no time that a file may choose.
 _KEYS = frozenset({str, int, float, bool, bytes, _NOTHING, MetadataIndex, torch.Size})
 
@@ -331,13 +332,26 @@ class _Reader:
                     )
             made.__dict__.update(state)
         elif kind is TensorProperties:
-            if type(state) is not tuple or tuple(map(type, state)) != _PROPERTIES:
-                raise CorruptShardError("the properties of a tensor are none")
-            made.__setstate__(state)
+            made.__setstate__(_properties(state))
         elif hasattr(made, "__setstate__"):
             made.__setstate__(state)
         else:
             made.__dict__.update(_dict(state))
+
+
+def _properties(state: Any) -> tuple[Any, ...]:
+    """The state of TensorProperties, as the installed torch takes it."""
+    if type(state) is not tuple or tuple(map(type, state[: len(_PROPERTIES)])) != _PROPERTIES:
+        raise CorruptShardError("the properties of a tensor are none")
+    # torch 2.15 adds the strides, or None. A reader has no use for them.
+    match state[len(_PROPERTIES) :]:
+        case () | (None,):
+            pass
+        case (tuple(strides),) if set(map(type, strides)) <= {int}:
+            pass
+        case _:
+            raise CorruptShardError("the properties of a tensor are none")
+    return state if _STRIDES_ARE_KEPT else state[: len(_PROPERTIES)]
 
 
 def _list(value: Any) -> list[Any]:

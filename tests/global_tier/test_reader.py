@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from localckpt import (
     CheckpointingException,
@@ -22,9 +26,11 @@ from localckpt import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.metadata_pickle import read_metadata
 from localckpt.global_tier.read import FileReads, Run
 from localckpt.global_tier.reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import (
     assert_same,
     blank,
@@ -307,3 +313,27 @@ def test_what_the_checkpoint_has_not_is_left_as_it_is_when_asked_to(tmp_path: Pa
     )
 
     assert_same(state, {"a": torch.ones(3), "b": torch.full((2,), 7.0), "n": 5, "m": 3})
+
+
+def _with_properties_of_another_release(more: tuple[Any, ...]) -> bytes:
+    """Metadata in which the properties of a tensor are torch's first five and ``more``."""
+    kept = TensorProperties.__getstate__
+    described = TensorStorageMetadata(TensorProperties(torch.float16), torch.Size([2, 3]), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda self: (*kept(self)[:5], *more))
+        return pickle.dumps(Metadata({"weight": described}, {}, {}))
+
+
+@pytest.mark.parametrize("more", [(), (None,), ((3, 1),)])
+def test_metadata_of_torch_with_and_without_strides_is_read(more: tuple[Any, ...]) -> None:
+    metadata = read_metadata(_with_properties_of_another_release(more), SafeGlobals())
+
+    described = metadata.state_dict_metadata["weight"]
+    assert isinstance(described, TensorStorageMetadata)
+    assert described.properties.dtype == torch.float16
+
+
+@pytest.mark.parametrize("more", [("strides",), ((1.5,),), (None, None)])
+def test_other_properties_of_a_tensor_are_damage(more: tuple[Any, ...]) -> None:
+    with pytest.raises(CorruptShardError, match="properties of a tensor"):
+        read_metadata(_with_properties_of_another_release(more), SafeGlobals())

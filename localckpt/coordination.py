@@ -8,7 +8,6 @@ is not a transport for shards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
@@ -17,12 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.job_store import StorePart, ask_store, if_there
 
-__all__ = ["Coordinator", "ask_store", "default_store", "join_store"]
+__all__ = ["Coordinator"]
 
 T = TypeVar("T")
 
@@ -40,7 +39,8 @@ class Coordinator:
     """Gathers and decisions among the ranks of one process group.
 
     All ranks of the group create their coordinators with the same name in the same order, and then
-    call the same methods in the same order. Without torch.distributed it is a world of one.
+    call the same methods in the same order. The first call, whichever it is, waits until all ranks
+    have created theirs. Without torch.distributed it is a world of one.
 
     Args:
         name: Keeps this coordinator's messages apart from those of others.
@@ -63,10 +63,15 @@ class Coordinator:
         self.set_timeout(timeout_s)
         self.in_a_hurry = False
         self._gathers = 0
-        self.rank, self.global_ranks, self._store = join_store(
-            name, process_group, _STORE_TIMES * timeout_s, ranks
-        )
+        self._counters: set[str] = set()
+        self._part = StorePart(name, process_group, timeout_s, ranks, remove_keys=_remove_keys)
+        self.rank, self.global_ranks = self._part.rank, self._part.ranks
         self.world_size = len(self.global_ranks)
+
+    def close(self) -> None:
+        """Let what is left in the job's store be removed; no call may follow, on any rank."""
+        if not self.in_a_hurry:
+            self._part.close()
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for good; ``timeout_s`` may be set for a single call."""
@@ -93,9 +98,11 @@ class Coordinator:
         Raises:
             PeerLostError: Some rank did not come in time; it is raised on all ranks, late ones
                 too. It names them, and the phase that each of them was last seen in.
-            MismatchError: The ranks are in different phases.
+            MismatchError: The ranks are in different phases, or the job's process group is another
+                one than when this coordinator was made.
         """
-        if self._store is None:
+        self._part.require_same_world()
+        if self._part.is_alone:
             return [json.loads(json.dumps(record))]
         number = self._gathers
         self._gathers += 1
@@ -111,7 +118,7 @@ class Coordinator:
 
         For a rank that gives up, and leaves word for those that are about to gather.
         """
-        if self._store is None:
+        if self._part.is_alone:
             return
         number = self._gathers
         self._gathers += 1
@@ -152,20 +159,20 @@ class Coordinator:
 
     def forget(self, counter: str) -> None:
         """Drop a counter or question that every rank is done with (called on one rank)."""
-        if self._store is not None:
-            self._ask(f"forget {counter}", lambda store: store.delete_key(f"count/{counter}"))
+        if not self._part.is_alone:
+            self._ask(f"forget {counter}", partial(self._drop_counter, f"count/{counter}"))
 
     def _add(self, phase: str, counter: str, number: int) -> int:
-        if self._store is None:
+        if self._part.is_alone:
             # A world of one has always reported.
             return self.world_size
-        return self._ask(phase, lambda store: int(store.add(counter, number)))
+        return self._ask(phase, partial(self._add_to, counter, number))
 
     def _ask(self, phase: str, call: Callable[[Store], T]) -> T:
         """Talk to the job's store, which waits for ever for a host that cannot be reached."""
         # However little is left for this wait, the store needs its time.
-        store, limit_s = self._store, _STORE_TIMES * max(self._usual_s, self.timeout_s)
-        assert store is not None, "a world of one has nobody to talk to"
+        store = self._part.open(lambda: self.in_a_hurry)
+        limit_s = _STORE_TIMES * max(self._usual_s, self.timeout_s)
         return ask_store(phase, limit_s, lambda: call(store))
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
@@ -188,8 +195,20 @@ class Coordinator:
 
     # From here on, what is said to the store inside of _ask.
 
+    def _add_to(self, counter: str, number: int, store: Store) -> int:
+        if self.rank == 0 and counter not in self._counters:
+            # For whoever removes what this rank leaves, should it die now.
+            self._counters.add(counter)
+            store.set("counters", json.dumps([*self._counters]))
+        return int(store.add(counter, number))
+
+    def _drop_counter(self, counter: str, store: Store) -> None:
+        store.delete_key(counter)
+        self._counters.discard(counter)
+        store.set("counters", json.dumps([*self._counters]))
+
     def _post(self, number: int, phase: str, record: Any, store: Store) -> None:
-        store.set(f"last/{self.rank}", phase)
+        store.set(f"last/{self.rank}", json.dumps([number, phase]))
         store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
         store.add(f"came/{number}", 1)
 
@@ -259,8 +278,8 @@ class Coordinator:
     def _describe_late(self, late: list[int], phase: str, store: Store) -> str:
         seen = []
         for rank in late:
-            key = f"last/{rank}"
-            where = store.get(key).decode() if store.check([key]) else "not seen yet"
+            last = if_there(store, f"last/{rank}")
+            where = json.loads(last)[1] if last else "not seen yet"
             seen.append(f"rank {self.global_ranks[rank]} (last seen: {where})")
         return (
             f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s to {phase}, and "
@@ -269,66 +288,18 @@ class Coordinator:
         )
 
 
-def join_store(
-    name: str,
-    process_group: dist.ProcessGroup | None,
-    limit_s: float,
-    ranks: Sequence[int] | None = None,
-) -> tuple[int, list[int], Store | None]:
-    """A part of the job's store for some ranks; all make theirs with a name in the same order.
-
-    Args:
-        name: Keeps it apart from others.
-        process_group: The ranks; ``None`` for all.
-        limit_s: The longest wait for the store, in seconds.
-        ranks: The ranks, where they have no process group.
-
-    Returns:
-        This process's rank in the group, the ranks of the group in the job, and the store; ``None``
-        for a world of one, which has nobody to talk to.
-
-    Raises:
-        PeerLostError: The store cannot be reached.
-        MismatchError: This process is not among the ranks.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, [0], None
-    ranks = list(ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD))
-    if dist.get_rank() not in ranks:
-        raise MismatchError(
-            f"rank {dist.get_rank()} is not among the ranks {ranks} that are to work together: "
-            f"make it on those alone"
-        )
-    rank = ranks.index(dist.get_rank())
-    if len(ranks) == 1:
-        return rank, ranks, None
-    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    prefix = f"localckpt/{members}/{name}"
-    store = PrefixStore(prefix, default_store())
-    instance = ask_store(f"open {name!r}", limit_s, lambda: int(store.add(f"instances/{rank}", 1)))
-    return rank, ranks, PrefixStore(f"{prefix}/{instance}", default_store())
-
-
-def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
-    """What a call that talks to the job's store returns.
-
-    Raises:
-        PeerLostError: The store cannot be reached, or has not answered in time.
-    """
-    try:
-        return within(limit_s, call)
-    except (TimeoutError, dist.DistError) as error:
-        why = str(error) or f"not for {limit_s:g} s"
-        raise PeerLostError(
-            f"could not {phase}: the job's key-value store does not answer ({why}). The "
-            f"process that hosts it, most often on the first node, has probably died, or "
-            f"cannot be reached from here; restart the job. What was saved before stands."
-        ) from error
-
-
-def default_store() -> Store:
-    """The key-value store of the default process group."""
-    # torch has no public accessor for it; this is the one place that asks.
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+def _remove_keys(store: Store, rank: int) -> None:
+    """Delete what a rank has left in a coordinator's part of the store."""
+    last = if_there(store, f"last/{rank}")
+    number = json.loads(last)[0] if last else -1
+    # Those before were deleted as soon as nobody needed them.
+    for gather in range(max(0, number - 2), number + 1):
+        store.delete_key(f"gather/{gather}/{rank}")
+        if rank == 0:
+            store.delete_key(f"came/{gather}")
+            store.delete_key(f"verdict/{gather}")
+    store.delete_key(f"last/{rank}")
+    if rank == 0:
+        for counter in json.loads(if_there(store, "counters") or b"[]"):
+            store.delete_key(counter)
+        store.delete_key("counters")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["within"]
+__all__ = ["begin", "within"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,20 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
     Raises:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
+        CheckpointingException: No thread can be had.
+    """
+    outcome = begin(call)
+    try:
+        return outcome.result(timeout_s)
+    finally:
+        # An error keeps the frames that it came through: it must not be in one of them itself.
+        del outcome
+
+
+def begin(call: Callable[[], T]) -> Future[T]:
+    """Start ``call()`` in a thread of its own, which does not keep the interpreter from ending.
+
+    Raises:
         CheckpointingException: No thread can be had.
     """
     outcome: Future[T] = Future()
@@ -33,12 +47,7 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
             f"this process cannot start a thread ({error}): raise the limit on its processes "
             f"(ulimit -u, or the container's pids limit)"
         ) from error
-    thread.join(timeout_s)
-    try:
-        return outcome.result(0)
-    finally:
-        # An error keeps the frames that it came through: it must not be in one of them itself.
-        del outcome
+    return outcome
 
 
 def _carry_out(call: Callable[[], T], outcome: Future[T]) -> None:

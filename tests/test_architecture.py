@@ -26,17 +26,21 @@ _ARROWS = {
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "deadline": {"errors"},
-    "coordination": {"errors", "ids", "deadline"},
+    "job_store": {"errors", "deadline"},
+    "coordination": {"errors", "job_store"},
     "state_dict": {"errors", "ids", "lineage"},
     "storage": {"errors", "ids", "lineage", "state_dict"},
-    "replication": {"errors", "ids", "deadline", "coordination", "state_dict"},
+    "replication": {
+        *("errors", "ids", "deadline", "job_store", "coordination"),
+        "state_dict",
+    },
     "async_save": {"errors", "ids", "coordination"},
     "managers": {
         *("errors", "ids", "lineage", "coordination"),
         *("state_dict", "storage", "replication", "async_save"),
     },
     "global_tier": {
-        *("errors", "ids", "lineage", "deadline", "coordination"),
+        *("errors", "ids", "lineage", "deadline", "job_store", "coordination"),
         *("state_dict", "storage", "async_save"),
     },
     "cli": {

@@ -250,6 +250,8 @@ class AsyncCallsQueue:
             finally:
                 # Else the error would keep itself by this variable.
                 del raised
+        if self._ranks is not None and not abort:
+            self._ranks.close()
 
     def _leave(self) -> None:
         """Close after an error of this rank: its calls end well, but the others may not come."""

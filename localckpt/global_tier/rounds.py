@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt import errors
-from localckpt.coordination import ask_store, join_store
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.job_store import StorePart, ask_store, back_off, if_there
 
 __all__ = ["Meeting"]
 
@@ -26,10 +26,6 @@ T = TypeVar("T")
 # A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
 _VALUE_NBYTES = 4 << 20
 _LONGEST_TEXT = 4000
-_SHORTEST_NAP_S = 0.0002
-# At 1,024 ranks the store is asked 4,096 times a second by those that wait long.
-_LONGEST_NAP_S = 0.25
-_ASKED_AGAIN = 8
 _LEAVING_S = 2.0
 _NAMED = 16
 # A round waits for others, then for the answer; and for the store not much longer.
@@ -43,8 +39,8 @@ _COMPLETE = "complete"
 class Meeting:
     """Where the ranks of a process group hold their rounds.
 
-    All ranks make it with the same name, in the same order. Without torch.distributed it is a world
-    of one.
+    All ranks make it with the same name, in the same order; the first round waits until all have.
+    Without torch.distributed it is a world of one.
 
     Args:
         name: Keeps its messages apart from those of others.
@@ -64,9 +60,8 @@ class Meeting:
         self.coordinator = coordinator
         self._rounds = 0
         self._last: _Round | None = None
-        self.rank, self.global_ranks, self._store = join_store(
-            name, process_group, _STORE_TIMES * timeout_s
-        )
+        self._part = StorePart(name, process_group, timeout_s, remove_keys=_remove_keys)
+        self.rank, self.global_ranks = self._part.rank, self._part.ranks
         self.world_size = len(self.global_ranks)
 
     @property
@@ -98,21 +93,23 @@ class Meeting:
             CheckpointingException: ``say`` failed on some rank, or ``answer``: the same error on
                 every rank, of the type that was raised there if it is one of ours.
             PeerLostError: Some rank did not come in time.
+            MismatchError: The job's process group is another one than when this was made.
         """
+        self._part.require_same_world()
         numbered = name is None
-        if numbered:
+        if name is None:
             name = f"round {self._rounds}"
             self._rounds += 1
-        if self._store is None:
+        if self._part.is_alone:
             try:
                 return answer([say()])[0]
             except Exception as error:
                 raise _Failure.of(error, self.global_ranks[0], phase).error() from error
-        told, own = _Round(self, PrefixStore(f"{name}", self._store), phase), None
+        told, own = _Round(self, self._part.open(), name, phase), None
         if numbered:
             self._last = told
         try:
-            told.begin(self._store)
+            told.begin()
             told.post(say())
             if self.is_coordinator:
                 told.answer(answer(told.collect()))
@@ -132,9 +129,13 @@ class Meeting:
         return outcome
 
     def leave(self) -> None:
-        """Before this process ends: let the others hear the last answer, if it is told here."""
+        """Before this process ends: let the others hear the last answer, if it is told here.
+
+        No round may follow, on any rank.
+        """
         if self._last is not None and self.is_coordinator:
             self._last.see_off()
+        self._part.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +166,18 @@ class _GivenUp(Exception):
 
 
 class _Round:
-    def __init__(self, meeting: Meeting, store: Store, phase: str) -> None:
+    def __init__(self, meeting: Meeting, part: Store, name: str, phase: str) -> None:
         self._meeting = meeting
-        self._store = store
+        self._part = part
+        self._name = name
+        self._store = PrefixStore(name, part)
         self._phase = phase
         self._deadline = time.monotonic() + meeting.timeout_s
-        self._seen = store
 
-    def begin(self, meeting: Store) -> None:
+    def begin(self) -> None:
         """Say which round this rank has come to, for those that may wait for it in vain."""
-        self._seen = meeting
-        self._ask(lambda: meeting.set(f"last/{self._meeting.rank}", self._phase))
+        key, word = f"last/{self._meeting.rank}", json.dumps([self._name, self._phase])
+        self._ask(lambda: self._part.set(key, word))
 
     def post(self, said: bytes) -> None:
         rank = self._meeting.rank
@@ -193,7 +195,7 @@ class _Round:
         world = self._meeting.world_size
 
         def collect() -> list[bytes]:
-            naps = _naps()
+            naps = back_off()
             while self._store.add("came", 0) < world:
                 if self._store.add("state", 0) >= _FAILED:
                     raise _GivenUp
@@ -241,7 +243,7 @@ class _Round:
         """On the coordinator: give the others time to hear, since the store may live with it."""
 
         def see_off() -> None:
-            naps, until = _naps(), time.monotonic() + _LEAVING_S
+            naps, until = back_off(), time.monotonic() + _LEAVING_S
             # The last to hear takes the count away with all else.
             while self._store.check(["state"]) and time.monotonic() < until:
                 time.sleep(next(naps))
@@ -249,7 +251,7 @@ class _Round:
         self._ask(see_off)
 
     def _hear(self) -> bytes | _Failure:
-        deadline, naps, given_time = self._deadline, _naps(), False
+        deadline, naps, given_time = self._deadline, back_off(), False
         while not (state := self._store.add("state", 0)):
             if time.monotonic() > deadline:
                 lost = _Failure.of(self._lost(), self._my_name(), self._phase)
@@ -324,22 +326,14 @@ class _Round:
         )
 
     def _last_seen(self, rank: int) -> str:
-        key = f"last/{rank}"
-        return self._seen.get(key).decode() if self._seen.check([key]) else "not seen yet"
+        last = if_there(self._part, f"last/{rank}")
+        return json.loads(last)[1] if last else "not seen yet"
 
     def _my_name(self) -> int:
         return self._meeting.global_ranks[self._meeting.rank]
 
     def _ask(self, call: Callable[[], T]) -> T:
         return ask_store(self._phase, _STORE_TIMES * self._meeting.timeout_s, call)
-
-
-def _naps() -> Iterator[float]:
-    """How long to sleep before asking again: a share of the time that was waited so far."""
-    start = time.monotonic()
-    while True:
-        waited_s = time.monotonic() - start
-        yield min(max(_SHORTEST_NAP_S, waited_s / _ASKED_AGAIN), _LONGEST_NAP_S)
 
 
 def _put(store: Store, key: str, value: bytes) -> None:
@@ -369,3 +363,16 @@ def _forget(store: Store, key: str) -> None:
     for i in range(int.from_bytes(store.get(key)[:4], "little")):
         store.delete_key(f"{key}.{i}")
     store.delete_key(key)
+
+
+def _remove_keys(part: Store, rank: int) -> None:
+    """Delete what a rank has left in a meeting's part of the store."""
+    last = if_there(part, f"last/{rank}")
+    if last:
+        store = PrefixStore(json.loads(last)[0], part)
+        for key in (f"said/{rank}", f"answer/{rank}"):
+            if store.check([key]):
+                _forget(store, key)
+        for key in ("verdict", "outcome", "came", "state", "heard"):
+            store.delete_key(key)
+    part.delete_key(f"last/{rank}")

@@ -429,6 +429,7 @@ class BaseCheckpointManager(ABC):
         if os.getpid() == self._process and (saves := self._in_flight.not_scheduled()):
             logger.error("%s", forgotten(saves, "The manager is closed."))
         self._free()
+        self._coordinator.close()
 
     def _free(self) -> None:
         if os.getpid() != self._process:
@@ -447,6 +448,9 @@ class BaseCheckpointManager(ABC):
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if os.getpid() != self._process:
+            # A fork that ends here must not cancel what the trainer has under way.
+            return
         if kind is None:
             self.close()
             return

@@ -140,8 +140,8 @@ def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
         raise MismatchError(
             f"the newest checkpoint, iteration {complete[0].iteration}, was saved by "
             f"{_ranks(complete[0].world_size)}, and this job has {world_size}: local shards cannot "
-            f"be split anew. Start with {_ranks(complete[0].world_size)}, or restore from shared "
-            f"storage and give the job a new session_id. Nothing was changed"
+            f"be split anew. Start with {_ranks(complete[0].world_size)}, or load from shared "
+            f"storage and save on from there; the session_id may stay. Nothing was changed"
         )
 
 

@@ -127,6 +127,10 @@ class StoreCheckpointManager(BaseCheckpointManager):
                 self._stored.close()
                 raise
 
+    def close(self) -> None:
+        super().close()
+        self._copying.close()
+
     @property
     def store(self) -> Store:
         """This node's store."""

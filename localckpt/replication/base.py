@@ -180,9 +180,10 @@ class ReplicationStrategy(ABC):
     def give_up(self) -> None:
         """End what other threads wait for here, with an error there, up to the next turn."""
 
-    @abstractmethod
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""
+        if self._everyone is not None:
+            self._everyone.close()
 
     def __enter__(self) -> Self:
         return self

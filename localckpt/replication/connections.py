@@ -7,6 +7,7 @@ over them, and in which order, is for others to say.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,20 +17,23 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.coordination import default_store
 from localckpt.deadline import within
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.job_store import ask_store, default_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import first_line
 from localckpt.state_dict.source import MemorySource, ShardSource
 
 __all__ = ["NEVER", "HostConnections", "as_tensor", "nothing", "views_last"]
 
+logger = logging.getLogger(__name__)
+
 NEVER = 3
 """A tag that no message may have."""
 
 # gloo waits as long as it is told for other ranks, and without end for the store.
 _CONNECTING_TIMES = 2
+_LEAVING_S = 1.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 
 
@@ -50,7 +54,7 @@ class HostConnections:
         ranks: Sequence[int],
         rank: int,
         store: Store | None = None,
-        asking: Store | None = None,
+        asking: _AskingStore | None = None,
     ) -> None:
         self._group = group
         self._asking = asking
@@ -86,6 +90,7 @@ class HostConnections:
             # The store's client, which it uses, waits for ever for a host that cannot be reached.
             gloo = within(_CONNECTING_TIMES * timeout_s, make)
         except (RuntimeError, TimeoutError) as error:
+            asking.close()
             raise PeerLostError(
                 f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
                 f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
@@ -117,6 +122,8 @@ class HostConnections:
     def close(self) -> None:
         """Connections of our own end with the last reference; a caller's group is the caller's."""
         self._group = None
+        if self._asking is not None:
+            self._asking.close()
 
     def _place(self, peer: int) -> int:
         if peer not in self.ranks:
@@ -141,12 +148,28 @@ class _AskingStore(Store):
         self._store = store
         self._longest = longest
         self._is_given_up = is_given_up
+        self._keys: list[str] = []
+
+    def close(self) -> None:
+        """Remove what was set here: ranks that are connected do not look for it again."""
+        keys, self._keys = self._keys, []
+
+        def remove() -> None:
+            for key in keys:
+                self._store.delete_key(key)
+
+        try:
+            ask_store("remove the addresses of connections", _LEAVING_S, remove)
+        except PeerLostError as error:
+            # Most often the process that hosts the store has ended, and the keys with it.
+            logger.debug("%s", error)
 
     def has_extended_api(self) -> bool:
         """Without it gloo uses what is here, and nothing else."""
         return False
 
     def set(self, key: str, value: str | bytes) -> None:
+        self._keys.append(key)
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:

@@ -108,6 +108,7 @@ class MemberStrategy(ReplicationStrategy):
             return
         self._close_connections()
         self._members.close()
+        super().close()
 
     def _close_connections(self) -> None:
         if self._host is not None:

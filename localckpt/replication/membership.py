@@ -165,6 +165,8 @@ class Membership:
         A member that was left with an error may be some replications behind the others.
         """
         if self._group is not None:
+            if self._coordinator is not None:
+                self._coordinator.close()
             self._coordinator = Coordinator(
                 "clique", None, self._timeout_s, ranks=self._group.ranks
             )
@@ -192,6 +194,8 @@ class Membership:
 
     def close(self) -> None:
         """Destroy the process group that was made here."""
+        if self._coordinator is not None:
+            self._coordinator.close()
         if not (self.owns_group and dist.is_initialized()):
             return
         self.owns_group = False

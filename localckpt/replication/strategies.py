@@ -64,9 +64,6 @@ class NoReplication(ReplicationStrategy):
     def give_up(self) -> None:
         return
 
-    def close(self) -> None:
-        return
-
 
 class CliqueReplicationStrategy(MemberStrategy):
     """Cliques of ranks in which each holds a replica of every other's shard.

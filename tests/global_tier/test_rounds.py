@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from localckpt import CheckpointingException, PeerLostError, StorageError
-from localckpt.coordination import default_store
 from localckpt.global_tier.rounds import Meeting
+from localckpt.job_store import default_store
 from tests.managers.jobs import error_of
 from tests.ranks import announce, await_announced, run_ranks
 

@@ -1,0 +1,380 @@
+"""The job's key-value store, and how a group of ranks opens a part of it that nobody has used.
+
+A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
+keys of ranks that died at any point. A part is therefore opened by a handshake. The first rank of
+the group publishes a random name, every other rank signs the name, and the first rank confirms it
+once all have signed. A rank signs a name only once, so a name that a dead first rank had published
+is either signed already or never confirmed, and is left for the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from localckpt.deadline import begin, within
+from localckpt.errors import MismatchError, PeerLostError
+
+__all__ = ["StorePart", "ask_store", "back_off", "default_store", "if_there"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.25
+# At 1,024 ranks that wait long, the store is asked 4,096 times a second.
+_ASKED_AGAIN = 8
+# Time for the store itself, beyond the wait for other ranks.
+_STORE_TIMES = 2
+_LOOK_ROUND_S = 0.02
+_LEAVING_S = 1.0
+_NAMED = 16
+_CLOSED, _CONFIRMED = "closed ", "confirmed"
+_ABSENT = "\0absent"
+
+
+class StorePart:
+    """A fresh part of the job's store for some ranks, opened in the background.
+
+    All ranks of the group make it with the same name in the same order; whoever uses it first waits
+    until all have. Without torch.distributed it is a world of one, which has no store.
+
+    Args:
+        name: Keeps the part apart from others that the same ranks open at the same time.
+        process_group: The ranks; ``None`` for all.
+        timeout_s: How long to wait for the other ranks, in seconds.
+        ranks: The ranks, where they have no process group.
+        remove_keys: ``remove_keys(store, rank)`` deletes what a rank has written into a part. It is
+            called for parts that were closed, and for those that an earlier process of this rank
+            left.
+
+    Attributes:
+        rank: This process's rank in the group.
+        ranks: The ranks of the group, as ranks of the job.
+
+    Raises:
+        MismatchError: This process is not among the ranks, or the job has more ranks than this
+            process knows of.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process_group: dist.ProcessGroup | None,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        *,
+        remove_keys: Callable[[Store, int], None],
+    ) -> None:
+        self._whole: Store | None = None
+        self._store: Store | None = None
+        self._opening: Future[Store] | None = None
+        self._closed = False
+        self._remove_keys = remove_keys
+        self._name = name
+        self._timeout_s = timeout_s
+        self._limit_s = _STORE_TIMES * timeout_s
+        if not (dist.is_available() and dist.is_initialized()):
+            _refuse_unknown_world()
+            self.rank, self.ranks = 0, [0]
+            return
+        self._whole = default_store()
+        self.ranks = list(ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        if dist.get_rank() not in self.ranks:
+            raise MismatchError(
+                f"rank {dist.get_rank()} is not among the ranks {self.ranks} that are to work "
+                f"together: make it on those alone"
+            )
+        self.rank = self.ranks.index(dist.get_rank())
+        self._process = os.getpid()
+        if len(self.ranks) == 1:
+            return
+        members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        prefix = f"localckpt/{members}/{name}"
+        self._number = _next_number(prefix)
+        self._shared = PrefixStore(prefix, self._whole)
+        self._opening = begin(self._agree)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has no store, since there is nobody to talk to."""
+        return len(self.ranks) == 1
+
+    def open(self, in_a_hurry: Callable[[], bool] = lambda: False) -> Store:
+        """Return the part, once all ranks have made it.
+
+        Args:
+            in_a_hurry: Whether to stop waiting.
+
+        Raises:
+            PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
+                call tries again.
+        """
+        if self._store is not None:
+            return self._store
+        opening = self._opening = self._opening or begin(self._agree)
+        until = time.monotonic() + self._limit_s
+        try:
+            while not opening.done() and time.monotonic() < until and not in_a_hurry():
+                wait([opening], _LOOK_ROUND_S)
+            with _store_errors(f"open {self._name!r}", self._limit_s):
+                self._store = opening.result(0)
+        finally:
+            # An error keeps the frames that it came through: it must not be in one of them itself.
+            self._opening = None
+            del opening
+        return self._store
+
+    def require_same_world(self) -> None:
+        """Check that the job's process group is the one in which this part was opened.
+
+        Raises:
+            MismatchError: Another one was made since.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if self._whole is None and dist.get_world_size() > 1:
+            raise MismatchError(
+                f"this manager was made before torch.distributed.init_process_group(), as if this "
+                f"process were alone, and the job has {dist.get_world_size()} ranks: make the "
+                f"manager after the process group. Nothing was saved or read by this call"
+            )
+        if self._whole is not None and default_store() is not self._whole:
+            raise MismatchError(
+                "torch.distributed was initialised anew after this manager was made: close the "
+                "manager, and make another. Nothing was saved or read by this call"
+            )
+
+    def close(self) -> None:
+        """Note that no rank calls anything here any more; the next opening removes the keys.
+
+        Another rank may be reading them still. May be called twice, and in a fork.
+        """
+        if self._whole is None or self._closed or os.getpid() != self._process:
+            return
+        opening = self._opening
+        if self._store is None and (opening is None or not opening.done() or opening.exception()):
+            return
+        self._closed = True
+        try:
+            ask_store("leave the job's store", _LEAVING_S, partial(self._note, True))
+        except PeerLostError as error:
+            # Most often the process that hosts the store has ended, and the keys with it.
+            logger.debug("%s", error)
+
+    def _agree(self) -> Store:
+        opening = _Opening(
+            PrefixStore(f"{self._number}", self._shared),
+            self._name,
+            self.rank,
+            self.ranks,
+            self._timeout_s,
+        )
+        self._part = f"{self._number}/{opening.agree()}"
+        # All ranks have come here, so none of them is in the last call on the part before.
+        self._remove_before()
+        self._note(False)
+        return PrefixStore(self._part, self._shared)
+
+    def _remove_before(self) -> None:
+        """Remove this rank's keys of parts that nobody uses any more."""
+        for number in (self._number - 1, self._number):
+            text = if_there(self._shared, f"part/{number}/{self.rank}")
+            part, closed = json.loads(text) if text else ("", False)
+            # Another part of the same number is of an earlier process, or process group.
+            if part and (closed or number == self._number):
+                self._remove_keys(PrefixStore(part, self._shared), self.rank)
+                self._shared.delete_key(f"part/{number}/{self.rank}")
+
+    def _note(self, closed: bool) -> None:
+        """Leave word of this part for those that will open others."""
+        self._shared.set(f"part/{self._number}/{self.rank}", json.dumps([self._part, closed]))
+
+
+class _Opening:
+    """One handshake: all ranks come to one name that was never used before."""
+
+    def __init__(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def agree(self) -> str:
+        return self._publish() if self._rank == 0 else self._sign()
+
+    def _publish(self) -> str:
+        before = (if_there(self._store, "opening") or b"").decode().removeprefix(_CLOSED)
+        name, others = secrets.token_hex(8), len(self._ranks) - 1
+        self._store.set("opening", name)
+        if before:
+            self._remove(before, range(1, others + 1))
+        all_signed = self._wait(lambda: self._store.add(f"{name}/signed", 0) >= others)
+        # No rank of a later attempt may sign a name that is confirmed already.
+        self._store.set("opening", f"{_CLOSED}{name}")
+        if not all_signed:
+            lost = [r for r in range(1, others + 1) if not self._has_signed(name, r)]
+            text = self._describe_lost(lost)
+            self._store.set(f"{name}/outcome", text)
+            raise PeerLostError(text)
+        self._store.set(f"{name}/outcome", _CONFIRMED)
+        if self._wait(lambda: self._store.add(f"{name}/heard", 0) >= others):
+            self._store.delete_key("opening")
+            self._remove(name, ())
+        return name
+
+    def _sign(self) -> str:
+        refused: set[str] = set()
+        while self._wait(lambda: self._published() not in {"", *refused}):
+            name = self._published()
+            if name in {"", *refused}:
+                continue
+            # Once only: a name that this rank has signed before is of an attempt that is over.
+            if self._store.add(f"{name}/signed/{self._rank}", 1) > 1:
+                refused.add(name)
+                continue
+            self._store.add(f"{name}/signed", 1)
+            if (outcome := self._hear(name)) is None:
+                refused.add(name)
+                self._remove(name, [self._rank])
+                continue
+            self._store.delete_key(f"{name}/signed/{self._rank}")
+            self._store.add(f"{name}/heard", 1)
+            if outcome != _CONFIRMED:
+                raise PeerLostError(outcome)
+            return name
+        raise PeerLostError(self._describe_lost([0]))
+
+    def _hear(self, name: str) -> str | None:
+        """The outcome of a name that was signed; ``None`` once another one is published."""
+        outcome: bytes | None = None
+        published = name
+
+        def is_decided() -> bool:
+            nonlocal outcome, published
+            # In this order: a first rank that goes on to its next opening has decided this one.
+            published = self._published(closed=True)
+            outcome = if_there(self._store, f"{name}/outcome")
+            return outcome is not None or published.removeprefix(_CLOSED) != name
+
+        if not self._wait(is_decided):
+            lost = [r for r in range(1, len(self._ranks)) if not self._has_signed(name, r)]
+            raise PeerLostError(self._describe_lost(lost or [0]))
+        return None if outcome is None else outcome.decode()
+
+    def _published(self, *, closed: bool = False) -> str:
+        name = (if_there(self._store, "opening") or b"").decode()
+        return "" if name.startswith(_CLOSED) and not closed else name
+
+    def _has_signed(self, name: str, rank: int) -> bool:
+        return self._store.check([f"{name}/signed/{rank}"])
+
+    def _remove(self, name: str, ranks: Sequence[int]) -> None:
+        for key in ("signed", "outcome", "heard", *(f"signed/{rank}" for rank in ranks)):
+            self._store.delete_key(f"{name}/{key}")
+
+    def _wait(self, is_there: Callable[[], bool]) -> bool:
+        naps = back_off()
+        while not is_there():
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(next(naps))
+        return True
+
+    def _describe_lost(self, lost: Sequence[int]) -> str:
+        named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])
+        named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
+        return (
+            f"waited {self._timeout_s:g} s to open {self._name!r}, and {named} (last seen: not "
+            f"seen yet) did not come. All ranks make their managers in the same order; what was "
+            f"saved before stands. If the ranks are alive but slow, give a longer timeout; else "
+            f"restart the job"
+        )
+
+
+def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
+    """What a call that talks to the job's store returns.
+
+    Raises:
+        PeerLostError: The store cannot be reached, or has not answered in time.
+    """
+    with _store_errors(phase, limit_s):
+        return within(limit_s, call)
+
+
+@contextmanager
+def _store_errors(phase: str, limit_s: float) -> Iterator[None]:
+    try:
+        yield
+    except (TimeoutError, dist.DistError) as error:
+        why = str(error) or f"not for {limit_s:g} s"
+        raise PeerLostError(
+            f"could not {phase}: the job's key-value store does not answer ({why}). The "
+            f"process that hosts it, most often on the first node, has probably died, or "
+            f"cannot be reached from here; restart the job. What was saved before stands."
+        ) from error
+
+
+def back_off() -> Iterator[float]:
+    """Seconds to sleep before the store is asked again: a share of the time waited so far."""
+    start = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - start
+        yield min(max(_SHORTEST_NAP_S, waited_s / _ASKED_AGAIN), _LONGEST_NAP_S)
+
+
+def if_there(store: Store, key: str) -> bytes | None:
+    """The value of a key; ``None`` if it is not there. Never waits."""
+    # In one step, since a ``get`` of a key that is deleted meanwhile would wait for it.
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if value.decode(errors="replace") == _ABSENT else value
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group."""
+    # torch has no public accessor for it; this is the one place that asks.
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+# How many parts of a name this process has made in a process group. The ranks make them in the same
+# order, so the number tells parts apart that are open at once. A group has no place for it, and its
+# store, which ends with it, does instead.
+_MADE: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
+
+
+def _next_number(prefix: str) -> int:
+    made = _MADE.setdefault(default_store(), Counter())
+    made[prefix] += 1
+    return made[prefix]
+
+
+def _refuse_unknown_world() -> None:
+    """Refuse to work as a world of one where a launcher has started several ranks."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdecimal() and int(world) > 1:
+        raise MismatchError(
+            f"the launcher has started {world} ranks (WORLD_SIZE), and torch.distributed is not "
+            f"initialised, so each would save as if it were alone: call "
+            f"torch.distributed.init_process_group() before the manager is made. If this process "
+            f"is to work alone, unset WORLD_SIZE"
+        )

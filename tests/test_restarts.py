@@ -1,0 +1,338 @@
+"""Attempts of a job that share one key-value store: what dead ranks left there misleads nobody.
+
+The default group's backend is torch's fake one, which says nothing over the store, since gloo's own
+keys of a dead attempt would stop torch before anything of ours begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import (
+    AsyncCallsQueue,
+    CliqueReplicationStrategy,
+    GlobalCheckpointManager,
+    LocalCheckpointManager,
+    MismatchError,
+    PeerLostError,
+)
+from localckpt.coordination import Coordinator
+from localckpt.global_tier.rounds import Meeting
+from localckpt.job_store import default_store
+from tests.managers.jobs import error_of
+from tests.ranks import node_store, run_ranks
+
+_TIMEOUT_S = 20.0
+_HANG_S = 1.0
+
+
+def _join(rank: int, world_size: int, port: int) -> None:
+    # Registers the backend.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list[Any] | None:
+    """One attempt; rank 1 dies at a point, and the others soon after it, as torchrun's would."""
+    _join(rank, world_size, port)
+    timeout_s = _HANG_S if dies_after else _TIMEOUT_S
+
+    def point(name: str) -> None:
+        if dies_after == name and rank == 1:
+            _die()
+
+    try:
+        point("start")
+        coordinator = Coordinator("test", timeout_s=timeout_s)
+        point("opening")
+        said = [coordinator.all_gather("meet", [rank, number]) for number in range(3)]
+        coordinator.report("it is over")
+        point("gathering")
+        meeting = Meeting("test", timeout_s=timeout_s)
+        heard = meeting.hold("meet", lambda: bytes([rank]), lambda words: [b"".join(words)])
+        point("meeting")
+        said.append(list(heard))
+        coordinator.barrier("end")
+        return said
+    except PeerLostError:
+        _die()
+    return None
+
+
+@pytest.fixture
+def job_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.TCPStore) -> None:
+    for point in ("start", "opening", "gathering", "meeting", None):
+        dead = range(3) if point else ()
+
+        told = run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
+
+    assert told == [[*([[r, n] for r in range(3)] for n in range(3)), [0, 1, 2]]] * 3
+
+
+def test_keys_of_attempts_do_not_pile_up(job_store: dist.TCPStore) -> None:
+    counts = []
+    for _ in range(3):
+        for point in ("opening", "gathering", None):
+            dead = range(3) if point else ()
+            run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
+        counts.append(job_store.num_keys())
+
+    assert counts[0] == counts[1] == counts[2]
+
+
+def _remake(rank: int, world_size: int, port: int) -> list[int]:
+    counts = []
+    for number in range(4):
+        _join(rank, world_size, port)
+        before = Coordinator("test", timeout_s=_TIMEOUT_S)
+        assert before.all_gather("meet", number) == [number] * world_size
+        # One rank has made more than the others when the group is made anew.
+        if rank == 0:
+            Coordinator("test", timeout_s=_HANG_S)
+        dist.destroy_process_group()
+        counts.append(before.world_size)
+    return counts
+
+
+def test_a_group_made_anew_in_the_same_processes_counts_from_the_beginning(
+    job_store: dist.TCPStore,
+) -> None:
+    assert run_ranks(_remake, 3, job_store.port, init_group=False) == [[3] * 4] * 3
+
+
+def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
+    _join(rank, world_size, port)
+    coordinator, meeting = Coordinator("test", timeout_s=20.0), Meeting("test", timeout_s=20.0)
+    coordinator.barrier("meet")
+    dist.destroy_process_group()
+    # What is under way when a group is destroyed may end.
+    coordinator.barrier("meet again")
+    _join(rank, world_size, port)
+
+    for call in (
+        lambda: coordinator.barrier("meet in another group"),
+        lambda: meeting.hold("meet", lambda: b"", lambda words: words),
+    ):
+        assert "initialised anew after this manager was made" in error_of(call, MismatchError)
+
+
+def test_what_was_made_in_another_process_group_says_so_at_once(job_store: dist.TCPStore) -> None:
+    run_ranks(_use_what_is_older, 2, job_store.port, init_group=False)
+
+
+def _save(rank: int, world_size: int, port: int, shared: Path, dies: str | None) -> int:
+    _join(rank, world_size, port)
+    timeout_s = 2.0 if dies else _TIMEOUT_S
+    state = {"w": torch.full((100,), float(rank)), "rank": rank}
+    try:
+        if dies == "before its manager" and rank == 1:
+            _die()
+        strategy = CliqueReplicationStrategy.from_replication_params(None, 2, timeout_s=timeout_s)
+        local = LocalCheckpointManager(node_store(), "run", strategy, timeout=timeout_s)
+        shared_tier = GlobalCheckpointManager(shared, timeout=timeout_s)
+        queue = AsyncCallsQueue(timeout_s=timeout_s)
+        if dies == "before its first save" and rank == 1:
+            _die()
+        found = max(local.find_latest(), shared_tier.find_latest())
+        queue.schedule_async_request(local.save(state, found + 2, is_async=True))
+        if dies == "in its first save" and rank == 1:
+            _die()
+        queue.maybe_finalize_async_calls(blocking=True)
+        shared_tier.save(state, found + 2, is_async=False)
+    except PeerLostError:
+        _die()
+    assert torch.equal(local.load()[0]["w"], state["w"]) if local.find_latest() > 0 else True
+    queue.close()
+    local.close()
+    shared_tier.close()
+    return found
+
+
+@pytest.mark.fault("silent-peer")
+def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
+    job_store: dist.TCPStore, tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for dies in ("before its manager", "before its first save", "in its first save"):
+        run_ranks(
+            *(_save, 2, job_store.port, tmp_path / "shared", dies),
+            init_group=False,
+            expect_dead=(0, 1),
+            store_per_node=nodes,
+        )
+
+    for expected in (-1, 1):
+        told = run_ranks(
+            *(_save, 2, job_store.port, tmp_path / "shared", None),
+            init_group=False,
+            store_per_node=nodes,
+        )
+        assert told == [expected] * 2
+
+
+def _leave_nothing_to_others(rank: int, world_size: int) -> int:
+    for number in range(6):
+        coordinator = Coordinator("test", timeout_s=_TIMEOUT_S)
+        assert coordinator.all_gather("meet", number) == [number] * world_size
+        coordinator.close()
+        coordinator.close()
+        if number == 2:
+            dist.barrier()
+            before = default_store().num_keys()
+            dist.barrier()
+    dist.barrier()
+    return default_store().num_keys() - before
+
+
+def test_parts_that_were_closed_are_removed_by_the_next() -> None:
+    assert run_ranks(_leave_nothing_to_others, 3) == [0, 0, 0]
+
+
+def _save_and_close(rank: int, world_size: int) -> list[int]:
+    counts = []
+    for life in range(5):
+        strategy = CliqueReplicationStrategy.from_replication_params(None, 2)
+        with (
+            AsyncCallsQueue(timeout_s=_TIMEOUT_S) as queue,
+            LocalCheckpointManager(node_store(), "run", strategy, timeout=_TIMEOUT_S) as manager,
+        ):
+            manager.find_latest()
+            state = {"w": torch.full((100,), float(rank))}
+            queue.schedule_async_request(manager.save(state, life + 1, is_async=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+        strategy.close()
+        dist.barrier()
+        counts.append(default_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_managers_that_are_closed_leave_no_more_keys_than_the_last_ones(
+    node_dirs: Callable[[int], list[Path]],
+) -> None:
+    for counts in run_ranks(_save_and_close, 2, store_per_node=node_dirs(2)):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def _make_before_the_group(rank: int, world_size: int, shared: Path) -> None:
+    def local() -> LocalCheckpointManager:
+        return LocalCheckpointManager(node_store(), "run", timeout=_TIMEOUT_S)
+
+    def global_() -> GlobalCheckpointManager:
+        return GlobalCheckpointManager(shared, timeout=_TIMEOUT_S)
+
+    for make in (local, global_):
+        assert "call torch.distributed.init_process_group()" in error_of(make, MismatchError)
+    assert not any(node_store().glob("*"))
+
+    # Launched in a way that does not say how many ranks there are.
+    world = os.environ.pop("WORLD_SIZE")
+    managers = [local(), global_()]
+    os.environ["WORLD_SIZE"] = world
+    dist.init_process_group("gloo")
+    for manager in managers:
+        calls = [lambda m=manager: m.save({"a": 1}, 1, is_async=False), manager.find_latest]
+        for call in calls:
+            assert "made before torch.distributed.init_process_group()" in (
+                error_of(call, MismatchError)
+            )
+        manager.close()
+
+    with local() as again:
+        again.save({"a": rank}, 1)
+        assert again.find_latest() == 1
+
+
+def test_a_manager_made_before_the_process_group_is_an_error_and_no_world_of_one(
+    node_dirs: Callable[[int], list[Path]], tmp_path: Path
+) -> None:
+    run_ranks(
+        *(_make_before_the_group, 2, tmp_path / "shared"),
+        init_group=False,
+        store_per_node=node_dirs(2),
+    )
+
+
+_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch.distributed as dist
+import localckpt
+
+attempt, here = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Path(sys.argv[1])
+
+def die_in(number):
+    if attempt == number and number < int(sys.argv[2]) and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+dist.init_process_group("gloo")
+die_in(1)
+with (
+    localckpt.AsyncCallsQueue(timeout_s=60.0) as queue,
+    localckpt.LocalCheckpointManager(here / "node", "run", timeout=60.0) as local,
+    localckpt.GlobalCheckpointManager(here / "shared", timeout=60.0) as shared,
+):
+    found = [local.find_latest(), shared.find_latest()]
+    die_in(2)
+    for iteration in range(found[0] + 1, found[0] + 3):
+        queue.schedule_async_request(local.save({"n": iteration}, iteration, is_async=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        shared.save({"n": iteration}, iteration, is_async=False)
+        die_in(0)
+(here / f"{os.environ['RANK']}").write_text(f"{attempt} {found}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.fault("trainer-dies")
+def test_torchrun_restarts_a_job_whose_ranks_died_at_different_points(
+    tmp_path: Path, long_form: bool
+) -> None:
+    deaths = 3 if long_form else 1
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    env = os.environ | {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TMPDIR": str(tmp_path),
+    }
+
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+            str(script),
+            str(tmp_path),
+            str(deaths),
+        ],
+        env=env,
+        check=True,
+        timeout=240,
+    )
+
+    assert {(tmp_path / f"{rank}").read_text() for rank in range(2)} == {f"{deaths} [0, 0]"}

@@ -68,13 +68,13 @@ class ItemReader:
         if kind not in self._checked_kinds:
             require_loadable(item.index.fqn, stream, self._safe_globals)
             self._checked_kinds.add(kind)
-        return stream.getbuffer()
+        return _content(stream)
 
     def _read_object(self, item: WriteItem, planner: SavePlanner) -> memoryview:
         # What a planner of the user's makes of an object is known only when it is made, and is no
         # more than bytes to us.
         if not _looks_up(planner):
-            return _made(item, planner).getbuffer()
+            return _content(_made(item, planner))
         name, value = item.index.fqn, planner.lookup_object(item.index)
         if type(value) in _SIMPLE and not (
             type(value) is int and value.bit_length() > _INTEGER_BITS
@@ -82,11 +82,11 @@ class ItemReader:
             text = f"{type(value).__name__} {value!r}"
             known, data = self._simple.get(name, ("", memoryview(b"")))
             if text != known:
-                data = _made(item, planner).getbuffer()
+                data = _content(_made(item, planner))
                 self._simple[name] = (text, data)
             return data
         stream = _made(item, planner)
-        data = stream.getbuffer()
+        data = _content(stream)
         digest = xxhash.xxh3_64_intdigest(data)
         if digest not in self._checked:
             require_loadable(name, stream, self._safe_globals)
@@ -98,6 +98,15 @@ def _made(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
     stream = planner.resolve_data(item)
     assert isinstance(stream, io.BytesIO), "a planner gives bytes for items that are"
     return stream
+
+
+def _content(stream: io.BytesIO) -> memoryview:
+    """The bytes of a stream, which are not copied.
+
+    With ``getbuffer`` the stream could not be closed while they are referred to, which Python 3.13
+    complains of on stderr when it collects both.
+    """
+    return memoryview(stream.getvalue())
 
 
 def _looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

@@ -128,6 +128,8 @@ class Recovery:
         self._damaged_parities: list[tuple[int, str]] = []
         self._hopeless: set[int] = set()
         self._room: memoryview | None = None
+        # What kept this rank from loading, until the others have been told.
+        self._failure: Exception | None = None
         self.bad: list[tuple[ShardIdentity, int, str]] = []
         """Copies that could not be read, on whose nodes, and why; the same on all ranks."""
         self.rebuilt: dict[int, int] = {}
@@ -268,7 +270,7 @@ class Recovery:
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
             except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
-                failed = _Refusal.of(error)
+                failed, self._failure = _Refusal.of(error), error
         arrived: list[memoryview] = []
 
         def room(_: CkptID, nbytes: int) -> memoryview:
@@ -342,6 +344,7 @@ class Recovery:
             return None, _Outcome((_Bad(holder, identity.rank, str(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
             forget_frames(error)
+            self._failure = error
             return None, _Outcome(refused=_Refusal.of(error))
         return Loaded(state, nbytes, came_from), _Outcome()
 
@@ -353,7 +356,9 @@ class Recovery:
         outcomes = [_Outcome.from_json(fields) for fields in gathered]
         refusals = {rank: o.refused for rank, o in enumerate(outcomes) if o.refused}
         if refusals:
-            raise _joint_error(refusals, checkpoint)
+            failure, self._failure = self._failure, None
+            forget_frames(failure)
+            raise _joint_error(refusals, checkpoint) from failure
         unfit = {rank: o.unfit for rank, o in enumerate(outcomes) if o.unfit is not None}
         self._hopeless |= unfit.keys()
         for rank, unfit_why in unfit.items():

@@ -121,6 +121,10 @@ FAULTS = {
         "states with empty, shared, overlapping, huge, very many or odd values",
         "bit for bit, aliases kept",
     ),
+    "not-rebuilt": (
+        "an object that cannot be rebuilt, or memory that runs out, at a load",
+        "an error on every rank that names it; no file is renamed, and nothing older is taken",
+    ),
     "hostile-file": (
         "a file made to run code, exhaust memory, or reach out of its store",
         "refused before anything is allocated or followed",

@@ -19,6 +19,8 @@ from localckpt import CorruptShardError, RestoreError
 from tests.managers.jobs import KINDS, assert_same, cliques, files, make_manager
 from tests.ranks import node_store, run_ranks
 
+pytestmark = pytest.mark.fault("not-rebuilt")
+
 Dirs = Callable[[int], list[Path]]
 
 _LIMIT_NBYTES = 64 << 20
@@ -139,6 +141,9 @@ def test_an_object_that_cannot_be_rebuilt_costs_no_checkpoint(
     assert f"{class_name} at 'progress.1.state' raised" in str(error)
     assert told in str(error)
     assert "nothing was renamed" in str(error)
+    # The rank that it happened on shows where.
+    assert told in repr(error.__cause__) + repr(error.__cause__.__cause__)
+    assert error.__cause__.__cause__.__traceback__ is not None
 
 
 def _strategy(redundancy: str, world_size: int) -> Any:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 request = local.save(training.state_dict(), iteration, is_async=True)
                 queue.schedule_async_request(request)
             if done % options.shared_every == 0 or done == options.iterations:
-                shared.save({"training": training}, iteration)
+                shared.save({"training": training}, iteration, is_async=True)
             queue.maybe_finalize_async_calls()  # raises what a local save failed with
             shared.check_for_errors()  # and what the last global one did
             if done % options.local_every == 0:
@@ -73,9 +73,9 @@ def resume(
         say(f"the nodes' checkpoints are left: {error}")
     if on_shared < 0:
         return -1
-    loaded = shared.load({"training": training})
-    say(f"goes on after iteration {loaded}, from shared storage")
-    return loaded
+    _, ckpt_id = shared.load(into={"training": training})
+    say(f"goes on after iteration {ckpt_id.iteration}, from shared storage")
+    return ckpt_id.iteration
 
 
 class Training:

@@ -80,7 +80,7 @@ class PeerLostError(CheckpointingException):
 
 
 class NoReplicasAvailableError(CheckpointingException):
-    """A shard is wanted that no living node holds."""
+    """A shard or a checkpoint is wanted that no living node, or shared storage, holds."""
 
 
 class SameMachineReplicationException(CheckpointingException):

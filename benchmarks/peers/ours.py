@@ -82,7 +82,7 @@ class OursGlobal(Peer):
     def start(self) -> None:
         self.saves += 1
         self._committed.clear()
-        self._manager.save(self.state, self.saves, on_commit=self._committed.set)
+        self._manager.save(self.state, self.saves, is_async=True, on_commit=self._committed.set)
 
     def done(self) -> bool:
         self._manager.check_for_errors()
@@ -92,7 +92,8 @@ class OursGlobal(Peer):
         self._manager.wait_until_finished()
 
     def load(self) -> None:
-        if self._manager.load(self.state) != self.saves:
+        _, ckpt_id = self._manager.load(into=self.state)
+        if ckpt_id.iteration != self.saves:
             raise RuntimeError("the newest save was not found")
 
     def retire(self) -> None:

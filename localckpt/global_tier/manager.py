@@ -16,14 +16,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
-from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.global_tier.committing import Committing
 from localckpt.global_tier.folders import Folder
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner, give, read_here
@@ -38,6 +43,7 @@ from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.rounds import Meeting
 from localckpt.global_tier.save import SaveUnderWay
 from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.ids import CkptID
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Origin, Resumed, begin_lineage
 
 __all__ = ["GlobalCheckpointManager"]
@@ -175,7 +181,7 @@ class GlobalCheckpointManager:
         self,
         state_dict: dict[str, Any],
         iteration: int,
-        is_async: bool = True,
+        is_async: bool = False,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
         """Save the state of all ranks; all ranks call it.
@@ -187,7 +193,9 @@ class GlobalCheckpointManager:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all
                 ranks, objects, and ``Stateful`` values.
             iteration: Its number, above that of the save before.
-            is_async: Return as soon as the tensors are copied; else when it is committed.
+            is_async: Return as soon as the tensors are copied; else when it is committed. What goes
+                wrong from there on is raised by :meth:`check_for_errors`,
+                :meth:`wait_until_finished`, the next save, or :meth:`close`.
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
 
         Raises:
@@ -252,33 +260,86 @@ class GlobalCheckpointManager:
         found = self._look(None, None)
         return -1 if found is None else found.folder.iteration
 
+    def all_iterations(self) -> list[int]:
+        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
+
+        All ranks call it, and get the same.
+
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: A rank did not come in time.
+        """
+        self._check_usable()
+        self._settle()
+
+        def answer(said: list[bytes]) -> list[bytes]:
+            require_same(said, self._meeting.global_ranks)
+            return [json.dumps(self._root.iterations()).encode()]
+
+        tag = json.dumps([self.session_id, "all"]).encode()
+        told = self._meeting.hold("find all checkpoints", lambda: tag, answer)
+        iterations: list[int] = json.loads(told)
+        return iterations
+
+    @overload
+    def load(
+        self,
+        *,
+        into: dict[str, Any],
+        iteration: int | None = None,
+        allow_partial_load: bool = False,
+    ) -> tuple[dict[str, Any], CkptID]: ...
+
+    @overload
     def load(
         self,
         state_dict: dict[str, Any],
         iteration: int | None = None,
         *,
         allow_partial_load: bool = False,
-    ) -> int:
+    ) -> int: ...
+
+    def load(
+        self,
+        state_dict: dict[str, Any] | None = None,
+        iteration: int | None = None,
+        *,
+        into: dict[str, Any] | None = None,
+        allow_partial_load: bool = False,
+    ) -> tuple[dict[str, Any], CkptID] | int:
         """Fill a state in place, with whatever sharding it has; all ranks call it.
 
         Every block is verified as it is read. If the newest checkpoint turns out damaged, all ranks
         take the one before; not with ``allow_partial_load``, where values of both would be left.
 
         Args:
-            state_dict: The state to fill. Tensors on the meta device are made; objects are
-                replaced.
-            iteration: The checkpoint; the newest by default.
+            into: The state to fill. Tensors on the meta device are made; objects are replaced.
+            iteration: The checkpoint; ``None`` for the newest.
             allow_partial_load: Leave values that the checkpoint has not as they are.
+            state_dict: Older name of ``into``, with which only the iteration is returned.
 
         Returns:
-            The iteration that was loaded.
+            The state, and its ID, which says which iteration it is, as the managers of the nodes
+            return them.
 
         Raises:
-            CheckpointingException: There is no such checkpoint.
+            NoReplicasAvailableError: There is no such checkpoint.
+            CheckpointingException: There is no state to fill.
             MismatchError: The state does not fit.
             CorruptShardError, StorageError: It is damaged, or cannot be read. As every error it is
                 raised on every rank, and the state may be partly filled.
         """
+        given = state_dict if into is None else into
+        if given is None or (state_dict is not None and into is not None):
+            raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
+        loaded = self._load_newest(given, iteration, allow_partial_load)
+        if into is None:
+            return loaded
+        return into, CkptID(loaded, self.rank, self.session_id)
+
+    def _load_newest(
+        self, state_dict: dict[str, Any], iteration: int | None, allow_partial_load: bool
+    ) -> int:
         self._check_usable()
         self._settle()
         try:
@@ -289,7 +350,7 @@ class GlobalCheckpointManager:
         while True:
             found = self._look(iteration, older_than)
             if found is None:
-                raise CheckpointingException(self._why_none(iteration, older_than))
+                raise NoReplicasAvailableError(self._why_none(iteration, older_than))
             older_than = found.folder.version
             try:
                 self._load(found, state_dict, allow_partial_load)

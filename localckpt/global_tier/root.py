@@ -222,6 +222,12 @@ class CheckpointRoot:
                 return Found(folder, record.save_id, record.metadata_digest, record.lineage)
         return None
 
+    def iterations(self) -> list[int]:
+        """Iterations of all checkpoints, the newest first; raises StorageError."""
+        folders, _ = folders_in(self.path)
+        complete = [folder for folder in folders if self._record_of(folder) is not None]
+        return list(dict.fromkeys(folder.iteration for folder in complete))
+
     def close(self) -> None:
         """Remove what was never committed, and let other jobs save here. May be called twice."""
         if self._lock.is_held:

@@ -55,7 +55,7 @@ from localckpt.managers.joining import (
 )
 from localckpt.managers.known import KnownCheckpoints
 from localckpt.managers.ordering import unrelated
-from localckpt.managers.recovery import Recovery, why_nothing_loads
+from localckpt.managers.recovery import Recovery, why_not_that, why_nothing_loads
 from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
@@ -267,8 +267,9 @@ class BaseCheckpointManager(ABC):
                 another number of ranks.
             PeerLostError: A rank did not answer in time.
         """
-        if self.latest_iteration != -1:
-            return self.latest_iteration
+        return self._find_latest() if self.latest_iteration == -1 else self.latest_iteration
+
+    def _find_latest(self) -> int:
         self._finish_copies()
         self._join()
         holdings = self._look()
@@ -351,17 +352,38 @@ class BaseCheckpointManager(ABC):
         assert self._domains is not None
         return gather_explanation(self._coordinator, self._shelf, self._domains)
 
+    def all_iterations(self) -> list[int]:
+        """Iterations that :meth:`load` can give, in the order in which a restart tries them.
+
+        All ranks call it, and get the same.
+
+        Raises:
+            MismatchError: As for :meth:`find_latest`.
+            PeerLostError: A rank did not answer in time.
+        """
+        if self._holdings is None:
+            self._find_latest()
+        complete = [c for c in self._known.complete if c.world_size == self.world_size]
+        return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
+
     def load(
-        self, *, into: Any = None, map_location: str | torch.device | None = None
+        self,
+        *,
+        into: Any = None,
+        iteration: int | None = None,
+        map_location: str | torch.device | None = None,
     ) -> tuple[Any, CkptID]:
-        """Read this rank's shard of the newest complete checkpoint; all ranks call it.
+        """Read this rank's shard of a complete checkpoint; all ranks call it.
 
         Every block is verified as it is read. A copy that turns out bad is set aside on its node,
-        and another copy is taken; if a shard has none left, all ranks take an older checkpoint.
+        and another copy is taken. If a shard has none left, all ranks take an older checkpoint,
+        unless one was asked for.
 
         Args:
             into: A state of the same structure as the saved one, whose tensors are filled in place.
                 After an error they may be partly filled.
+            iteration: The checkpoint; ``None`` for the newest. The next save goes on from what was
+                loaded, and overrules the newer checkpoints that the job went back from.
             map_location: The device of new tensors; ``None`` for the one each was saved from.
 
         Returns:
@@ -369,8 +391,9 @@ class BaseCheckpointManager(ABC):
             its ID, which says which iteration it is.
 
         Raises:
-            CheckpointingException: ``find_latest`` was not called before.
-            NoReplicasAvailableError: No checkpoint is complete; it says which shards are gone.
+            CheckpointingException: The job is to go back while saves are in flight.
+            NoReplicasAvailableError: No checkpoint is complete, or not the one that was asked for;
+                it says which shards are gone.
             MismatchError: ``into`` has another structure.
             RestoreError: The bytes are good, and some rank cannot rebuild its state from them: a
                 class changed, its ``__setstate__`` raised, memory ran out. It is raised on every
@@ -380,22 +403,27 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
-        if self._holdings is None or self._domains is None:
+        if iteration is not None and self._known.under_way:
             raise CheckpointingException(
-                "load() was called before find_latest(): call find_latest() on all ranks first, "
-                "and load() if it is not -1"
+                f"iteration {iteration} cannot be loaded while the saves of iterations "
+                f"{self._known.under_way} are in flight: finalize them first "
+                f"(AsyncCallsQueue.maybe_finalize_async_calls(blocking=True))"
             )
+        if self._holdings is None:
+            self._find_latest()
+        assert self._holdings is not None
+        assert self._domains is not None
         self._finish_copies()
         options = LoadOptions(None if into is None else wrapped(into), map_location)
         recovery = Recovery(self._coordinator, self._strategy, self._shelf, self._holdings)
-        while self._known.complete:
-            judge_newest(self._known.complete, self.world_size)
-            checkpoint = self._known.complete[0]
+        while wanted := [c for c in self._known.complete if iteration in (None, c.iteration)]:
+            judge_newest(wanted, self.world_size)
+            checkpoint = wanted[0]
             with record_function("localckpt.load"):
                 loaded = recovery.load(checkpoint, self.session_id, options)
             if loaded is None:
                 logger.error(
-                    "iteration %d cannot be had any more; trying an older one",
+                    "iteration %d cannot be had any more; trying another checkpoint",
                     checkpoint.iteration,
                 )
                 # It must not count among those that are kept, and push out one that can be had.
@@ -403,7 +431,9 @@ class BaseCheckpointManager(ABC):
                 continue
             seconds = time.monotonic() - called
             self._resume_from(checkpoint)
-            self.latest_iteration = self._newest_iteration = checkpoint.iteration
+            self._newest_iteration = checkpoint.iteration
+            if iteration is None:
+                self.latest_iteration = checkpoint.iteration
             self.last_load = LoadReport(
                 checkpoint.iteration, loaded.nbytes, seconds, loaded.came_from
             )
@@ -414,6 +444,10 @@ class BaseCheckpointManager(ABC):
                     checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
                 )
             return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
+        if iteration is not None:
+            raise NoReplicasAvailableError(
+                why_not_that(iteration, self.all_iterations(), recovery.bad)
+            )
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
             why_nothing_loads(
@@ -562,7 +596,7 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 f"iteration {iteration} cannot be saved: this manager has saved or loaded "
                 f"iteration {self._newest_iteration}, and the next must be above it. To go back, "
-                f"load() the older state, or say with begin() what the job goes on from"
+                f"load(iteration=...), or say with begin() what the job goes on from"
             )
 
     def _join(self) -> None:

@@ -37,7 +37,7 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.skeleton import described
 from localckpt.storage.names import shard_named
 
-__all__ = ["Loaded", "Recovery", "plan_shards", "why_nothing_loads"]
+__all__ = ["Loaded", "Recovery", "plan_shards", "why_not_that", "why_nothing_loads"]
 
 logger = logging.getLogger(__name__)
 
@@ -460,4 +460,25 @@ def why_nothing_loads(
         f"{', '.join(explanation.nodes)}."
         + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
         + " Start from the beginning, or from a checkpoint on shared storage"
+    )
+
+
+def why_not_that(
+    iteration: int,
+    others: Sequence[int],
+    unreadable: Sequence[tuple[ShardIdentity, int, str]],
+) -> str:
+    """Text of the error that the checkpoint that was asked for cannot be loaded.
+
+    Args:
+        iteration: Its iteration.
+        others: Iterations that can be loaded.
+        unreadable: From :attr:`Recovery.bad`.
+    """
+    bad = [f"{shard}, from the node of rank {holder}: {why}" for shard, holder, why in unreadable]
+    return (
+        f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + f" load(iteration=...) can give {', '.join(map(str, others)) or 'none'}; explain() says "
+        f"what is missing"
     )

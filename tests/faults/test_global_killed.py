@@ -113,7 +113,7 @@ def _run(
     assert manager.find_latest() == _OLDER
     state = state_of(_NEWER, job.numel, rank if world_size > 1 else None)
     with dangerous, manager:
-        manager.save(state, _NEWER)
+        manager.save(state, _NEWER, is_async=True)
         manager.wait_until_finished()
         (told / f"{rank}").touch()
     if rank != job.victim:
@@ -170,7 +170,7 @@ def _end(group: RankGroup, others: set[int], victim: int) -> bool:
 def _fill(root: Path, job: _Job) -> None:
     with job.manager(root) as manager:
         for iteration in (_OLDEST, _OLDER):
-            manager.save(state_of(iteration, job.numel), iteration)
+            manager.save(state_of(iteration, job.numel), iteration, is_async=True)
 
 
 @contextmanager
@@ -309,7 +309,7 @@ def _train(rank: int, world_size: int, job: _Job, root: Path, told: Path) -> Non
     with job.manager(root, keep_last=1) as manager:
         for iteration in (_OLDEST, _OLDER, _NEWER):
             (told / f"begun.{iteration}").touch()
-            manager.save(state_of(iteration, job.numel), iteration)
+            manager.save(state_of(iteration, job.numel), iteration, is_async=True)
             threads = [t.native_id for t in threading.enumerate() if t.name == "localckpt-global"]
             manager.wait_until_finished()
             (told / f"saved.{iteration}").touch()

@@ -58,7 +58,7 @@ def _train_on_while_it_is_written(rank: int, world_size: int, root: Path) -> Non
     at_each_open(".distcp", lambda: gate.wait(MAX_S))
     state = state_of(1, rank)
     with manager_on(root) as manager:
-        manager.save(state, 1)
+        manager.save(state, 1, is_async=True)
         scramble(state)
         manager.check_for_errors()
         assert checkpoints_in(root) == []
@@ -105,8 +105,10 @@ def _save_while_one_is_written(rank: int, world_size: int, root: Path) -> list[s
         gate.set()
 
     with manager_on(root) as manager:
-        manager.save({"counter": Counter(1)}, 1, on_commit=lambda: told.append("committed 1"))
-        manager.save({"counter": Counter(2, planning)}, 2)
+        manager.save(
+            {"counter": Counter(1)}, 1, on_commit=lambda: told.append("committed 1"), is_async=True
+        )
+        manager.save({"counter": Counter(2, planning)}, 2, is_async=True)
     return told
 
 
@@ -120,7 +122,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 def test_values_of_stateful_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     counter = Counter(0)
     with manager_on(tmp_path) as manager:
-        manager.save({"counter": Counter(3), "plain": torch.ones(2)}, 1)
+        manager.save({"counter": Counter(3), "plain": torch.ones(2)}, 1, is_async=True)
 
         manager.load({"counter": counter, "plain": torch.zeros(2)})
 
@@ -140,12 +142,12 @@ def _learn_of_commits(rank: int, world_size: int, root: Path) -> list[tuple[int,
     with manager_on(root) as manager:
         manager.save(state_of(1, rank), 1, is_async=False, on_commit=committed)
         assert checkpoints_in(root) == ["iteration_00000001.0001"]
-        manager.save(state_of(2, rank), 2, on_commit=fail)
+        manager.save(state_of(2, rank), 2, on_commit=fail, is_async=True)
         text = error_of(manager.wait_until_finished)
         assert "iteration 2 is committed, but on_commit failed" in text
         assert "no room in the catalogue" in text
         assert_loads(manager, rank, 2)
-        manager.save(state_of(3, rank), 3)
+        manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
     return calls
 
@@ -165,10 +167,10 @@ def _ask_for_errors(rank: int, world_size: int, root: Path) -> None:
     with manager_on(root) as manager:
         bad = {f"bad {rank}": Unpicklable()} if rank == 1 else {}
         for iteration, ask in enumerate(
-            [manager.wait_until_finished, lambda: manager.save(state_of(9, rank), 9)]
+            [manager.wait_until_finished, lambda: manager.save(state_of(9, rank), 9, is_async=True)]
         ):
             gate.clear()
-            manager.save(state_of(iteration, rank) | bad, iteration)
+            manager.save(state_of(iteration, rank) | bad, iteration, is_async=True)
             if rank == 0:
                 # Its own part is still being written.
                 manager.check_for_errors()
@@ -178,13 +180,13 @@ def _ask_for_errors(rank: int, world_size: int, root: Path) -> None:
             manager.check_for_errors()
             manager.wait_until_finished()
         gate.clear()
-        manager.save(state_of(3, rank) | bad, 3)
+        manager.save(state_of(3, rank) | bad, 3, is_async=True)
         gate.set()
         # Settles, and leaves the error to whoever asks.
         assert manager.find_latest() == -1
         assert "this cannot be pickled" in error_of(manager.check_for_errors)
         manager.check_for_errors()
-        manager.save(state_of(4, rank), 4)
+        manager.save(state_of(4, rank), 4, is_async=True)
         assert_loads(manager, rank, 4)
 
 
@@ -199,7 +201,7 @@ def _commit_inside_of_collectives(rank: int, world_size: int, root: Path) -> int
     gate, committed = threading.Event(), threading.Event()
     at_each_open("__1_", lambda: gate.wait(MAX_S))
     with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1, on_commit=committed.set)
+        manager.save(state_of(1, rank), 1, on_commit=committed.set, is_async=True)
         steps, after = 0, 0
         while after < 3:
             values = torch.tensor([rank + 1.0, float(committed.is_set())])
@@ -237,7 +239,7 @@ def test_no_checkpoint_is_found_in_an_empty_or_missing_root(root: str, tmp_path:
 def _keep_the_last(rank: int, world_size: int, root: Path) -> None:
     with manager_on(root, keep_last=2) as manager:
         for iteration in range(1, 5):
-            manager.save(state_of(iteration, rank), iteration)
+            manager.save(state_of(iteration, rank), iteration, is_async=True)
         manager.wait_until_finished()
         assert "there is no checkpoint of iteration 2" in error_of(
             lambda: loaded_by(manager, rank, 2)
@@ -255,19 +257,19 @@ def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
 def _go_back(rank: int, world_size: int, root: Path) -> None:
     with manager_on(root) as manager:
         for iteration in (10, 20, 30):
-            manager.save(state_of(iteration, rank), iteration)
-        told = error_of(lambda: manager.save(state_of(30, rank), 30))
+            manager.save(state_of(iteration, rank), iteration, is_async=True)
+        told = error_of(lambda: manager.save(state_of(30, rank), 30, is_async=True))
         assert "iteration 30 cannot be saved after 30" in told
         found, state = loaded_by(manager, rank, 10)
         assert found == 10
         assert_same(state, state_of(10, rank))
-        manager.save(state_of(15, rank), 15)
+        manager.save(state_of(15, rank), 15, is_async=True)
         assert_loads(manager, rank, 15)
     with manager_on(root) as manager:
         # What was abandoned can be asked for by its number.
         assert loaded_by(manager, rank, 30)[0] == 30
         assert_loads(manager, rank, 15)
-        manager.save(state_of(16, rank), 16)
+        manager.save(state_of(16, rank), 16, is_async=True)
         assert_loads(manager, rank, 16)
 
 
@@ -280,10 +282,12 @@ def test_what_was_saved_after_going_back_is_newer_than_what_was_abandoned(tmp_pa
 
 def _disagree(rank: int, world_size: int, root: Path) -> None:
     with manager_on(root) as manager:
-        told = error_of(lambda: manager.save(state_of(5, rank), 5 + rank), MismatchError)
+        told = error_of(
+            lambda: manager.save(state_of(5, rank), 5 + rank, is_async=True), MismatchError
+        )
         for one in range(world_size):
             assert f'rank {one}: ["", {5 + one}]' in told
-        manager.save(state_of(7, rank), 7)
+        manager.save(state_of(7, rank), 7, is_async=True)
         assert_loads(manager, rank, 7)
         told = error_of(lambda: loaded_by(manager, rank, 7 - rank), MismatchError)
         assert 'rank 1: ["", 6]' in told
@@ -318,8 +322,8 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 def _load_what_is_damaged(rank: int, world_size: int, root: Path, name: str) -> tuple[str, str]:
     with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1)
-        manager.save(state_of(2, rank), 2)
+        manager.save(state_of(1, rank), 1, is_async=True)
+        manager.save(state_of(2, rank), 2, is_async=True)
         manager.wait_until_finished()
         if rank == 0:
             older, newer = (root / folder for folder in checkpoints_in(root))
@@ -333,7 +337,7 @@ def _load_what_is_damaged(rank: int, world_size: int, root: Path, name: str) -> 
         told = error_of(lambda: loaded_by(manager, rank, 2), (CorruptShardError, StorageError))
         # A new attempt goes on from there, and is newer than what is damaged.
         assert loaded_by(manager, rank)[0] == 1
-        manager.save(state_of(2, rank), 2)
+        manager.save(state_of(2, rank), 2, is_async=True)
         assert_loads(manager, rank, 2)
     return told, said.text()
 
@@ -375,7 +379,7 @@ def _save_the_same_structure(rank: int, world_size: int, root: Path) -> None:
         def save(iteration: int) -> None:
             for i in range(50):
                 state[f"layer {i}"]["weight"].fill_(iteration)
-            manager.save(state, iteration)
+            manager.save(state, iteration, is_async=True)
             manager.wait_until_finished()
             found = blank(state)
             assert manager.load(found) == iteration
@@ -429,11 +433,11 @@ class OfMine:
 
 def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        manager.save({"mine": OfMine(3)}, 1)
+        manager.save({"mine": OfMine(3)}, 1, is_async=True)
         told = error_of(manager.wait_until_finished, UnsafeGlobalError)
     state: dict[str, Any] = {"mine": None}
     with manager_on(tmp_path, safe_globals=[OfMine]) as manager:
-        manager.save({"mine": OfMine(3)}, 1)
+        manager.save({"mine": OfMine(3)}, 1, is_async=True)
         manager.load(state)
 
     assert "OfMine" in told
@@ -458,12 +462,12 @@ def test_options_that_mean_nothing_are_refused(
 
 def test_a_closed_manager_says_so(tmp_path: Path) -> None:
     manager = manager_on(tmp_path)
-    manager.save(state_of(1, 0), 1)
+    manager.save(state_of(1, 0), 1, is_async=True)
     manager.close()
     manager.close()
 
     for call in (
-        lambda: manager.save(state_of(2, 0), 2),
+        lambda: manager.save(state_of(2, 0), 2, is_async=True),
         lambda: loaded_by(manager, 0),
         manager.find_latest,
     ):

@@ -110,7 +110,7 @@ def test_after_going_back_smaller_numbers_are_saved_though_the_last_save_was_not
 ) -> None:
     with manager_on(tmp_path) as manager:
         _save(manager, 50)
-        manager.save({"w": torch.full((9,), 100.0)}, 100)
+        manager.save({"w": torch.full((9,), 100.0)}, 100, is_async=True)
         manager.load({"w": torch.zeros(9)}, 50)
 
         _save(manager, 60)
@@ -168,7 +168,7 @@ def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_not_the_manager
 ) -> None:
     with manager_on(tmp_path) as manager:
         with pytest.raises(KeyboardInterrupt):
-            manager.save({"w": torch.ones(3), "o": [_Interrupting()]}, 1)
+            manager.save({"w": torch.ones(3), "o": [_Interrupting()]}, 1, is_async=True)
         with pytest.raises(CheckpointingException, match="it was interrupted"):
             manager.wait_until_finished()
 
@@ -195,7 +195,7 @@ def test_a_state_that_cannot_be_saved_keeps_no_rank_in_warm_up(tmp_path: Path) -
 def _plan_what_does_not_go_together(rank: int, world_size: int, root: Path) -> list[str]:
     with manager_on(root) as manager:
         with pytest.raises(CheckpointingException):
-            manager.save({"x": torch.ones(3) if rank else 5}, 1)
+            manager.save({"x": torch.ones(3) if rank else 5}, 1, is_async=True)
         dist.barrier()
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".localckpt"))
 
@@ -209,7 +209,9 @@ def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     with manager_on(tmp_path) as manager:
-        manager.save({"w": torch.ones(3)}, 1, on_commit=lambda: print(manager.find_latest()))
+        manager.save(
+            {"w": torch.ones(3)}, 1, on_commit=lambda: print(manager.find_latest()), is_async=True
+        )
 
         with pytest.raises(CheckpointingException, match="on_commit called the manager"):
             manager.wait_until_finished()
@@ -219,7 +221,7 @@ def test_a_manager_that_is_called_by_its_own_on_commit_says_so_at_once(
 
 def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        manager.save({"w": torch.ones(3)}, 1)
+        manager.save({"w": torch.ones(3)}, 1, is_async=True)
         if (child := os.fork()) == 0:
             try:
                 manager.wait_until_finished()

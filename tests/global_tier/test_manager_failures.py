@@ -63,35 +63,35 @@ def _no_file_larger_than(nbytes: int) -> Iterator[None]:
 def _fail_on_one(rank: int, world_size: int, root: Path) -> list[str]:
     told = []
     with manager_on(root, timeout=_TIMEOUT_S) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
         manager.wait_until_finished()
 
         large = state_of(2, rank) | {f"large {rank}": torch.ones(100_000)}
         with _no_file_larger_than(100_000 if rank == 1 else resource.RLIM_INFINITY):
-            manager.save(large, 2)
+            manager.save(large, 2, is_async=True)
             told.append(_told_at_once(manager.wait_until_finished, StorageError))
         assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3)
+        manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
 
         bad = {"bad": Unpicklable()} if rank == 2 else {}
-        manager.save(state_of(4, rank) | bad, 4)
+        manager.save(state_of(4, rank) | bad, 4, is_async=True)
         told.append(_told_at_once(manager.wait_until_finished))
         assert_loads(manager, rank, 3)
-        manager.save(state_of(5, rank), 5)
+        manager.save(state_of(5, rank), 5, is_async=True)
         assert_loads(manager, rank, 5)
 
-        manager.save(state_of(6, rank), 6)
+        manager.save(state_of(6, rank), 6, is_async=True)
         manager.wait_until_finished()
         if rank == 0:
             # A stranger's directory stands where the next checkpoint is to be.
             stranger = root / checkpoints_in(root)[-1].replace("6.", "7.")
             stranger.mkdir()
             (stranger / "file").touch()
-        manager.save(state_of(7, rank), 7)
+        manager.save(state_of(7, rank), 7, is_async=True)
         told.append(_told_at_once(manager.wait_until_finished, StorageError))
         assert_loads(manager, rank, 6)
-        manager.save(state_of(8, rank), 8)
+        manager.save(state_of(8, rank), 8, is_async=True)
         assert_loads(manager, rank, 8)
     return told
 
@@ -121,11 +121,11 @@ def _fail_to_plan(rank: int, world_size: int, root: Path) -> str:
             pass
 
     with manager_on(root, timeout=_TIMEOUT_S) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
         bad = {"loader": Broken()} if rank == 1 else {}
-        told = _told_at_once(lambda: manager.save(state_of(2, rank) | bad, 2))
+        told = _told_at_once(lambda: manager.save(state_of(2, rank) | bad, 2, is_async=True))
         assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3)
+        manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
     return told
 
@@ -150,15 +150,15 @@ def _stall_in_the_middle(rank: int, world_size: int, root: Path, sleeper: int) -
 
     at_each_open(".distcp", fall_asleep)
     with manager_on(root, timeout=_LONGER_S) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
         manager.wait_until_finished()
         asleep.set()
-        manager.save(state_of(2, rank), 2)
+        manager.save(state_of(2, rank), 2, is_async=True)
         told = error_of(manager.wait_until_finished, PeerLostError)
         announce(f"told {rank}")
         await_announced("all are awake")
         assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3)
+        manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
     return told
 
@@ -188,16 +188,16 @@ def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does
 
 def _come_late(rank: int, world_size: int, root: Path) -> str:
     with manager_on(root, timeout=_LONGER_S) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
         manager.wait_until_finished()
         if rank == 1:
             await_announced("told 0")
             await_announced("told 2")
-        told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
+        told = error_of(lambda: manager.save(state_of(2, rank), 2, is_async=True), PeerLostError)
         announce(f"told {rank}")
         await_announced("told 1")
         assert_loads(manager, rank, 1)
-        manager.save(state_of(3, rank), 3)
+        manager.save(state_of(3, rank), 3, is_async=True)
         assert_loads(manager, rank, 3)
     return told
 
@@ -224,11 +224,11 @@ def _die_in_the_middle(rank: int, world_size: int, root: Path, victim: int) -> s
 
     at_each_open(".distcp", die)
     with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
     manager = manager_on(root, timeout=_SHORT_S)
-    manager.save(state_of(2, rank), 2)
+    manager.save(state_of(2, rank), 2, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
     return told
@@ -237,7 +237,7 @@ def _die_in_the_middle(rank: int, world_size: int, root: Path, victim: int) -> s
 def _go_on(rank: int, world_size: int, root: Path, atomic: bool, expected: int) -> None:
     with manager_on(root, atomic_rename=atomic) as manager:
         assert_loads(manager, rank, expected)
-        manager.save(state_of(9, rank), 9)
+        manager.save(state_of(9, rank), 9, is_async=True)
         assert_loads(manager, rank, 9)
 
 
@@ -279,11 +279,11 @@ def _die_at_the_commit(rank: int, world_size: int, root: Path, atomic: bool, las
     if last:
         at_each_rename(last, die)
     with manager_on(root) as manager:
-        manager.save(state_of(1, rank), 1)
+        manager.save(state_of(1, rank), 1, is_async=True)
     dist.barrier()
     doomed.set()
     manager = manager_on(root, timeout=_SHORT_S, atomic_rename=atomic)
-    manager.save(state_of(2, rank), 2, on_commit=None if last else die)
+    manager.save(state_of(2, rank), 2, on_commit=None if last else die, is_async=True)
     told = error_of(manager.wait_until_finished, PeerLostError)
     manager.close()
     return told
@@ -344,7 +344,7 @@ def test_unfinished_directories_are_never_found(tmp_path: Path) -> None:
 def test_an_error_in_the_block_is_not_replaced_by_that_of_the_save(tmp_path: Path) -> None:
     def fail_in_the_block() -> None:
         with manager_on(tmp_path) as manager:
-            manager.save({"bad": Unpicklable()}, 1)
+            manager.save({"bad": Unpicklable()}, 1, is_async=True)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -58,7 +58,9 @@ def _save_in_turn(rank: int, world_size: int, root: Path) -> None:
     managers = {name: manager_on(root, name, keep_last=1) for name in sessions}
     for iteration in (1, 2):
         for number, manager in enumerate(managers.values()):
-            manager.save(state_of(10 * number + iteration, rank), 10 * number + iteration)
+            manager.save(
+                state_of(10 * number + iteration, rank), 10 * number + iteration, is_async=True
+            )
     for number, manager in enumerate(managers.values()):
         assert_loads(manager, rank, 10 * number + 2)
         manager.close()
@@ -77,7 +79,7 @@ def test_sessions_that_share_a_root_do_not_see_each_other(tmp_path: Path) -> Non
 
 def _hold_the_root(rank: int, world_size: int, root: Path) -> None:
     manager = manager_on(root)
-    manager.save(state_of(1, rank), 1)
+    manager.save(state_of(1, rank), 1, is_async=True)
     manager.wait_until_finished()
     announce(f"saved {rank}")
     await_announced("close")
@@ -95,7 +97,7 @@ def test_a_second_job_is_refused_until_the_first_is_closed(tmp_path: Path) -> No
         second = manager_on(tmp_path, timeout=0.2)
         assert_loads_of_two(second, 1)
 
-        told = error_of(lambda: second.save(state_of(2, 0), 2), StorageError)
+        told = error_of(lambda: second.save(state_of(2, 0), 2, is_async=True), StorageError)
 
         assert f"-{first.pids[0]}-" in told
         assert f"another job saves into {tmp_path}" in told
@@ -103,7 +105,7 @@ def test_a_second_job_is_refused_until_the_first_is_closed(tmp_path: Path) -> No
         first.announce("close")
         for rank in range(2):
             first.await_announced(f"closed {rank}")
-        second.save(state_of(2, 0), 2)
+        second.save(state_of(2, 0), 2, is_async=True)
         second.close()
         first.announce("end")
         first.join()
@@ -121,11 +123,11 @@ def test_a_second_job_saves_when_the_first_is_dead(tmp_path: Path) -> None:
     with start_ranks(_hold_the_root, 1, tmp_path, init_group=False) as first:
         first.await_announced("saved 0")
         second = manager_on(tmp_path, timeout=0.2)
-        error_of(lambda: second.save(state_of(2, 0), 2), StorageError)
+        error_of(lambda: second.save(state_of(2, 0), 2, is_async=True), StorageError)
         first.kill(0)
         first.join(expect_dead={0})
 
-        second.save(state_of(2, 0), 2)
+        second.save(state_of(2, 0), 2, is_async=True)
 
         assert_loads(second, 0, 2)
         second.close()
@@ -139,7 +141,7 @@ def _save_without_renames(rank: int, world_size: int, root: Path) -> None:
     at_each_rename("iteration_", lambda: names.append("renamed"))
     with manager_on(root, atomic_rename=False, keep_last=2) as manager:
         for iteration in (1, 2, 3):
-            manager.save(state_of(iteration, rank), iteration)
+            manager.save(state_of(iteration, rank), iteration, is_async=True)
         assert_loads(manager, rank, 3)
         dist.barrier()
         if rank == 0:
@@ -150,7 +152,7 @@ def _save_without_renames(rank: int, world_size: int, root: Path) -> None:
         assert manager.find_latest() == 3
         told = error_of(lambda: loaded_by(manager, rank, 4))
         assert "there is no checkpoint of iteration 4" in told
-        manager.save(state_of(5, rank), 5)
+        manager.save(state_of(5, rank), 5, is_async=True)
         assert_loads(manager, rank, 5)
     assert names == []
 
@@ -167,7 +169,7 @@ def test_where_directories_are_not_renamed_the_record_alone_makes_a_checkpoint(
 def test_checkpoints_with_and_without_renames_are_read_alike(tmp_path: Path) -> None:
     for iteration, atomic in ((1, True), (2, False), (3, True), (4, False)):
         with manager_on(tmp_path, atomic_rename=atomic) as manager:
-            manager.save(state_of(iteration, 0), iteration)
+            manager.save(state_of(iteration, 0), iteration, is_async=True)
     for atomic in (True, False):
         with manager_on(tmp_path, atomic_rename=atomic) as manager:
             for iteration in (1, 2, 3):
@@ -183,7 +185,7 @@ def _leave(rank: int, world_size: int, root: Path) -> None:
     begun = our_threads()
     manager = manager_on(root)
     for iteration in (1, 2):
-        manager.save(state_of(iteration, rank), iteration)
+        manager.save(state_of(iteration, rank), iteration, is_async=True)
     assert_loads(manager, rank, 2)
     manager.close()
     for thread in threading.enumerate():
@@ -210,7 +212,7 @@ def _refuse(manager: GlobalCheckpointManager) -> None:
     manager.close()
     for call in (
         manager.find_latest,
-        lambda: manager.save({}, 9),
+        lambda: manager.save({}, 9, is_async=True),
         lambda: manager.load({}),
     ):
         with pytest.raises(CheckpointingException, match="a fork"):
@@ -219,7 +221,7 @@ def _refuse(manager: GlobalCheckpointManager) -> None:
 
 def _fork_and_go_on(rank: int, world_size: int, root: Path) -> None:
     kept = [manager_on(root, staging_threads=2)]
-    kept[0].save(state_of(1, 0), 1)
+    kept[0].save(state_of(1, 0), 1, is_async=True)
     kept[0].wait_until_finished()
 
     def leave_the_block() -> None:
@@ -234,9 +236,9 @@ def _fork_and_go_on(rank: int, world_size: int, root: Path) -> None:
         assert _in_a_fork(act) == 0
     # Nobody else may save: the lock is still the parent's.
     with manager_on(root, timeout=0.2) as other:
-        told = error_of(lambda: other.save(state_of(5, 0), 5), StorageError)
+        told = error_of(lambda: other.save(state_of(5, 0), 5, is_async=True), StorageError)
     assert f"-{os.getpid()}-" in told
-    kept[0].save(state_of(2, 0), 2)
+    kept[0].save(state_of(2, 0), 2, is_async=True)
     assert_loads(kept[0], 0, 2)
     kept[0].close()
 
@@ -251,7 +253,7 @@ def test_a_fork_that_closes_or_drops_the_manager_does_nothing_to_its_parents(
 
 def _hold_the_root_with_a_fork(rank: int, world_size: int, root: Path) -> None:
     manager = manager_on(root)
-    manager.save(state_of(1, rank), 1)
+    manager.save(state_of(1, rank), 1, is_async=True)
     manager.wait_until_finished()
     if not os.fork():
         # As a worker of a data loader, which outlives its trainer by a moment.
@@ -278,7 +280,7 @@ def test_a_fork_that_lives_on_does_not_keep_the_root_from_the_next_job(
             psutil.wait_procs([psutil.Process(first.pids[0])], timeout=10.0)
         try:
             with manager_on(tmp_path, timeout=0.2) as second:
-                second.save(state_of(2, 0), 2)
+                second.save(state_of(2, 0), 2, is_async=True)
                 assert_loads(second, 0, 2)
         finally:
             first.announce("end")

@@ -71,7 +71,7 @@ def _save_on_each_and_load_on_each(
     for count in mine:
         state = states_of(*fsdp_model(meshes[count], seed=count))
         with manager_on(root, process_group=groups[count]) as manager:
-            manager.save(state, count)
+            manager.save(state, count, is_async=True)
         full = gathered(state)
         if rank == 0:
             torch.save(full, root / f"saved on {count}")
@@ -129,7 +129,7 @@ def _load_every_placement_into_every_other(rank: int, world_size: int, root: Pat
             saved[name] = spread(full, a_mesh, *a_placed)
             wanted[name] = spread(torch.zeros(shape), b_mesh, *b_placed)
     with manager_on(root) as manager:
-        manager.save(dict(saved), 1)
+        manager.save(dict(saved), 1, is_async=True)
         manager.load(wanted)
     for name, tensor in wanted.items():
         assert_same(tensor.full_tensor(), values_of(name, tuple(tensor.shape)))
@@ -169,7 +169,7 @@ def _go_between_ways_to_be_parallel(rank: int, world_size: int, root: Path) -> N
     kinds = ("tensor", "data and tensor", "data")
     with manager_on(root) as manager:
         for iteration, kind in enumerate(kinds):
-            manager.save(make(kind, seed=iteration), iteration)
+            manager.save(make(kind, seed=iteration), iteration, is_async=True)
         for iteration, kind in enumerate(kinds):
             expected = gathered(make(kind, seed=iteration))
             for other in kinds:
@@ -207,7 +207,7 @@ def _go_between_kinds_of_tensors(rank: int, world_size: int, root: Path) -> None
     kinds = ("plain", "dtensor", "sharded", "sharded otherwise")
     pairs = list(product(kinds, kinds))
     with manager_on(root) as manager:
-        manager.save({f"{a} -> {b}": make(a, full) for a, b in pairs}, 1)
+        manager.save({f"{a} -> {b}": make(a, full) for a, b in pairs}, 1, is_async=True)
         wanted = {f"{a} -> {b}": make(b, torch.zeros(10, 3)) for a, b in pairs}
         manager.load(wanted)
     for (_, kind), found in zip(pairs, wanted.values(), strict=True):
@@ -239,7 +239,7 @@ def _load_into_meta(rank: int, world_size: int, root: Path) -> None:
         "columns": spread(torch.empty(5, 3, device="meta"), mesh, Replicate()),
     }
     with manager_on(root) as manager:
-        manager.save(state, 1)
+        manager.save(state, 1, is_async=True)
         manager.load(wanted)
     assert_same(wanted["plain"], full)
     assert wanted["nested"]["uneven"].placements == (Shard(1),)
@@ -257,7 +257,7 @@ def test_tensors_on_the_meta_device_are_made_without_torch_distributed(tmp_path:
     wanted: dict[str, Any] = {"nested": {"weight": torch.empty(5, 3, device="meta")}}
 
     with manager_on(tmp_path) as manager:
-        manager.save({"nested": {"weight": full}}, 1)
+        manager.save({"nested": {"weight": full}}, 1, is_async=True)
         manager.load(wanted)
 
     assert_same(wanted["nested"]["weight"], full)
@@ -269,7 +269,7 @@ def test_another_shape_is_refused_and_nothing_is_read(
 ) -> None:
     wanted = {"a": torch.zeros(2), "weight": torch.zeros(shape)}
     with manager_on(tmp_path) as manager:
-        manager.save({"a": torch.ones(2), "weight": torch.ones(5, 3)}, 1)
+        manager.save({"a": torch.ones(2), "weight": torch.ones(5, 3)}, 1, is_async=True)
 
         with pytest.raises(MismatchError, match="weight has shape"):
             manager.load(wanted)
@@ -287,7 +287,7 @@ def _go_between_ours_and_torchs(rank: int, world_size: int, root: Path) -> None:
     state = states_of(*fsdp_model(line, seed=1))
     expected = gathered(state)
     with manager_on(root) as manager:
-        manager.save(state, 1)
+        manager.save(state, 1, is_async=True)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "torch"))
     if rank > 1:
         return

@@ -305,14 +305,13 @@ def test_an_iteration_must_be_above_the_last_one_saved_or_loaded(
         resume(manager, 0, 6)
 
 
-def test_load_needs_find_latest(kind: str, root: Path) -> None:
+def test_load_looks_for_the_latest_by_itself(kind: str, root: Path) -> None:
     with make_manager(kind, root) as manager:
-        manager.save(state_of(0, 1), 1)
-        assert "find_latest()" in error_of(manager.load)
-        manager.find_latest()
-        manager.save(state_of(0, 2), 2)
-        assert "find_latest()" in error_of(manager.load)
-        resume(manager, 0, 2)
+        assert "no complete checkpoint" in error_of(manager.load)
+        for iteration in (1, 2):
+            manager.save(state_of(0, iteration), iteration)
+            assert_same(manager.load()[0], state_of(0, iteration))
+            assert manager.find_latest() == iteration
 
 
 def test_what_was_found_while_a_save_was_under_way_is_looked_for_again(

@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 from typing import TypeVar
@@ -20,6 +20,7 @@ from typing import TypeVar
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from localckpt.ids import Checkpoint, CkptID, Generation, ShardRecord
+from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
 from localckpt.managers.coverage import complete_checkpoints, describe_incomplete
 from localckpt.managers.explanation import explain
 from localckpt.managers.holdings import Holdings, ranks_by_node, tell
@@ -37,6 +38,14 @@ _RANKS_A_NODE, _NODES_A_CLIQUE = 8, 2
 _NBYTES = 20_000_000_000
 _GOAL_BYTES, _GOAL_MS, _GOAL_LOAD = 32.0, 500.0, 2.0
 _SESSION = "benchmark"
+# As long as those of jobs that were often restarted.
+_LINEAGE = Lineage(
+    Generation(1234, 2**60 - 1).epoch_id,
+    "local",
+    10**7 - 1000,
+    tuple(Point(EpochId(1233 - n, 2**32 - n - 1), 10**7 - n) for n in range(MOST_ANCESTORS)),
+    is_cut=True,
+)
 _TELL, _FIND, _EXPLAIN, _MISS = _FOUND = (
     "one node: say what it holds",
     "find the newest complete checkpoint",
@@ -75,7 +84,9 @@ class _World:
         ]
         self.records = {
             node: [
-                ShardRecord(checkpoint.shard(owner, _SESSION), _NBYTES + owner)
+                ShardRecord(
+                    replace(checkpoint.shard(owner, _SESSION), lineage=_LINEAGE), _NBYTES + owner
+                )
                 for checkpoint in self.checkpoints
                 for member in self.clique_of(on[0])
                 for owner in (member + place for place in range(_RANKS_A_NODE))

@@ -5,7 +5,7 @@ What was set aside as damaged is verified again before it is removed, and put ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,6 +26,7 @@ from localckpt.cli.output import (
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import ShardIdentity
+from localckpt.lineage import EpochId
 from localckpt.storage.aside import put_back
 from localckpt.storage.catalog import (
     Leftover,
@@ -55,6 +56,15 @@ def clean(
             "what is good.",
         ),
     ] = False,
+    epoch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--epoch",
+            metavar="NAME",
+            help="Also remove the checkpoints of this epoch, as `localckpt explain` names it.",
+            show_default=False,
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a job that is starting here.")
     ] = _WAIT_S,
@@ -62,9 +72,9 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, spare files, and shared memory. Shards stay, and so does whatever
-    belongs to a process that runs. Call it on the node itself, where the processes of its jobs can
-    be seen.
+    That is: unfinished files, spare files, and shared memory. Shards stay, unless their epoch is
+    named, and so does whatever belongs to a process that runs. Call it on the node itself, where
+    the processes of its jobs can be seen.
     """
     with one_line_errors():
         root = store_or_default(directory)
@@ -75,7 +85,7 @@ def clean(
             )
         find_sessions(root)
         with nullcontext() if dry_run else _lock(root, timeout):
-            found = _removable(root)
+            found = [*_removable(root), *_of_epochs(root, epoch or [])]
             judged = _judge_corrupt(root) if corrupt else _Judged([], [], [])
             removed = [*found, *judged.bad]
             good = {file: file.path for file in judged.good}
@@ -147,6 +157,24 @@ def _removable(root: Path) -> list[Leftover]:
     return [
         file for file in [*found, *find_staging()] if file.kind != "corrupt" and not file.is_live
     ]
+
+
+def _of_epochs(root: Path, names: Sequence[str]) -> list[Leftover]:
+    found = []
+    for name in dict.fromkeys(names):
+        epoch = EpochId.parse(name)
+        files = [f for s in find_sessions(root) for f in s.of_epoch(epoch)] if epoch else []
+        if not files:
+            raise StorageError(
+                f"{root} has no checkpoint of an epoch {name!r}: `localckpt explain` names them, "
+                f"as 3-0a1b2c3d. Nothing was removed"
+            )
+        if any(file.is_live for file in files):
+            raise StorageError(
+                f"epoch {name} is that of a job that runs: end it first. Nothing was removed"
+            )
+        found += files
+    return found
 
 
 def _judge_corrupt(root: Path) -> _Judged:

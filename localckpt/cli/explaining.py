@@ -24,6 +24,7 @@ from localckpt.cli.output import (
 from localckpt.cli.shared import SharedListing, look
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
+from localckpt.lineage import Lineage
 from localckpt.managers.explanation import Explanation
 from localckpt.managers.explanation import explain as explain_holdings
 from localckpt.managers.holdings import Holdings
@@ -142,9 +143,10 @@ class _Found:
 
     shards: tuple[ShardFile, ...] = ()
     bad: tuple[str, ...] = ()
+    noted: tuple[Lineage, ...] = ()
 
     def and_also(self, other: _Found) -> _Found:
-        return _Found(self.shards + other.shards, self.bad + other.bad)
+        return _Found(self.shards + other.shards, self.bad + other.bad, self.noted + other.noted)
 
 
 _Nodes = dict[str, dict[str, _Found]]
@@ -191,7 +193,7 @@ def _read(session: SessionFolder) -> _Found:
     shards, uncounted = session.shards()
     bad = [f"{file.path.name}: {_SHORT.get(file.fault, file.why)}" for file in uncounted]
     aside = [f"{path.name}: {why_set_aside(path)}" for path in session.corrupt_files()]
-    return _Found(tuple(shards), (*bad, *aside))
+    return _Found(tuple(shards), (*bad, *aside), tuple(session.noted_lineages()))
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -216,7 +218,7 @@ def _explain(
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
     explanation = explain_holdings(
-        Holdings.found(records),
+        Holdings.found(records, [lineage for f in found.values() for lineage in f.noted]),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
     )

@@ -19,6 +19,7 @@ from localckpt.ids import (
 )
 from localckpt.managers.coverage import complete_checkpoints, judge_newest
 from localckpt.managers.holdings import Holdings
+from localckpt.managers.lineage_tree import Branch, branches, tree
 from localckpt.managers.ordering import newest_first
 from localckpt.managers.parity_coverage import breaking_sets, computable
 from localckpt.storage.names import shard_named
@@ -90,6 +91,7 @@ class Explanation:
         breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
             that breaks it contains one of them, and none contains another.
         bad: What each node has that is not counted.
+        lineages: Which epoch resumed from which; each stands behind the one that it comes from.
     """
 
     nodes: tuple[str, ...]
@@ -98,6 +100,7 @@ class Explanation:
     refusal: str | None
     breaking: tuple[tuple[str, ...], ...]
     bad: Mapping[str, tuple[str, ...]]
+    lineages: tuple[Branch, ...] = ()
 
     @property
     def loads(self) -> Checkpoint | None:
@@ -129,6 +132,7 @@ class Explanation:
             "may_be_lost_alone": list(self.may_be_lost_alone),
             "breaking": [list(nodes) for nodes in self.breaking],
             "bad": {node: list(texts) for node, texts in self.bad.items()},
+            "lineages": [branch.to_json() for branch in self.lineages],
         }
 
     def __str__(self) -> str:
@@ -137,6 +141,10 @@ class Explanation:
         for block in _matrix(self.checkpoints, keys):
             lines += ["", *block]
         lines += ["", *_verdict(self), *_rejections(self, keys), *_losses(self, keys)]
+        # Earlier versions told nothing of their epochs.
+        known = any(branch.origin is not None for branch in self.lineages)
+        if known and sum(bool(branch.iterations) for branch in self.lineages) > 1:
+            lines += ["Lineages:", *tree(self.lineages)]
         for node, texts in self.bad.items():
             lines += [f"Not counted, on {keys[node]}: {text}" for text in texts]
         return "\n".join(lines)
@@ -180,6 +188,7 @@ def explain(
         refusal,
         _breaking(newest, holdings, nodes) if newest else (),
         {node: tuple(texts) for node, texts in bad.items() if texts},
+        branches((standing.checkpoint for standing in standings), holdings.lineages),
     )
 
 

@@ -27,6 +27,8 @@ __all__ = ["Holdings", "NodeShards", "ranks_by_node", "tell"]
 # Numbers on the wire are below it.
 _LIMIT = 10**MOST_DIGITS
 _SHOWN = 80
+# Shards of so many ranks, or twice that, tell the lineage of their epoch, however large the job is.
+_TELLING_RANKS = 64
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -118,12 +120,13 @@ def tell(records: Collection[ShardRecord], noted: Iterable[Lineage] = ()) -> lis
         noted: Lineages of epochs that began there, whether or not a shard of them is left.
 
     Returns:
-        The shards of each checkpoint; and, once for each epoch, its lineage.
+        The shards of each checkpoint; and, once for each epoch, its lineage. In a large job not
+        every node that has a shard tells that: it is the same on all.
 
     Raises:
         MismatchError: Some record's numbers are none that a shard can have.
     """
-    lineages = _lineages_in(records, noted).values()
+    lineages = _lineages_in(filter(_tells_lineage, records), _noted_alone(records, noted)).values()
     return [
         [held.to_json() for held in _grouped(records)],
         [lineage.to_json() for lineage in lineages],
@@ -283,6 +286,17 @@ def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
         else:
             parities.setdefault(checkpoint, {}).setdefault(rank, record.group)
     return [NodeShards(c, nbytes, parities.get(c, {})) for c, nbytes in shards.items()]
+
+
+def _tells_lineage(record: ShardRecord) -> bool:
+    identity = record.identity
+    return identity.rank % max(1, identity.world_size // _TELLING_RANKS) == 0
+
+
+def _noted_alone(records: Iterable[ShardRecord], noted: Iterable[Lineage]) -> list[Lineage]:
+    """Lineages of epochs of which a node has no shard."""
+    here = {record.identity.generation.epoch_id for record in records}
+    return [lineage for lineage in noted if lineage.epoch not in here]
 
 
 def _lineages_in(

@@ -20,7 +20,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.ids import ShardRecord
-from localckpt.lineage import Lineage
+from localckpt.lineage import EpochId, Lineage
 from localckpt.state_dict.identify import read_verified_record, verify
 from localckpt.state_dict.source import Filled, Places
 from localckpt.storage.files import FileSource
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 Fault = Literal["damaged", "other version", "other session", "unreadable"]
-LeftoverKind = Literal["dirty", "spare", "corrupt", "staging"]
+LeftoverKind = Literal["dirty", "spare", "corrupt", "staging", "shard"]
 
 _ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", SPARE: "spare", CORRUPT: "corrupt"}
 _SHARED_MEMORY = Path("/dev/shm")
@@ -91,7 +91,10 @@ class UncountedFile:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file that is no shard: it is being written, waits to be overwritten, or was set aside."""
+    """A file that may go: one that is being written, waits to be overwritten, or was set aside.
+
+    A shard is one only if it is asked for, by its epoch.
+    """
 
     path: Path
     nbytes: int
@@ -166,6 +169,27 @@ class SessionFolder:
                 _, lineage = epoch_note(folder)
             found += [lineage] if lineage is not None else []
         return found
+
+    def of_epoch(self, epoch: EpochId) -> list[Leftover]:
+        """The shards of one epoch; live are those that a running process saved, or may have.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        running = Running()
+        is_live: dict[Path, bool] = {}
+        for folder in _folders(self.folder):
+            with _readable(folder / OWNER_NAME):
+                number, lineage = epoch_note(folder)
+                # An attempt that has not saved yet may still want anything.
+                has_begun = lineage is not None and number == str(lineage.epoch.number)
+                is_own = not has_begun or (lineage is not None and lineage.epoch == epoch)
+                is_live[folder] = is_own and owner_of(folder) in running
+        return [
+            Leftover(shard.path, shard.record.nbytes, "shard", is_live.get(shard.path.parent, True))
+            for shard in self.shards()[0]
+            if shard.record.identity.generation.epoch_id == epoch
+        ]
 
     def leftovers(self) -> list[Leftover]:
         """What is no shard, in the folders of all ranks.

@@ -122,8 +122,11 @@ class RankFolder:
 
         Args:
             epoch: The number.
-            lineage: What it resumed from, as soon as that is known.
+            lineage: What it resumed from, as soon as that is known. Until then that of the attempt
+                before stays noted.
         """
+        if lineage is None:
+            _, lineage = epoch_note(self.path)
         note = self.path / EPOCH_NAME
         told = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
         with storage_errors("write", note):

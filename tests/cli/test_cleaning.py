@@ -252,3 +252,54 @@ def test_only_staging_files_of_dead_processes_of_this_user_count_as_orphans(
     found = {file.path: file.is_live for file in find_staging(tmp_path)}
 
     assert found == {dead: False, live: True}
+
+
+def _epochs(root: Path) -> dict[int, str]:
+    """The name of the epoch of each iteration, as ``explain`` gives it."""
+    (session,) = call("explain", root, "--json").json()["sessions"]
+    return {n: branch["epoch"] for branch in session["lineages"] for n in branch["iterations"]}
+
+
+def test_the_checkpoints_of_an_epoch_are_removed_when_it_is_named(tmp_path: Path) -> None:
+    for iteration in (20, 3):
+        # The second does not ask what there is: what is ahead of it stays.
+        with make_manager("disk", tmp_path, "run", keep_last=1) as manager:
+            manager.save(state_of(0, iteration), iteration)
+    ahead = _epochs(tmp_path)[20]
+
+    would = call("clean", tmp_path, "--epoch", ahead, "--dry-run").out
+    assert set(_epochs(tmp_path)) == {3, 20}
+    answer = call("clean", tmp_path, "--epoch", ahead, "--epoch", ahead, "--json").json()
+
+    assert "would remove 1 file" in would
+    assert [file["kind"] for file in answer["removed"]] == ["shard"]
+    assert set(_epochs(tmp_path)) == {3}
+    with make_manager("disk", tmp_path, "run") as manager:
+        assert resume(manager, 0, 3) == "own node"
+
+
+def test_no_epoch_is_removed_that_is_not_there_or_that_a_job_is_in(tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "run") as manager:
+        manager.save(state_of(0, 20), 20)
+    with make_manager("disk", tmp_path, "run") as manager:
+        assert resume(manager, 0, 20) == "own node"
+        before = _epochs(tmp_path)[20]
+        # It may still want what it has loaded, and has not said that it goes on.
+        assert call("clean", tmp_path, "--epoch", before).status == 2
+        manager.save(state_of(0, 21), 21)
+        epochs = _epochs(tmp_path)
+
+        answers = [
+            call("clean", tmp_path, "--epoch", name)
+            for name in (epochs[21], "9-00000000", "21", f"{epochs[20]}0")
+        ]
+        removed = call("clean", tmp_path, "--epoch", epochs[20])
+
+        assert [answer.status for answer in answers] == [2] * 4
+        assert "end it first" in answers[0].err
+        assert all("has no checkpoint of an epoch" in answer.err for answer in answers[1:])
+        assert all("Nothing was removed" in answer.err for answer in answers)
+        assert removed.status == 0
+        assert set(_epochs(tmp_path)) == {21}
+        manager.save(state_of(0, 22), 22)
+        assert resume(manager, 0, 22) == "own node"

@@ -112,6 +112,11 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "may_be_lost_alone": ["str"],
                 "breaking": [["str"]],
                 "bad": {str(store): ["str"]},
+                # The first is one of which only the name of a file tells.
+                "lineages": [
+                    {"epoch": "str", "origin": "NoneType", "resumed_at": "int"}
+                    | {"parent": "NoneType", "iterations": ["int"], "given_up": {}}
+                ],
                 "saved_at": "NoneType",
                 "shared": [],
             }

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from localckpt.errors import MismatchError
+from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.image import seal
+from localckpt.state_dict.source import MemorySource
 from tests.managers.jobs import (
+    KINDS,
+    assert_same,
     cliques,
+    damage,
+    error_of,
     iterations_on,
     make_manager,
     resume,
@@ -56,3 +69,146 @@ def test_a_repaired_node_does_not_bring_back_an_older_checkpoint_of_more_restart
     run_ranks(_go_on, 2, kind, [(5012, []), (5012, [5013])], store_per_node=[a, d])
 
     assert iterations_on(a, d) == {5013}
+
+
+def _choose_between_two(rank: int, world_size: int, base: Path) -> str:
+    """Each of two lineages is complete on a node of its own; one is told of the other too late."""
+    for node, first, last in (("a", 3, 18), ("b", 5001, 5012)):
+        with make_manager("disk", base / node / str(rank), "job", keep_last=1) as manager:
+            manager.save(state_of(rank, first), first)
+            manager.save(state_of(rank, last), last)
+    shards = (base / "a" / str(rank)).rglob("*.safetensors")
+    for path in list(shards):
+        shutil.copy(path, base / "b" / str(rank) / path.relative_to(base / "a" / str(rank)))
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    with make_manager("disk", base / "b" / str(rank), "job", keep_last=1) as manager:
+        resume(manager, rank, 5012)
+        told = str(manager.explain())
+        manager.save(state_of(rank, 5013), 5013)
+    assert iterations_on(base / "b" / str(rank)) == {5013}
+    (choice,) = [text for text in warnings if "is taken" in text]
+    return f"{choice}\n{told}"
+
+
+@pytest.mark.fault("old-files")
+def test_where_two_lineages_know_nothing_of_each_other_the_choice_is_told_with_both(
+    tmp_path: Path,
+) -> None:
+    told = run_ranks(_choose_between_two, 2, tmp_path)
+
+    choice, _, explained = told[0].partition("\n")
+    assert choice.startswith("iteration 5012 of epoch 1-")
+    assert " is taken, and iteration 18 of epoch 1-" in choice
+    lines = explained[explained.index("Lineages:") :].splitlines()[1:]
+    branches = [re.sub("1-[0-9a-f]{8}", "E", line) for line in lines]
+    assert sorted(branches) == [
+        "  epoch E, from the beginning: iteration 18",
+        "  epoch E, from the beginning: iteration 5012",
+    ]
+
+
+def _go_back_in_one_job(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), "job", keep_last=2) as manager:
+        for iteration in (10, 20, 30):
+            manager.save(state_of(rank, iteration), iteration)
+        told = error_of(lambda: manager.begin(from_iteration=20 + rank), MismatchError)
+        assert "20 on rank 0, 21 on rank 1" in told
+        manager.begin(from_iteration=20)
+        assert "must be above it" in error_of(lambda: manager.save({}, 20))
+        manager.save({"second": rank}, 25)
+        assert manager.find_latest() == 25
+        assert_same(manager.load()[0], {"second": rank})
+        assert iterations_on(node_store()) == {20, 25}
+        manager.save({"second": rank}, 30)
+    with make_manager("disk", node_store(), "job", keep_last=2) as manager:
+        assert manager.find_latest() == 30
+        assert_same(manager.load()[0], {"second": rank})
+
+
+def test_a_job_that_says_it_goes_back_overrules_what_it_left_on_all_ranks(node_dirs: Dirs) -> None:
+    run_ranks(_go_back_in_one_job, 2, store_per_node=node_dirs(2))
+
+
+@pytest.mark.parametrize("wrong", [-2, 1.0, True, None, "7"])
+def test_what_is_no_iteration_cannot_be_begun_from(wrong: Any, tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "job") as manager:
+        assert "the iteration to go on from is" in error_of(lambda: manager.begin(wrong))
+
+
+def test_a_job_that_asks_for_nothing_removes_what_is_ahead_of_it_only_when_it_has_passed_it(
+    tmp_path: Path,
+) -> None:
+    def start() -> Any:
+        return make_manager("disk", tmp_path, "job", keep_last=1)
+
+    with start() as manager:
+        manager.save(state_of(0, 20), 20)
+    # Another training under the same name: it does not know that there is something.
+    with start() as manager:
+        manager.save(state_of(0, 3), 3)
+        manager.save(state_of(0, 4), 4)
+        assert iterations_on(tmp_path) == {4, 20}
+        assert resume(manager, 0, 4) == "own node"
+    with start() as manager:
+        assert resume(manager, 0, 4) == "own node"
+        manager.save(state_of(0, 5), 5)
+
+    assert iterations_on(tmp_path) == {5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_after_an_older_one_was_loaded_is_newer_than_what_could_not_be_had(
+    kind: str, tmp_path: Path, shm_roots: Dirs
+) -> None:
+    root = tmp_path if kind == "disk" else shm_roots(1)[0]
+    with make_manager(kind, root, "job", keep_last=3) as manager:
+        for iteration in (10, 20):
+            manager.save(state_of(0, iteration, 3 << 20), iteration)
+    (newest,) = root.rglob("*20.0.*.safetensors")
+    whole = newest.read_bytes()
+    # Its header is good.
+    damage(newest, 0.7)
+    with make_manager(kind, root, "job", keep_last=3) as manager:
+        assert manager.find_latest() == 20
+        assert manager.load()[1].iteration == 10
+        manager.save(state_of(0, 11), 11)
+    # A good copy of it comes back.
+    newest.write_bytes(whole)
+
+    with make_manager(kind, root, "job", keep_last=3) as manager:
+        assert resume(manager, 0, 11) == "own node"
+
+
+def _write_without_lineage(path: Path) -> None:
+    """As earlier versions wrote it."""
+    image = bytearray(path.read_bytes())
+    stop = 8 + int.from_bytes(image[:8], "little")
+    entries = json.loads(image[8:stop])
+    del entries["__metadata__"]["lineage"]
+    image[8:stop] = json.dumps(entries, separators=(",", ":")).encode().ljust(stop - 8)
+    header = read_header(MemorySource(memoryview(image)))
+    seal(memoryview(image), header.digests_start, header.identity)
+    path.write_bytes(image)
+
+
+def test_a_job_goes_on_from_files_of_earlier_versions(tmp_path: Path) -> None:
+    for saves in ((10, 20), (15,)):
+        with make_manager("disk", tmp_path, "job", keep_last=9) as manager:
+            for iteration in saves:
+                manager.save(state_of(0, iteration), iteration)
+    for path in tmp_path.rglob("*.safetensors"):
+        _write_without_lineage(path)
+    for path in tmp_path.rglob(".epoch"):
+        path.write_text(path.read_text().partition("\n")[0])
+
+    with make_manager("disk", tmp_path, "job", keep_last=9) as manager:
+        assert resume(manager, 0, 15) == "own node"
+        manager.save(state_of(0, 16), 16)
+    with make_manager("disk", tmp_path, "job", keep_last=9) as manager:
+        assert resume(manager, 0, 16) == "own node"
+        order = [row["iteration"] for row in manager.explain().to_json()["checkpoints"]]
+
+    assert order == [16, 15, 20, 10]

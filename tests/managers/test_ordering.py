@@ -6,17 +6,21 @@ same functions, and judged by what has truly happened.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardRecord
 from localckpt.lineage import (
     MOST_ANCESTORS,
+    MOST_GIVEN_UP,
     EpochId,
     Lineage,
+    Point,
     Resumed,
     begin_lineage,
     unsaid,
@@ -24,7 +28,8 @@ from localckpt.lineage import (
 from localckpt.managers.coverage import SaveOutcome, complete_checkpoints
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.known import KnownCheckpoints
-from localckpt.managers.ordering import newest_first
+from localckpt.managers.lineage_tree import branches, tree
+from localckpt.managers.ordering import newest_first, overruled, unrelated
 from localckpt.replication.strategies import NoReplication
 
 _RANKS = 2
@@ -223,7 +228,7 @@ def _retire(
     assert len([c for c in left if c.iteration <= over.up_to]) <= keep_last + 1
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.booleans(), st.lists(_STARTS, max_size=7))
 def test_a_restart_loads_what_the_history_of_the_job_says(
     are_replicated: bool, plans: list[dict[str, object]]
@@ -233,3 +238,222 @@ def test_a_restart_loads_what_the_history_of_the_job_says(
     for number, plan in enumerate(plans):
         # Random in truth; here, so that epochs of one number come in any order.
         _start(world, plan, random.Random(number).randrange(1, 2**32))
+
+
+_EPOCHS = st.builds(EpochId, st.integers(1, 4), st.integers(0, 1))
+_POINTS = st.lists(st.builds(Point, _EPOCHS, st.integers(0, 5)), max_size=3).map(tuple)
+_CLAIMED = st.builds(
+    Lineage,
+    epoch=_EPOCHS,
+    origin=st.sampled_from(["nothing", "elsewhere", "local", "shared"]),
+    resumed_at=st.integers(-1, 5),
+    ancestors=_POINTS,
+    given_up=_POINTS,
+    is_cut=st.booleans(),
+)
+
+
+def _checkpoint(epoch: EpochId, iteration: int, sequence: int = 0, ranks: int = 1) -> Checkpoint:
+    return Checkpoint(
+        Generation(epoch.number, epoch.draw * SAVES_AN_ATTEMPT + sequence), iteration, ranks
+    )
+
+
+_CHECKPOINTS = st.lists(
+    st.builds(_checkpoint, _EPOCHS, st.integers(0, 5), st.integers(0, 2), st.integers(1, 2)),
+    max_size=12,
+)
+
+
+@given(_CHECKPOINTS, st.lists(_CLAIMED, max_size=6), st.randoms(use_true_random=False))
+def test_the_order_is_total_and_the_same_for_all_whatever_lineages_claim(
+    checkpoints: list[Checkpoint], claimed: list[Lineage], chance: random.Random
+) -> None:
+    lineages = {lineage.epoch: lineage for lineage in claimed}
+    told_otherwise = list(checkpoints)
+    chance.shuffle(told_otherwise)
+
+    ordered = newest_first(checkpoints, lineages)
+
+    assert (len(ordered), set(ordered)) == (len(set(checkpoints)), set(checkpoints))
+    assert newest_first(told_otherwise, lineages) == ordered
+    dead = overruled(checkpoints, lineages)
+    assert set(ordered[len(ordered) - len(dead) :]) == dead
+    of_epoch: dict[EpochId, list[int]] = {}
+    for checkpoint in ordered:
+        if checkpoint not in dead:
+            of_epoch.setdefault(checkpoint.generation.epoch_id, []).append(checkpoint.iteration)
+    for iterations in of_epoch.values():
+        assert iterations == sorted(iterations, reverse=True)
+    # What people are shown of it stands, too.
+    found = branches(checkpoints, lineages)
+    assert len(tree(found)) == len({branch.epoch for branch in found})
+
+
+@given(_CHECKPOINTS)
+def test_what_earlier_versions_wrote_is_ordered_as_they_did(checkpoints: list[Checkpoint]) -> None:
+    def version(c: Checkpoint) -> tuple[int, int, int, int]:
+        return c.generation.epoch, c.iteration, c.generation.sequence, c.world_size
+
+    assert newest_first(checkpoints, {}) == sorted(set(checkpoints), key=version, reverse=True)
+
+
+_OLD, _OLDER, _NEW = EpochId(2, 0), EpochId(1, 0), EpochId(3, 9)
+
+
+def test_what_has_no_lineage_compares_with_what_has_one_by_iteration_unless_given_up() -> None:
+    old, older = _checkpoint(_OLD, 50), _checkpoint(_OLDER, 100)
+    new = _checkpoint(_NEW, 70)
+    knows_nothing = Lineage(_NEW)
+    went_on = begin_lineage(
+        _NEW,
+        Resumed("local", 50, Lineage(_OLD, "elsewhere", is_cut=True)),
+        [Point(_OLD, 50), Point(_OLDER, 100)],
+        {},
+    )
+
+    # Of those without, the later epoch overrules, as it always did.
+    assert newest_first([old, older, new], {_NEW: knows_nothing}) == [new, old, older]
+    assert newest_first([older, new], {_NEW: knows_nothing}) == [older, new]
+    assert newest_first([older, new], {_NEW: went_on}) == [new, older]
+    assert went_on.ancestors == (Point(_OLD, 50),)
+
+
+def _begin(
+    number: int, resumed: Resumed, seen: list[Point], known: dict[EpochId, Lineage]
+) -> Lineage:
+    lineage = begin_lineage(EpochId(number, 100 + number), resumed, seen, known)
+    known[lineage.epoch] = lineage
+    return lineage
+
+
+def test_who_regrets_that_it_went_back_overrules_that() -> None:
+    known: dict[EpochId, Lineage] = {}
+    first = _begin(1, Resumed(), [], known)
+    hundred = Point(first.epoch, 100)
+    back = _begin(2, Resumed("local", 50, first), [Point(first.epoch, 50), hundred], known)
+    seen = [Point(back.epoch, 60), Point(first.epoch, 50), hundred]
+    regrets = _begin(3, Resumed("local", 100, first), seen, known)
+    there = {
+        50: _checkpoint(first.epoch, 50),
+        100: _checkpoint(first.epoch, 100),
+        60: _checkpoint(back.epoch, 60),
+        101: _checkpoint(regrets.epoch, 101),
+    }
+
+    def ordered(*iterations: int) -> list[int]:
+        checkpoints = [there[iteration] for iteration in iterations]
+        return [c.iteration for c in newest_first(checkpoints, known)]
+
+    assert ordered(50, 100) == [100, 50]
+    assert ordered(50, 60, 100) == [60, 50, 100]
+    # By iteration it would be so anyhow; 60 is no ancestor of 101, and gave up what is one.
+    assert ordered(50, 60, 100, 101) == [101, 60, 50, 100]
+    again = _begin(4, Resumed("local", 50, first), [*seen, Point(regrets.epoch, 101)], known)
+    there[55] = _checkpoint(again.epoch, 55)
+    assert ordered(50, 55, 60, 100, 101) == [55, 50, 101, 60, 100]
+
+
+def test_a_node_that_was_away_overrules_by_iteration_alone() -> None:
+    known: dict[EpochId, Lineage] = {}
+    away = _begin(1, Resumed(), [], known)
+    # The job could not see the checkpoint 200 of the first; so it did not go back from it.
+    went_on = _begin(2, Resumed("local", 100, away), [Point(away.epoch, 100)], known)
+    behind, ahead = _checkpoint(went_on.epoch, 150), _checkpoint(went_on.epoch, 201)
+    back_again, common = _checkpoint(away.epoch, 200), _checkpoint(away.epoch, 100)
+
+    assert newest_first([common, behind, back_again], known) == [back_again, behind, common]
+    assert newest_first([common, ahead, back_again], known) == [ahead, back_again, common]
+    assert unrelated(back_again, [behind, common], known) == [behind]
+    assert unrelated(ahead, [back_again, common], known) == [back_again]
+    assert unrelated(ahead, [common], known) == []
+
+
+def test_a_lineage_stays_small_however_often_the_job_starts_and_goes_back() -> None:
+    known: dict[EpochId, Lineage] = {}
+    lineage = _begin(1, Resumed(), [], known)
+    for number in range(2, 3000):
+        there = [Point(lineage.epoch, 10 * number)]
+        goes_back = number % 3 == 0
+        at = 10 * number - (5000 if goes_back else 0)
+        lineage = _begin(number, Resumed("local", max(at, 0), lineage), there, known)
+
+    assert lineage.is_cut
+    assert len(lineage.ancestors) == MOST_ANCESTORS
+    assert len(lineage.given_up) == MOST_GIVEN_UP
+    # Those that are farthest from being passed.
+    assert min(point.iteration for point in lineage.given_up) > 10 * 2970
+    assert len(json.dumps(lineage.to_json())) < 450
+    # Which may be an ancestor beyond those that it names is not told to be another lineage's.
+    newest, first = _checkpoint(lineage.epoch, 10**6), _checkpoint(EpochId(1, 101), 3)
+    assert unrelated(newest, [first], known) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "seen", "origin", "resumed_at"),
+    [
+        (0, [], "nothing", -1),
+        (5000, [], "nothing", -1),
+        (5000, [18, 7], "elsewhere", 18),
+        (18, [18, 7], "nothing", -1),
+        (3, [18], "nothing", -1),
+    ],
+)
+def test_a_job_that_says_nothing_went_on_from_elsewhere_if_it_saves_above_all_there_is(
+    first: int, seen: list[int], origin: str, resumed_at: int
+) -> None:
+    points = [Point(_OLD, iteration) for iteration in seen]
+
+    resumed = unsaid(first, points)
+    lineage = begin_lineage(_NEW, resumed, points, {})
+
+    assert (lineage.origin, lineage.resumed_at) == (origin, resumed_at)
+    gives_up = [lineage.gives_up(_OLD, iteration) for iteration in seen]
+    assert gives_up == [origin == "nothing"] * len(seen)
+
+
+def test_the_tree_shows_where_lines_part_and_what_is_left_of_each() -> None:
+    known: dict[EpochId, Lineage] = {}
+    first = _begin(1, Resumed(), [], known)
+    second = _begin(2, Resumed("local", 18, first), [Point(first.epoch, 18)], known)
+    back = _begin(3, Resumed("local", 10, first), [Point(second.epoch, 25)], known)
+    shared = _begin(1, Resumed("shared", 5000, second), [], known)
+    there = [
+        *(_checkpoint(second.epoch, n) for n in (19, 20, 21, 22, 25)),
+        *(_checkpoint(back.epoch, n) for n in (11, 12)),
+        _checkpoint(shared.epoch, 5012),
+        _checkpoint(_OLD, 7),
+    ]
+
+    found = branches(there, known)
+
+    assert tree(found) == [
+        "  epoch 1-00000065, from the beginning: nothing",
+        (
+            "    epoch 3-00000067, from iteration 10 of epoch 1-00000065: iterations 11, 12; it "
+            "went back from iteration 25 of epoch 2-00000066, iteration 18 of epoch 1-00000065"
+        ),
+        "    epoch 2-00000066, from iteration 18 of epoch 1-00000065: 5 iterations from 19 to 25",
+        (
+            "      epoch 3-00000065, from iteration 5000 of shared storage, of epoch 2-00000066: "
+            "iteration 5012"
+        ),
+        "  epoch 2-00000000, nothing more is known of it: iteration 7",
+    ]
+    assert [branch.to_json()["parent"] for branch in found] == [
+        None,
+        "1-00000065",
+        "1-00000065",
+        "2-00000066",
+        None,
+    ]
+
+
+@given(_EPOCHS)
+def test_an_epoch_is_found_by_its_name(epoch: EpochId) -> None:
+    assert EpochId.parse(str(epoch)) == epoch
+
+
+@pytest.mark.parametrize("name", ["", "1", "1-", "-00000001", "1-1", "x-00000001", "1-0000000g"])
+def test_what_is_no_name_of_an_epoch_names_none(name: str) -> None:
+    assert EpochId.parse(name) is None

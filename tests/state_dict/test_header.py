@@ -6,6 +6,7 @@ import json
 import resource
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
 from localckpt.state_dict.header import DIGESTS, SKELETON
-from localckpt.state_dict.identify import read_header, read_verified_identity
+from localckpt.state_dict.identify import read_header, read_verified_identity, read_verified_record
 from localckpt.state_dict.image import unpack
 from localckpt.storage.files import FileSource
 from tests.state_dict.states import IDENTITY, image_of, source_of
@@ -277,3 +279,44 @@ def test_a_shard_that_is_not_the_one_expected_is_refused() -> None:
 
     with pytest.raises(CorruptShardError, match=r"expected iteration 41 .* found iteration 40"):
         unpack(source_of(image_of(STATE)), expect=other)
+
+
+_LINEAGE = Lineage(
+    IDENTITY.generation.epoch_id, "shared", 39, (Point(EpochId(1, 5), 39),), (), is_cut=True
+)
+
+
+def test_the_lineage_is_read_as_it_was_written_and_moves_no_tensor() -> None:
+    longest = Point(EpochId(10**19 - 1, 10**19 - 1), 10**19 - 1)
+    lineages = [
+        _LINEAGE,
+        replace(_LINEAGE, ancestors=(longest,) * MOST_ANCESTORS, given_up=(longest,) * 8),
+    ]
+    without = image_of(STATE)
+
+    for lineage in lineages:
+        image = image_of(STATE, replace(IDENTITY, lineage=lineage))
+
+        identity = read_header(source_of(image)).identity
+        assert identity.lineage == lineage
+        assert identity == IDENTITY
+        record = read_verified_record(source_of(image))
+        assert record.identity.lineage == lineage
+        assert unpack(source_of(image), expect=IDENTITY)["a"].tolist() == STATE["a"].tolist()
+        assert len(image) - len(without) in (0, 4096)
+    assert len(image_of(STATE, replace(IDENTITY, lineage=_LINEAGE))) == len(without)
+    assert read_header(source_of(without)).identity.lineage is None
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        *(None, 7, "", "no JSON", "{}", "[]", "[2, 0]", "[" * 2000),
+        json.dumps(replace(_LINEAGE, epoch=EpochId(3, 0)).to_json()),
+        json.dumps([*_LINEAGE.to_json(), 0]),
+    ],
+    ids=lambda lineage: f"{lineage!s:.20}",
+)
+def test_a_lineage_that_cannot_be_read_or_is_of_another_epoch_is_refused(lineage: Any) -> None:
+    with pytest.raises(CorruptShardError, match="lineage"):
+        read_header(source_of(with_header(metadata(lineage=lineage))))

@@ -41,7 +41,19 @@ __all__ = [
     "tensor_of",
 ]
 
-# All that torch.distributed.checkpoint can save.
+
+def _can_be_loaded_by_torch(name: str) -> bool:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        return False
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True
+
+
+# All that torch.distributed.checkpoint can save and load.
 DTYPES = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -51,7 +63,7 @@ DTYPES = [
     *(
         getattr(torch, name)
         for name in ("float8_e8m0fnu", "float4_e2m1fn_x2")
-        if hasattr(torch, name)
+        if _can_be_loaded_by_torch(name)
     ),
 ]
 

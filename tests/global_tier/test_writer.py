@@ -163,7 +163,8 @@ def test_all_that_differs_from_a_checkpoint_of_torch_is_where_things_are(
 
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.planner_data == theirs.planner_data
-    assert ours.version == theirs.version
+    # torch 2.8 writes none.
+    assert getattr(theirs, "version", ours.version) == ours.version
     assert ours.storage_data.keys() == theirs.storage_data.keys()
     for index, info in ours.storage_data.items():
         assert info.length == theirs.storage_data[index].length

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.failure_texts import ranks_named, said_by, short, with_short_texts
 from localckpt.job_store import StorePart, ask_store, if_there
 
 __all__ = ["Coordinator"]
@@ -31,6 +32,8 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 _NO = 2
 # A wait for other ranks ends at the deadline, and for the store not much later.
 _STORE_TIMES = 2
+# Texts in a larger record are cut; a record that still takes more cannot be sent.
+_LARGE_NBYTES, _MOST_NBYTES = 1 << 20, 7 << 20
 # How a gathering ended.
 _COMPLETE, _LOST = "complete", "lost"
 
@@ -178,15 +181,15 @@ class Coordinator:
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
         if len({re.sub(r"\d+", "", phase) for phase in phases}) > 1:
-            at = zip(self.global_ranks, phases, strict=True)
+            at = said_by(dict(zip(self.global_ranks, phases, strict=True)))
             raise MismatchError(
-                f"the ranks do not do the same: {', '.join(f'rank {r}: {p}' for r, p in at)}. All "
+                f"the ranks do not do the same: {at}. All "
                 f"ranks must make the same calls in the same order. What was saved before stands"
             )
 
     def _describe_too_late(self, phase: str) -> str:
         me = self.global_ranks[self.rank]
-        others = ", ".join(f"rank {rank}" for rank in self.global_ranks if rank != me)
+        others = ranks_named(rank for rank in self.global_ranks if rank != me)
         return (
             f"rank {me} came too late to {phase}: the others ({others}) were not all waiting any "
             f"more. What was saved before stands. If this rank is alive but slow, give the "
@@ -208,8 +211,8 @@ class Coordinator:
         store.set("counters", json.dumps([*self._counters]))
 
     def _post(self, number: int, phase: str, record: Any, store: Store) -> None:
-        store.set(f"last/{self.rank}", json.dumps([number, phase]))
-        store.set(f"gather/{number}/{self.rank}", json.dumps([phase, record]))
+        store.set(f"last/{self.rank}", json.dumps([number, short(phase)]))
+        store.set(f"gather/{number}/{self.rank}", _encoded(phase, record))
         store.add(f"came/{number}", 1)
 
     def _gather(
@@ -303,3 +306,20 @@ def _remove_keys(store: Store, rank: int) -> None:
         for counter in json.loads(if_there(store, "counters") or b"[]"):
             store.delete_key(counter)
         store.delete_key("counters")
+
+
+def _encoded(phase: str, record: Any) -> str:
+    """A record as the store takes it, which breaks off with whoever sends it more than 8 MiB.
+
+    Raises:
+        MismatchError: It would be too much.
+    """
+    text = json.dumps([phase, record])
+    if len(text) > _LARGE_NBYTES:
+        text = json.dumps([phase, with_short_texts(record)])
+    if len(text) > _MOST_NBYTES:
+        raise MismatchError(
+            f"could not {phase}: this rank has {len(text)} bytes to tell the others, and the job's "
+            f"key-value store takes {_MOST_NBYTES}. What was saved before stands"
+        )
+    return text

@@ -23,24 +23,25 @@ _PACKAGE = Path(localckpt.__file__).parent
 # What each room, or module beside the rooms, may import from the others.
 _ARROWS = {
     "errors": set[str](),
+    "failure_texts": {"errors"},
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "deadline": {"errors"},
     "job_store": {"errors", "deadline"},
-    "coordination": {"errors", "job_store"},
-    "state_dict": {"errors", "ids", "lineage"},
+    "coordination": {"errors", "failure_texts", "job_store"},
+    "state_dict": {"errors", "failure_texts", "ids", "lineage"},
     "storage": {"errors", "ids", "lineage", "state_dict"},
     "replication": {
-        *("errors", "ids", "deadline", "job_store", "coordination"),
+        *("errors", "failure_texts", "ids", "deadline", "job_store", "coordination"),
         "state_dict",
     },
-    "async_save": {"errors", "ids", "coordination"},
+    "async_save": {"errors", "failure_texts", "ids", "coordination"},
     "managers": {
-        *("errors", "ids", "lineage", "coordination"),
+        *("errors", "failure_texts", "ids", "lineage", "coordination"),
         *("state_dict", "storage", "replication", "async_save"),
     },
     "global_tier": {
-        *("errors", "ids", "lineage", "deadline", "job_store", "coordination"),
+        *("errors", "failure_texts", "ids", "lineage", "deadline", "job_store", "coordination"),
         *("state_dict", "storage", "async_save"),
     },
     "cli": {

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProcess, pack_call
 from localckpt.async_save.request import AsyncRequest, CallReport, function_name, judge
 from localckpt.errors import CheckpointingException
+from localckpt.failure_texts import described
 
 if TYPE_CHECKING:
     from localckpt.coordination import Coordinator
@@ -154,7 +155,7 @@ class AsyncCaller(ABC):
             error = CheckpointingException(f"it was not over after {patience_s:g} s")
         if no_dist:
             if error is not None:
-                raise CheckpointingException(f"{call.name} failed: {error}") from error
+                raise CheckpointingException(f"{call.name} failed: {described(error)}") from error
             return is_over
         is_alive = error is None and not is_over
         own = None if is_alive else CallReport.of(self._scheduled, call.name, error).to_json()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localckpt import errors
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.failure_texts import ranks_named, said_by, with_class
 
 if TYPE_CHECKING:
     from localckpt.coordination import Coordinator
@@ -38,8 +39,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MARK = "__localckpt_runs_in_trainer__"
-# Every rank sends its error to every other, so one endless message must not fill the job's store.
-_LONGEST_TEXT = 4000
 
 _NO_FUNCTION = "no function"
 
@@ -360,10 +359,7 @@ class CallReport:
             return cls(call_idx, function)
         own_names = (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__)
         kind = next(own_names, "") if isinstance(error, CheckpointingException) else ""
-        text = f"{type(error).__name__}: {error}"
-        if len(text) > _LONGEST_TEXT:
-            text = f"{text[:_LONGEST_TEXT]} (cut)"
-        return cls(call_idx, function, kind, text)
+        return cls(call_idx, function, kind, with_class(error))
 
     def to_json(self) -> list[Any]:
         return [self.call_idx, self.function, self.kind, self.text]
@@ -383,9 +379,12 @@ def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingE
     # A rank that has nothing to write takes part with no function.
     functions = {r.function for r in reports} - {_NO_FUNCTION}
     if len({r.call_idx for r in reports}) > 1 or len(functions) > 1:
+        at: dict[str, list[int]] = {}
+        for rank, r in zip(ranks, reports, strict=True):
+            at.setdefault(f"at call {r.call_idx} ({r.function})", []).append(rank)
         where = ", ".join(
-            f"rank {rank} is at call {r.call_idx} ({r.function})"
-            for rank, r in zip(ranks, reports, strict=True)
+            f"{ranks_named(those)} {'is' if len(those) == 1 else 'are'} {call}"
+            for call, those in at.items()
         )
         return MismatchError(
             f"the ranks do not finalize the same call: {where}. Every rank must schedule the same "
@@ -399,7 +398,7 @@ def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingE
     raised: type[CheckpointingException] = (
         getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
     )
-    causes = "; ".join(f"rank {rank}: {r.text.rstrip('.')}" for rank, r in failed)
+    causes = said_by({rank: r.text for rank, r in failed})
     _, first = failed[0]
     return raised(
         f"call {first.call_idx} ({first.function}) failed on {causes}. "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.errors import CheckpointingException
+from localckpt.failure_texts import with_class
 
 __all__ = [
     "Failure",
@@ -122,8 +123,7 @@ class Failure:
         except Exception:
             logger.debug("an error is sent as text only: %r", error, exc_info=True)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        summary = f"{type(error).__name__}: {error}"
-        return cls(summary[:_LONGEST_TEXT], text[-_LONGEST_TEXT:], pickled)
+        return cls(with_class(error), text[-_LONGEST_TEXT:], pickled)
 
     def rebuild(self) -> BaseException:
         """The exception, or one with its text, caused by the traceback over there."""

@@ -27,6 +27,7 @@ from torch.futures import Future
 from localckpt import errors
 from localckpt.deadline import within
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
+from localckpt.failure_texts import described
 from localckpt.global_tier.framing import Frame, frame_of
 from localckpt.global_tier.metadata_pickle import read_metadata
 from localckpt.global_tier.objects import load_object
@@ -220,7 +221,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             try:
                 told = [self._read(self._common)]
             except CheckpointingException as error:
-                told = [(type(error).__name__, str(error))]
+                told = [(type(error).__name__, described(error))]
         first = 0 if group is None else dist.get_global_rank(group, 0)
 
         def share() -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt import errors
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.failure_texts import described
 from localckpt.job_store import StorePart, ask_store, back_off, if_there
 
 __all__ = ["Meeting"]
@@ -25,7 +26,6 @@ T = TypeVar("T")
 
 # A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
 _VALUE_NBYTES = 4 << 20
-_LONGEST_TEXT = 4000
 _LEAVING_S = 2.0
 _NAMED = 16
 # A round waits for others, then for the answer; and for the store not much longer.
@@ -148,13 +148,8 @@ class _Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int, phase: str) -> _Failure:
         kinds = (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__)
-        text = str(error) or type(error).__name__
-        if not isinstance(error, CheckpointingException):
-            text = f"{type(error).__name__}: {error}"
-        if len(text) > _LONGEST_TEXT:
-            text = f"{text[:_LONGEST_TEXT]} (cut)"
         kind = next(kinds, CheckpointingException.__name__)
-        return cls(kind, f"could not {phase}: rank {rank}: {text}")
+        return cls(kind, f"could not {phase}: rank {rank}: {described(error)}")
 
     def error(self) -> CheckpointingException:
         raised: CheckpointingException = getattr(errors, self.kind)(self.text)

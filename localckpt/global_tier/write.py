@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from localckpt.async_save.request import runs_in_trainer
+from localckpt.failure_texts import with_class
 from localckpt.global_tier.trailer import FileIdentity, Trailer, trailer_nbytes
 from localckpt.state_dict.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
@@ -145,7 +146,7 @@ def write_preloaded_data_multiproc(
     try:
         said: dict[str, Any] = {"files": write_files(writes, transforms)}
     except BaseException as error:
-        said = {"error": f"{type(error).__name__}: {error}"}
+        said = {"error": with_class(error)}
         # The worker of a foreign queue would end, and training would wait for it for ever.
         if not isinstance(writes, HandedOver):
             raise

@@ -153,6 +153,7 @@ class BaseCheckpointManager(ABC):
         self._resumed: Resumed | None = None
         self._begins_anew = False
         self._newest_iteration = -1
+        self._states_are_good = False
         self._holdings: Holdings | None = None
         self._redundancy: Redundancy | None = None
         self._process = os.getpid()
@@ -223,7 +224,11 @@ class BaseCheckpointManager(ABC):
         Raises:
             CheckpointingException: The iteration is not one that can be saved, or the request of an
                 older save was never scheduled; nothing was done. Or an older save, which this one
-                waited for, failed; the same on every rank.
+                waited for, failed; the same on every rank. Or it is the manager's first save, and
+                the state of some rank could not be loaded again; the same on every rank, and
+                nothing was done. From the second save on such a state fails as any save does:
+                asking would hold up training.
+            UnsafeGlobalError: As before, if that is because of classes that are not allowed.
             SaveFailedError: The save failed on some rank (a StorageError, if a node refused). It is
                 raised on every rank, older checkpoints are as they were, and training may go on and
                 save again.
@@ -238,6 +243,8 @@ class BaseCheckpointManager(ABC):
             self.last_save = SaveReport.of_skipped(iteration)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
+        if not self._states_are_good:
+            self._require_good_states(state_dict, iteration)
         self._begin_epoch(iteration)
         self._forget_latest()
         self._generation = self._generation.next()
@@ -533,6 +540,17 @@ class BaseCheckpointManager(ABC):
             self._redundancy.finish()
 
     # The steps of a save.
+
+    def _require_good_states(self, state: Any, iteration: int) -> None:
+        """Refuse a first state on all ranks if it could not be loaded again on some.
+
+        Ranks that save what others cannot would wait for those. So all ask each other, once.
+        """
+        with Attempt() as checking:
+            self._shelf.check(wrapped(state))
+        phase = f"save iteration {iteration}"
+        agree(self._coordinator, phase, checking, grace_s=self._coordinator.timeout_s)
+        self._states_are_good = True
 
     def _keep_on(self, shelf: Shelf) -> None:
         self._shelf = shelf

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranks_named, said_by
 from localckpt.ids import Checkpoint, CkptID, Generation, ParityGroup
 from localckpt.managers.holdings import Holdings
 from localckpt.managers.ordering import newest_first
@@ -194,10 +195,10 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
     ):
         if len(set(values)) > 1:
             problems.append(f"the ranks saved different {what}s: {_by_value(values)}")
+    if errors := {rank: o.error for rank, o in enumerate(outcomes) if o.error is not None}:
+        problems.append(said_by(errors))
     for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
-            problems.append(f"rank {rank}: {outcome.error}")
-        elif outcome.missing:
+        if outcome.error is None and outcome.missing:
             shards = ", ".join(
                 f"rank {ckpt_id.rank}'s shard of iteration {ckpt_id.iteration}"
                 for ckpt_id in outcome.missing
@@ -207,10 +208,10 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
 
 
 def _by_value(values: Sequence[Any]) -> str:
-    ranks: dict[Any, list[str]] = {}
+    ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return ", ".join(f"{value!r} on rank {'+'.join(on)}" for value, on in ranks.items())
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value!r} on {ranks_named(on)}" for value, on in ranks.items())
 
 
 def _ranks(count: int) -> str:

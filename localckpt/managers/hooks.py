@@ -76,6 +76,9 @@ class HookShelf(Shelf):
     def note_lineage(self, lineage: Lineage) -> None:
         """The hooks know no attempts."""
 
+    def check(self, state: TensorAwareStateDict) -> None:
+        self._planner.capture(state)
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

@@ -21,6 +21,7 @@ from localckpt.errors import (
     PeerLostError,
     StorageError,
 )
+from localckpt.failure_texts import described
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.repairs import (
     NOTHING_FOUND,
@@ -174,7 +175,7 @@ class Rebuilding:
                 heads=tuple(map(len, heads)),
             )
         except (StorageError, CorruptShardError, MismatchError) as error:
-            return Seen(kind, owner, problem=str(error))
+            return Seen(kind, owner, problem=described(error))
 
     def _carry_out(self, name: str, opened: ExitStack) -> bool:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"

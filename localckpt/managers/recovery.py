@@ -22,6 +22,7 @@ from localckpt.errors import (
     RestoreError,
     StorageError,
 )
+from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.managers.coverage import describe_incomplete
 from localckpt.managers.explanation import Explanation, ranges
@@ -34,7 +35,6 @@ from localckpt.replication.agreement import forget_frames
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.state_dict.skeleton import described
 from localckpt.storage.names import shard_named
 
 __all__ = ["Loaded", "Recovery", "plan_shards", "why_not_that", "why_nothing_loads"]
@@ -73,11 +73,11 @@ class _Refusal(NamedTuple):
     @classmethod
     def of(cls, error: Exception) -> _Refusal:
         if isinstance(error, RestoreError):
-            return cls(type(error).__name__, str(error), error.class_name, error.path)
+            return cls(type(error).__name__, described(error), error.class_name, error.path)
         if isinstance(error, CheckpointingException):
-            return cls(type(error).__name__, str(error))
+            return cls(type(error).__name__, described(error))
         # Memory ran out, or the caller's own objects raised: the bytes were not at fault.
-        text = f"the state cannot be rebuilt: {described(error)}"
+        text = f"the state cannot be rebuilt: {with_class(error)}"
         return cls(RestoreError.__name__, text)
 
 
@@ -310,7 +310,7 @@ class Recovery:
         for id_, error in refused.items():
             if isinstance(error, CorruptShardError):
                 self._shelf.set_aside(checkpoint.shard(id_.rank, session_id), str(error))
-            bad.append(_Bad(self._coordinator.rank, id_.rank, str(error), is_damaged=False))
+            bad.append(_Bad(self._coordinator.rank, id_.rank, described(error), is_damaged=False))
         return _Outcome(tuple(bad))
 
     def _restore(
@@ -336,12 +336,12 @@ class Recovery:
             # What is told of it is its text. It may refer to the state that was to be filled.
             forget_frames(error)
             if self._room is not None:
-                return None, _Outcome(unfit=str(error))
+                return None, _Outcome(unfit=described(error))
             # What the node refused once it may give the next time: only bad bytes are set aside.
             is_bad = isinstance(error, CorruptShardError)
             if is_bad and not senders and not self._may_be_mended(checkpoint, identity.rank):
                 self._shelf.set_aside(identity, str(error))
-            return None, _Outcome((_Bad(holder, identity.rank, str(error), is_bad),))
+            return None, _Outcome((_Bad(holder, identity.rank, described(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
             forget_frames(error)
             self._failure = error

@@ -21,6 +21,7 @@ from localckpt.async_save.foreign import ForeignOutcome, RunAndTell, WaitForTrai
 from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import AsyncCall, runs_in_trainer
 from localckpt.errors import CheckpointingException
+from localckpt.failure_texts import described, with_class
 from localckpt.ids import CkptID
 from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.replicator import Replicator
@@ -231,7 +232,7 @@ class Saving:
                 own = self._shelf.stage(wrapped(state), save.identity, travels=travels)
         except Exception as error:
             if self._replicator is not None:
-                self._replicator.begin(save, self._shelf, None, str(error))
+                self._replicator.begin(save, self._shelf, None, described(error))
             raise
         save.shards.append(own)
         save.staged = time.monotonic()
@@ -267,7 +268,7 @@ def _note_failure(save: SaveUnderWay, error: Exception) -> None:
         exc_info=not isinstance(error, CheckpointingException),
     )
     # What went wrong first is why; what follows from it says less.
-    save.error, save.shards = save.error or f"{type(error).__name__}: {error}", []
+    save.error, save.shards = save.error or with_class(error), []
     if save.copies is not None and save.copies.done():
         # It may hold this error, and that what it came through, this save included.
         save.copies = None

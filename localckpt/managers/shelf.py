@@ -94,6 +94,14 @@ class Shelf(ABC):
         """
 
     @abstractmethod
+    def check(self, state: TensorAwareStateDict) -> None:
+        """Refuse a state that could not be loaded again, before anything is done.
+
+        Raises:
+            CheckpointingException: It could not; the message says what in it, and where.
+        """
+
+    @abstractmethod
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

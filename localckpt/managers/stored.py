@@ -147,6 +147,9 @@ class StoreShelf(Shelf):
         for sealing in self._sealings:
             sealing.result()
 
+    def check(self, state: TensorAwareStateDict) -> None:
+        self.planner.capture(state)
+
     def stage(
         self, state: TensorAwareStateDict, identity: ShardIdentity, *, travels: bool
     ) -> StagedShard:

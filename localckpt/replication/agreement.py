@@ -12,6 +12,7 @@ from typing import Any
 from localckpt import errors
 from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.failure_texts import described, ranks_named, said_by
 
 __all__ = ["GRACE_S", "Attempt", "agree", "forget_frames", "give_up", "require_same"]
 
@@ -118,7 +119,7 @@ def require_same(what: str, values: Mapping[int, str]) -> None:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
-    said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_of.items())
+    said = "; ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in ranks_of.items())
     raise MismatchError(
         f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
         f"was saved before stands. Let all ranks call it with the same {what}."
@@ -140,10 +141,7 @@ def forget_frames(failure: BaseException | None) -> None:
 def _describe(failure: Exception | None) -> list[str] | None:
     if failure is None:
         return None
-    kind = type(failure).__name__
-    if isinstance(failure, CheckpointingException):
-        return [kind, str(failure)]
-    return [kind, f"{kind}: {failure}"]
+    return [type(failure).__name__, described(failure)]
 
 
 def _joint_error(phase: str, failures: Mapping[int, list[str]]) -> CheckpointingException:
@@ -155,5 +153,5 @@ def _joint_error(phase: str, failures: Mapping[int, list[str]]) -> Checkpointing
     error: type[CheckpointingException] = CheckpointingException
     if kind in errors.__all__:
         error = getattr(errors, kind)
-    told = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in sorted(causes.items()))
+    told = said_by({rank: text for rank, (_, text) in causes.items()})
     return error(f"could not {phase}: {told}")

@@ -18,6 +18,7 @@ from localckpt.errors import (
     MismatchError,
     RestoreError,
 )
+from localckpt.failure_texts import with_class
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.garbage import collection_paused
@@ -26,7 +27,7 @@ from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import Landing
-from localckpt.state_dict.skeleton import check_skeleton, described, insert_tensors
+from localckpt.state_dict.skeleton import check_skeleton, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import (
@@ -97,7 +98,7 @@ class ImageReader:
         except CheckpointingException:
             raise
         except Exception as error:
-            raise RestoreError(f"the state cannot be rebuilt: {described(error)}") from error
+            raise RestoreError(f"the state cannot be rebuilt: {with_class(error)}") from error
 
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         entries, skeleton = self._read_skeleton()

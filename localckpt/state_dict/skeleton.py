@@ -21,6 +21,7 @@ from localckpt.errors import (
     RestoreError,
     UnsafeGlobalError,
 )
+from localckpt.failure_texts import with_class
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
     is_data,
@@ -35,7 +36,7 @@ from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 from localckpt.state_dict.stand_ins import check_calls
 
-__all__ = ["Taken", "check_skeleton", "described", "insert_tensors", "take_tensors"]
+__all__ = ["Taken", "check_skeleton", "insert_tensors", "take_tensors"]
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -141,14 +142,9 @@ def insert_tensors(
         place = _place_of(error, bytes(skeleton), load)
         what = f"{place.class_name} at {place.path!r}" if place else "an object in it"
         raise RestoreError(
-            f"the state cannot be rebuilt: {what} raised {described(error)}",
+            f"the state cannot be rebuilt: {what} raised {with_class(error)}",
             *(place or (None, None)),
         ) from error
-
-
-def described(error: BaseException) -> str:
-    """An error's class and text; some have no text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]) -> Place | None:

@@ -279,8 +279,8 @@ class _Dtype(_Fixed):
         self._is_final = True
         _, order, subarray, names, fields, *sizes = state[:8]
         if names is not None or subarray is not None:
-            if order != "|":
-                _refuse("makes a dtype of an order that is none")
+            if order != "|" or self.value.kind != "V":
+                _refuse("makes a dtype of others")
             if subarray is not None:
                 inner, shape = subarray
                 value = numpy.dtype((_dtype(inner), _shape(shape)))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranks_named
 from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity, ShardRecord
 from localckpt.managers.coverage import (
     JoinRecord,
@@ -154,9 +155,9 @@ def test_ranks_that_belong_together_may_join_whatever_their_nodes_and_epochs() -
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("session_id", "b", "session_id: 'a' on rank 0+2, 'b' on rank 1"),
-        ("world_size", 4, "world size: 3 on rank 0+2, 4 on rank 1"),
-        ("format_version", "2", "format version: '1' on rank 0+2, '2' on rank 1"),
+        ("session_id", "b", "session_id: 'a' on ranks 0 and 2, 'b' on rank 1"),
+        ("world_size", 4, "world size: 3 on ranks 0 and 2, 4 on rank 1"),
+        ("format_version", "2", "format version: '1' on ranks 0 and 2, '2' on rank 1"),
     ],
 )
 def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: str) -> None:
@@ -216,7 +217,8 @@ def test_exactly_the_ranks_on_which_a_save_failed_are_named(ranks: int, data) ->
     failed = data.draw(st.sets(st.integers(0, ranks - 1)))
     outcomes = [_outcome(error="disk full" if r in failed else None) for r in range(ranks)]
 
-    assert save_problems(outcomes) == [f"rank {r}: disk full" for r in sorted(failed)]
+    named = [f"{ranks_named(failed)}: disk full"] if failed else []
+    assert save_problems(outcomes) == named
 
 
 def test_a_shard_that_is_not_there_is_named_with_its_keeper_and_its_owner() -> None:
@@ -229,5 +231,7 @@ def test_ranks_that_saved_different_things_are_named() -> None:
     iterations = save_problems([_outcome(), _outcome(iteration=6), _outcome()])
     numbers = save_problems([_outcome(), _outcome(generation=Generation(1, 3))])
 
-    assert iterations == ["the ranks saved different iterations: '5' on rank 0+2, '6' on rank 1"]
+    assert iterations == [
+        "the ranks saved different iterations: '5' on ranks 0 and 2, '6' on rank 1"
+    ]
     assert numbers == ["the ranks saved different save numbers: '1.2' on rank 0, '1.3' on rank 1"]

@@ -60,7 +60,7 @@ def test_ranks_of_different_sessions_are_named_on_every_rank(
     told = run_ranks(_other_sessions, 3, replicated, store_per_node=node_dirs(3))
 
     for text in (text for rank in told for text in rank):
-        assert "session_id: 'right' on rank 0+2, 'wrong' on rank 1" in text
+        assert "session_id: 'right' on ranks 0 and 2, 'wrong' on rank 1" in text
 
 
 def _other_iterations(rank: int, world_size: int, replicated: bool) -> list[str]:
@@ -182,5 +182,5 @@ def test_ranks_that_want_to_replicate_differently_are_named() -> None:
     told = run_ranks(_other_parameters, 4)
 
     assert len(set(told)) == 1
-    assert "[0, 2]" in told[0]
-    assert "[1, 3]" in told[0]
+    assert "ranks 0 and 2" in told[0]
+    assert "ranks 1 and 3" in told[0]

@@ -124,7 +124,7 @@ def test_an_explicit_group_is_used_checked_and_left_alone() -> None:
 
 def _parameters(rank: int, world_size: int) -> None:
     build = CliqueReplicationStrategy.from_replication_params
-    with pytest.raises(MismatchError, match=r"factor=2 on ranks \[0\].*factor=3 on ranks \[1, 2"):
+    with pytest.raises(MismatchError, match=r"factor=2 on rank 0; .*factor=3 on ranks 1 to 3"):
         build(1, 2 + (rank > 0), timeout_s=20)
     with pytest.raises(MismatchError, match="What fits: replication_jump up to 2"):
         build(4, 2, timeout_s=20)
@@ -209,8 +209,8 @@ def _too_small(id_: CkptID, nbytes: int) -> memoryview:
     ("case", "kind", "told"),
     [
         ("staging", "CheckpointingException", "rank 1: out of memory"),
-        ("iteration", "MismatchError", "iteration: 4 on ranks [0, 2]; 5 on ranks [1]"),
-        ("session", "MismatchError", "session: 's' on ranks [0, 2]; 't' on ranks [1]"),
+        ("iteration", "MismatchError", "iteration: 4 on ranks 0 and 2; 5 on rank 1"),
+        ("session", "MismatchError", "session: 's' on ranks 0 and 2; 't' on rank 1"),
         ("owner", "MismatchError", "rank 1 the shard of rank 0"),
         ("disk", "StorageError", "rank 1: no space left"),
         ("bug", "CheckpointingException", "rank 1: ZeroDivisionError: oops"),
@@ -332,7 +332,7 @@ def _send_slowly(rank: int, world_size: int) -> float:
     other = CliqueReplicationStrategy.from_replication_params(
         1, 2, timeout_s=20, chunk_nbytes=20_000 + rank
     )
-    with pytest.raises(MismatchError, match=r"chunk_nbytes: 20000 on ranks \[0\]; 20001 on"):
+    with pytest.raises(MismatchError, match=r"chunk_nbytes: 20000 on rank 0; 20001 on"):
         _replicate(other, rank, 0)
     other.close()
     return took

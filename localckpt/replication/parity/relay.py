@@ -23,6 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.failure_texts import with_class
 from localckpt.replication.connections import HostConnections, as_tensor, nothing, views_last
 from localckpt.replication.last_words import LastWord, ask_whom_to_blame, leave_word
 from localckpt.replication.ledger import Ledger, PeerFailed, first_line
@@ -120,7 +121,7 @@ class Relay:
         except BaseException as error:
             self.broken = True
             if not isinstance(error, PeerFailed):
-                word = LastWord(reason=f"{type(error).__name__}: {error}")
+                word = LastWord(reason=with_class(error))
                 _leave(self.connections, word, error)
                 raise
             raise _give_up(what, self.connections, job.ledger, error) from error.__cause__

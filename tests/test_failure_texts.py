@@ -1,0 +1,92 @@
+"""What many ranks say alike is said once, and no text that goes to other ranks is long."""
+
+from __future__ import annotations
+
+import pytest
+
+from localckpt.async_save.request import CallReport, judge
+from localckpt.coordination import Coordinator
+from localckpt.errors import CheckpointingException, MismatchError, StorageError
+from localckpt.failure_texts import described, ranks_named, said_by, short, with_short_texts
+from localckpt.ids import Generation
+from localckpt.managers.coverage import SaveOutcome, save_problems
+from localckpt.replication.agreement import Attempt, agree
+from tests.ranks import run_ranks
+
+_LONG = "x" * (9 << 20)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0 and 1"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        ([9, 0, 1, 2, 3, 5, 6, 9], "ranks 0 to 3, 5, 6 and 9"),
+        (range(16_384), "ranks 0 to 16383"),
+    ],
+)
+def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
+    assert ranks_named(ranks) == named
+
+
+def test_texts_that_ranks_share_are_said_once() -> None:
+    assert said_by({0: "a.", 2: "b", 1: "a"}) == "ranks 0 and 1: a; rank 2: b"
+
+
+def test_an_error_with_an_empty_text_is_told_by_its_class() -> None:
+    assert described(MemoryError()) == "MemoryError"
+    assert described(ValueError("why")) == "ValueError: why"
+    assert described(StorageError("full")) == "full"
+    assert described(StorageError()) == "StorageError"
+    assert CallReport.of(1, "f", MemoryError()).text == "MemoryError"
+
+
+def test_an_error_that_a_thousand_ranks_have_is_a_short_text() -> None:
+    told = "StorageError: " + "the disk is full " * 20
+    reports = [CallReport(3, "write", "StorageError", told)] * 1024
+    outcomes = [SaveOutcome(7, Generation(1, 1), told, ())] * 1024
+    odd = [CallReport(3, "write", "StorageError", f"{told} {rank}") for rank in range(1024)]
+
+    joint = judge(reports, range(1024))
+    problems = save_problems(outcomes)
+    odd_joint = judge(odd, range(1024))
+
+    assert "failed on ranks 0 to 1023: StorageError: the disk is full" in str(joint)
+    assert type(joint) is StorageError
+    assert len(str(joint)) < 1000
+    assert len("".join(problems)) < 1000
+    assert len(str(odd_joint)) < 5000
+
+
+def test_texts_are_cut_wherever_they_stand_in_a_record() -> None:
+    record = {"a": [1, ("x" * 5000, None)], "b": "y"}
+
+    assert with_short_texts(record) == {"a": [1, [short("x" * 5000), None]], "b": "y"}
+    assert len(short(_LONG)) == 4000
+
+
+def _tell_long_texts(rank: int, world_size: int) -> list[str]:
+    coordinator = Coordinator("long", None, timeout_s=30.0)
+    told = []
+    with Attempt() as trying:
+        raise ValueError(_LONG)
+    with pytest.raises(CheckpointingException) as joint:
+        agree(coordinator, "try", trying)
+    told.append(str(joint.value))
+    told.append(str(coordinator.all_gather("tell", {"rank": rank, "text": _LONG})))
+    if rank == 0:
+        with pytest.raises(MismatchError, match="bytes to tell the others"):
+            coordinator.post("tell too much", list(range(2 << 20)))
+    else:
+        coordinator.post("tell too much", 1)
+    coordinator.barrier("the store answers")
+    return told
+
+
+def test_an_error_of_more_than_8_mib_is_told_to_all_and_breaks_no_store() -> None:
+    told = run_ranks(_tell_long_texts, 2)
+
+    assert told[0] == told[1]
+    assert told[0][0].startswith("could not try: ranks 0 and 1: ValueError: xxx")
+    assert all(len(text) < 20_000 for text in told[0])

@@ -67,6 +67,7 @@ from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.stateful import give_states, stateful_keys
 
 __all__ = ["BaseCheckpointManager"]
 
@@ -213,7 +214,9 @@ class BaseCheckpointManager(ABC):
         What is saved is the value that the state has at the call; afterwards it may be changed.
 
         Args:
-            state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph.
+            state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph. Values
+                of the dict that have ``state_dict`` and ``load_state_dict`` (a model, an optimizer)
+                are saved as the state that they tell.
             iteration: Its number, above that of every checkpoint this manager saved or loaded.
             is_async: Return as soon as the state is captured.
 
@@ -244,7 +247,7 @@ class BaseCheckpointManager(ABC):
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
         if not self._states_are_good:
-            self._require_good_states(state_dict, iteration)
+            state_dict = self._require_good_states(state_dict, iteration)
         self._begin_epoch(iteration)
         self._forget_latest()
         self._generation = self._generation.next()
@@ -379,6 +382,7 @@ class BaseCheckpointManager(ABC):
         into: Any = None,
         iteration: int | None = None,
         map_location: str | torch.device | None = None,
+        partial: bool = False,
     ) -> tuple[Any, CkptID]:
         """Read this rank's shard of a complete checkpoint; all ranks call it.
 
@@ -388,10 +392,14 @@ class BaseCheckpointManager(ABC):
 
         Args:
             into: A state of the same structure as the saved one, whose tensors are filled in place.
-                After an error they may be partly filled.
+                After an error they may be partly filled. Values of a dict that have ``state_dict``
+                and ``load_state_dict`` (a model, an optimizer) take their state from what was
+                loaded, and stand in its place in the state that is returned.
             iteration: The checkpoint; ``None`` for the newest. The next save goes on from what was
                 loaded, and overrules the newer checkpoints that the job went back from.
             map_location: The device of new tensors; ``None`` for the one each was saved from.
+            partial: Whether ``into`` may lack tensors that were saved. Those come back as new
+                ones; without it they are an error, as a name that was mistyped would be.
 
         Returns:
             The state as it was given to ``save`` (with ``into``, holding the given tensors), and
@@ -421,7 +429,8 @@ class BaseCheckpointManager(ABC):
         assert self._holdings is not None
         assert self._domains is not None
         self._finish_copies()
-        options = LoadOptions(None if into is None else wrapped(into), map_location)
+        optional = ("",) if partial else tuple(f"{key}." for key in stateful_keys(into))
+        options = LoadOptions(None if into is None else wrapped(into), map_location, optional)
         recovery = Recovery(self._coordinator, self._strategy, self._shelf, self._holdings)
         while wanted := [c for c in self._known.complete if iteration in (None, c.iteration)]:
             judge_newest(wanted, self.world_size)
@@ -450,7 +459,8 @@ class BaseCheckpointManager(ABC):
                 self._redundancy.restore(
                     checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
                 )
-            return unwrapped(loaded.state), CkptID(checkpoint.iteration, self.rank, self.session_id)
+            state = give_states(into, unwrapped(loaded.state))
+            return state, CkptID(checkpoint.iteration, self.rank, self.session_id)
         if iteration is not None:
             raise NoReplicasAvailableError(
                 why_not_that(iteration, self.all_iterations(), recovery.bad)
@@ -541,16 +551,21 @@ class BaseCheckpointManager(ABC):
 
     # The steps of a save.
 
-    def _require_good_states(self, state: Any, iteration: int) -> None:
+    def _require_good_states(self, state: Any, iteration: int) -> Any:
         """Refuse a first state on all ranks if it could not be loaded again on some.
 
         Ranks that save what others cannot would wait for those. So all ask each other, once.
+
+        Returns:
+            The state, as it is saved.
         """
         with Attempt() as checking:
-            self._shelf.check(wrapped(state))
+            state = wrapped(state)
+            self._shelf.check(state)
         phase = f"save iteration {iteration}"
         agree(self._coordinator, phase, checking, grace_s=self._coordinator.timeout_s)
         self._states_are_good = True
+        return state
 
     def _keep_on(self, shelf: Shelf) -> None:
         self._shelf = shelf

@@ -150,7 +150,7 @@ class HookShelf(Shelf):
             source = pack(state, identity)
         else:
             source = MemorySource(arrived)
-        into = None if options.into is None else find_targets(options.into)
+        into = None if options.into is None else find_targets(options.into, options.optional)
         state = ImageReader(source, self._allowed, identity).restore(into, options.map_location)
         if options == LoadOptions():
             state.restore_tensor_device(non_blocking=False)

@@ -47,6 +47,8 @@ class LoadOptions:
 
     into: TensorAwareStateDict | None = None
     map_location: str | torch.device | None = None
+    optional: tuple[str, ...] = ()
+    """Beginnings of paths below which ``into`` may lack tensors that were saved."""
 
 
 class Shelf(ABC):

@@ -276,7 +276,7 @@ class StoreShelf(Shelf):
     ) -> tuple[Any, int]:
         source = self.store.open(identity) if arrived is None else MemorySource(arrived)
         try:
-            into = None if options.into is None else find_targets(options.into)
+            into = None if options.into is None else find_targets(options.into, options.optional)
             reader = ImageReader(source, self._allowed, identity)
             return reader.restore(into, options.map_location), source.nbytes
         finally:

@@ -11,6 +11,7 @@ import torch
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import map_tensors, named_tensors
+from localckpt.state_dict.stateful import own_states
 
 __all__ = ["BasicTensorAwareStateDict", "PlainState", "unwrapped", "wrapped"]
 
@@ -122,7 +123,7 @@ class PlainState(BasicTensorAwareStateDict):
 
 def wrapped(state: Any) -> TensorAwareStateDict:
     """What a user gave to save, or to load into, as the managers handle it."""
-    return state if isinstance(state, TensorAwareStateDict) else PlainState(state)
+    return state if isinstance(state, TensorAwareStateDict) else PlainState(own_states(state))
 
 
 def unwrapped(state: Any) -> Any:

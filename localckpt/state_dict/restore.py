@@ -110,15 +110,13 @@ class ImageReader:
             # Its bytes are those that were saved: another version of this program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         if into is not None:
-            given = [entry for entry in entries if entry.kind != ARRAY]
-            bases = into.by_slot(given)
+            given, bases = into.match(entries)
             self._require_sizes(bases)
-            arrays = tuple(entry for entry in entries if entry.kind == ARRAY)
-            bases |= (made := self._make_bases(arrays, map_location))
-            remaining = iter(into.tensors)
+            matched = list(zip(entries, given, strict=True))
+            lacking = tuple(entry for entry, tensor in matched if tensor is None)
+            bases |= (made := self._make_bases(lacking, map_location))
             tensors = [
-                _make_tensor(entry, made) if entry.kind == ARRAY else next(remaining)
-                for entry in entries
+                _make_tensor(entry, made) if tensor is None else tensor for entry, tensor in matched
             ]
         else:
             bases = self._make_bases(entries, map_location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.garbage import collection_paused
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.tensor_table import (
+    ARRAY,
     TableEntry,
     build_table,
     is_flat,
@@ -36,10 +38,57 @@ class Targets:
     Attributes:
         tensors: Distinct ones, in the order in which the state's skeleton numbers them.
         names: ``id(tensor)`` to its path in the state, where known.
+        optional: Beginnings of paths below which tensors may be missing here that were saved.
     """
 
     tensors: list[torch.Tensor]
     names: dict[int, str]
+    optional: tuple[str, ...] = ()
+
+    def match(
+        self, saved: Sequence[TableEntry]
+    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        """Find what is given for each tensor that was saved.
+
+        Returns:
+            The tensors, with ``None`` for those that are to be made: arrays, and what may be
+            missing; and what the slots of the others are to be copied to.
+
+        Raises:
+            MismatchError: Other tensors were saved; it lists them.
+        """
+        if self.optional:
+            given = self._given_by_name(saved)
+            entries = [e for e, tensor in zip(saved, given, strict=True) if tensor is not None]
+            tensors = [tensor for tensor in given if tensor is not None]
+            return given, Targets(tensors, self.names).by_slot(entries)
+        targets = self.by_slot([entry for entry in saved if entry.kind != ARRAY])
+        remaining = iter(self.tensors)
+        return [None if entry.kind == ARRAY else next(remaining) for entry in saved], targets
+
+    def _given_by_name(self, saved: Sequence[TableEntry]) -> list[torch.Tensor | None]:
+        table = build_table(self.tensors, self.names)
+        of_slot: dict[str | None, list[torch.Tensor]] = {}
+        for entry, tensor in zip(table.entries, self.tensors, strict=True):
+            of_slot.setdefault(entry.slot, []).append(tensor)
+        uses = Counter(entry.slot for entry in saved if entry.kind != ARRAY)
+        wrong = [
+            f"{name}: saved, not given"
+            for name in uses
+            if name not in of_slot
+            and not (name or "").removeprefix("shared:").startswith(self.optional)
+        ]
+        # Those that share bytes are given all together, or not at all.
+        wrong += [
+            f"{name}: given, not saved so" for name, of in of_slot.items() if uses[name] != len(of)
+        ]
+        if wrong:
+            raise _mismatch(wrong)
+        remaining = {name: iter(of) for name, of in of_slot.items()}
+        return [
+            next(remaining[entry.slot]) if entry.slot in remaining and entry.kind != ARRAY else None
+            for entry in saved
+        ]
 
     def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
         """What each slot of an image is to be copied to.
@@ -85,14 +134,18 @@ class Targets:
 
 
 @collection_paused()
-def find_targets(state: Any) -> Targets:
+def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     """The tensors of a state that is to be filled.
+
+    Args:
+        state: The state.
+        optional: Beginnings of paths below which it may lack tensors that were saved.
 
     Raises:
         CheckpointingException: The state holds something that cannot have been saved.
     """
     tensors = take_tensors(state, arrays=False).tensors
-    return Targets(tensors, names_of(state, tensors))
+    return Targets(tensors, names_of(state, tensors), optional)
 
 
 def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
@@ -142,9 +195,13 @@ def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEn
         for name, (e, structure) in here.items()
         if name in there and structure != there[name][1]
     ]
+    raise _mismatch(lines or ["the tensors stand in another order"])
+
+
+def _mismatch(lines: list[str]) -> MismatchError:
     more = len(lines) - _SHOWN_DIFFERENCES
-    shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "the tensors stand in another order"
-    raise MismatchError(
+    shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
+    return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: {shown}"
         + (f"; and {more} more" if more > 0 else "")
         + ". Call load() without into= to get new tensors"

@@ -72,6 +72,7 @@ class GlobalCheckpointManager:
         atomic_rename: Whether a directory on this storage is renamed at once or not at all. Else
             saves are written where they stay, and only their record makes them checkpoints.
         safe_globals: Classes and functions that objects in a state may name, beyond torch's own.
+        read_only: Only load; another job may save in this session.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
@@ -95,6 +96,7 @@ class GlobalCheckpointManager:
         atomic_rename: bool = True,
         safe_globals: Iterable[Any] = (),
         local: LineageKeeper | None = None,
+        read_only: bool = False,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
@@ -128,6 +130,7 @@ class GlobalCheckpointManager:
             _own_folders=True,
         )
         self._local = local
+        self.read_only = read_only
         self._resumed = Resumed()
         self._lineage: Lineage | None = None
         self._epoch: int | None = None
@@ -170,6 +173,7 @@ class GlobalCheckpointManager:
             PeerLostError: Some rank did not come in time.
         """
         self._check_usable()
+        self._require_writable()
         self._settle()
         planner, planned = self._plan(state_dict, "warm up", lambda: None)
         try:
@@ -205,6 +209,7 @@ class GlobalCheckpointManager:
             PeerLostError: Some rank did not come in time.
         """
         self._check_usable()
+        self._require_writable()
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
         self._settle()
@@ -536,6 +541,12 @@ class GlobalCheckpointManager:
         self._check_fork()
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
+
+    def _require_writable(self) -> None:
+        if self.read_only:
+            raise CheckpointingException(
+                "this manager was made with read_only=True: it loads, and saves nothing"
+            )
 
     def _free(self) -> None:
         self._writer.close()

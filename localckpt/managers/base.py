@@ -104,6 +104,8 @@ class BaseCheckpointManager(ABC):
 
     _keeps_images = False
     """Whether what is kept is the image of a shard, byte for byte."""
+    read_only = False
+    """Whether it only loads."""
 
     def __init__(
         self,
@@ -238,6 +240,7 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
+        self._require_writable()
         self._check_iteration(iteration)
         self._give_up_forgotten(iteration)
         self._finish_copies()
@@ -315,6 +318,7 @@ class BaseCheckpointManager(ABC):
             MismatchError: The ranks do not resume from the same.
             PeerLostError: A rank did not answer in time.
         """
+        self._require_writable()
         if isinstance(from_iteration, bool) or not isinstance(from_iteration, int):
             raise CheckpointingException(
                 f"the iteration to go on from is {from_iteration!r}; it must be an int"
@@ -342,6 +346,7 @@ class BaseCheckpointManager(ABC):
             CheckpointingException: Some node cannot be read, or cannot note it; on all ranks.
             PeerLostError: A rank did not answer in time.
         """
+        self._require_writable()
         self._finish_copies()
         self._join()
         return self._begin_epoch(iteration)
@@ -459,6 +464,8 @@ class BaseCheckpointManager(ABC):
                 self._redundancy.restore(
                     checkpoint, self._holdings, recovery.rebuilt, recovery.to_replace
                 )
+            elif self.rank in recovery.rebuilt:
+                self._shelf.drop_unfinished([checkpoint.shard(self.rank, self.session_id)])
             state = give_states(into, unwrapped(loaded.state))
             return state, CkptID(checkpoint.iteration, self.rank, self.session_id)
         if iteration is not None:
@@ -619,6 +626,12 @@ class BaseCheckpointManager(ABC):
             self.world_size,
             lineage=self._lineage,
         )
+
+    def _require_writable(self) -> None:
+        if self.read_only:
+            raise CheckpointingException(
+                "this manager was made with read_only=True: it loads, and saves nothing"
+            )
 
     def _check_iteration(self, iteration: int) -> None:
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:

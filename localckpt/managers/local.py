@@ -16,6 +16,8 @@ from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.pool import buffer_nbytes
+from localckpt.storage.read_only import ReadOnlyStore
+from localckpt.storage.store import Store
 
 __all__ = ["LocalCheckpointManager"]
 
@@ -43,6 +45,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
             ``step`` only. ``save`` returns while those are still being copied, and the next step
             begins after the copies. Replicas in the foreground wait for them; whoever changes these
             tensors in another way calls :meth:`wait_staged` before.
+        read_only: Only load, beside a job that may be saving in this session: nothing is made,
+            renamed, removed or claimed here.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -66,6 +70,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         background: bool | None = None,
         strict: bool = False,
+        read_only: bool = False,
     ) -> None:
         super().__init__(
             session_id,
@@ -81,9 +86,13 @@ class LocalCheckpointManager(StoreCheckpointManager):
             guard=guard,
             background=background,
             strict=strict,
+            read_only=read_only,
         )
-        self._use(
-            lambda: DiskStore(
+
+        def open_store() -> Store:
+            if read_only:
+                return ReadOnlyStore(root_local_ckpt_dir, session_id, self.rank, timeout)
+            return DiskStore(
                 root_local_ckpt_dir,
                 session_id,
                 self.rank,
@@ -91,7 +100,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
                 writer=async_worker,
                 num_buffers=num_buffers,
             )
-        )
+
+        self._use(open_store)
 
     @property
     def local_ckpt_dir(self) -> Path:

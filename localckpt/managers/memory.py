@@ -14,6 +14,8 @@ from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import MemoryStore, default_root
+from localckpt.storage.read_only import ReadOnlyStore
+from localckpt.storage.store import Store
 
 __all__ = ["InMemoryCheckpointManager"]
 
@@ -42,6 +44,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             ``step`` only. ``save`` returns while those are still being copied, and the next step
             begins after the copies. Replicas in the foreground wait for them; whoever changes these
             tensors in another way calls :meth:`wait_staged` before.
+        read_only: Only load, beside a job that may be saving in this session: nothing is made,
+            renamed, removed or claimed here.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -65,6 +69,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         background: bool | None = None,
         strict: bool = False,
+        read_only: bool = False,
     ) -> None:
         super().__init__(
             session_id,
@@ -80,17 +85,23 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             guard=guard,
             background=background,
             strict=strict,
+            read_only=read_only,
         )
-        self._use(
-            lambda: MemoryStore(
-                root or default_root(),
+
+        def open_store() -> Store:
+            place = root or default_root()
+            if read_only:
+                return ReadOnlyStore(place, session_id, self.rank, timeout)
+            return MemoryStore(
+                place,
                 session_id,
                 self.rank,
                 timeout,
                 num_buffers=num_buffers,
                 keep_last=keep_last,
             )
-        )
+
+        self._use(open_store)
 
     def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
         total_nbytes = sum(images.values())

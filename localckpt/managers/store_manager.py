@@ -57,6 +57,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         background: bool | None,
         strict: bool,
+        read_only: bool,
     ) -> None:
         for name, number in (
             ("keep_last", keep_last),
@@ -97,6 +98,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self.on_busy = on_busy
         self._staging_threads = staging_threads
         self._is_first_save = True
+        self.read_only = read_only
 
     def _use(self, open_store: Callable[[], Store]) -> None:
         try:
@@ -110,14 +112,15 @@ class StoreCheckpointManager(BaseCheckpointManager):
             store, self._allowed, self.timeout, self._staging_threads, self._guard
         )
         self._keep_on(self._stored)
-        self._redundancy = Redundancy(
-            self._stored,
-            self._strategy,
-            self.session_id,
-            self._copying,
-            self._saving,
-            self._known,
-        )
+        if not self.read_only:
+            self._redundancy = Redundancy(
+                self._stored,
+                self._strategy,
+                self.session_id,
+                self._copying,
+                self._saving,
+                self._known,
+            )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
             # A placement that protects from nothing is an error now, not at the first save.
@@ -144,6 +147,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         Raises:
             CheckpointingException: The state holds something that cannot be saved.
         """
+        self._require_writable()
         self._finish_copies()
         self._stored.warm_up(wrapped(state_dict), self._identity(0))
 

@@ -91,8 +91,11 @@ class Store(ABC):
         self._lock = threading.RLock()
         self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
-        self.claim = RankFolder(self.root, session_id, rank, timeout_s)
+        self.claim = self._take_folder(timeout_s)
         self.folder, self._session = self.claim.path, self.claim.session
+
+    def _take_folder(self, timeout_s: float) -> RankFolder:
+        return RankFolder(self.root, self.session_id, self.rank, timeout_s)
 
     LOADING: ClassVar[Hashable] = "a shard that is loaded"
     """Owner of the memory that :meth:`receive` gives."""
@@ -246,7 +249,7 @@ class Store(ABC):
         """Rename a bad shard, so that it is not found again but can be looked at."""
         path = self._shards.pop(identity, None)
         if path is not None:
-            set_aside(path, why)
+            self._quarantine(path, why)
 
     @contextmanager
     def replacing(self, identity: ShardIdentity, why: str) -> Iterator[None]:
@@ -317,6 +320,9 @@ class Store(ABC):
                 for path in self.folder.glob(f"*{SPARE}"):
                     path.unlink(missing_ok=True)
                 self.claim.leave()
+
+    def _quarantine(self, path: Path, why: str) -> None:
+        set_aside(path, why)
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)
@@ -390,7 +396,7 @@ class Store(ABC):
             if isinstance(error, CorruptShardError) and not isinstance(error, FormatVersionError):
                 # Under its name it would be read at every start, and never be retired. A file of
                 # another version keeps its name: whoever wrote it can read it.
-                set_aside(path, str(error))
+                self._quarantine(path, str(error))
             else:
                 logger.warning("%s is not counted: %s", path, error)
             return None

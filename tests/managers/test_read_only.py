@@ -1,0 +1,141 @@
+"""A read-only manager loads beside a job that lives, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import localckpt
+from localckpt import CheckpointingException, NoReplicasAvailableError
+from tests.global_tier.models import manager_on
+from tests.managers.jobs import assert_same, cliques, damage, error_of, make_manager, state_of
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def root(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Path:
+    return (node_dirs if kind == "disk" else shm_roots)(1)[0]
+
+
+def _everything(root: Path) -> dict[Path, tuple[int, int]]:
+    """All names below a directory, each with its inode and time of change."""
+    return {p: (p.lstat().st_ino, p.lstat().st_ctime_ns) for p in [root, *root.rglob("*")]}
+
+
+def _read(rank: int, world_size: int, kind: str, root: Path) -> None:
+    before = _everything(root)
+    with make_manager(kind, root, "job", read_only=True) as manager:
+        assert manager.find_latest() == 3
+        assert manager.all_iterations() == [3, 2]
+        assert_same(manager.load()[0], state_of(0, 3))
+        assert_same(manager.load(iteration=2)[0], state_of(0, 2))
+        assert str(manager.explain()).startswith("A ")
+        for call in (
+            lambda: manager.save(state_of(0, 9), 9),
+            lambda: manager.warm_up(state_of(0, 9)),
+            lambda: manager.begin(1),
+        ):
+            assert "read_only=True" in error_of(call)
+    assert _everything(root) == before
+
+
+def test_it_loads_beside_a_live_job_and_changes_nothing(kind: str, root: Path) -> None:
+    with make_manager(kind, root, "job", keep_last=2) as writer:
+        for iteration in (1, 2, 3):
+            writer.save(state_of(0, iteration), iteration)
+
+        run_ranks(_read, 1, kind, root, init_group=False)
+
+        writer.save(state_of(0, 4), 4)
+        assert writer.find_latest() == 4
+
+
+def test_a_damaged_file_is_left_out_and_keeps_its_name(kind: str, root: Path) -> None:
+    with make_manager(kind, root, "job", keep_last=2) as writer:
+        for iteration in (1, 2):
+            writer.save(state_of(0, iteration), iteration)
+    for path in root.rglob("*2.0.*.safetensors"):
+        damage(path, 0.5)
+    before = _everything(root)
+
+    with make_manager(kind, root, "job", read_only=True) as manager:
+        assert_same(manager.load()[0], state_of(0, 1))
+
+    assert _everything(root) == before
+
+
+def test_a_store_that_is_not_there_is_not_made(kind: str, root: Path) -> None:
+    with make_manager(kind, root / "none", "job", read_only=True) as manager:
+        assert manager.find_latest() == -1
+        with pytest.raises(NoReplicasAvailableError):
+            manager.load()
+
+    assert not (root / "none").exists()
+
+
+def _save_with_copies(rank: int, world_size: int) -> None:
+    replicas = cliques(1, 2)
+    with make_manager("disk", node_store(), "job", replicas) as manager:
+        manager.save(state_of(rank, 5), 5)
+    replicas.close()
+
+
+def _save_with_parity(rank: int, world_size: int) -> None:
+    parity = localckpt.ParityReplicationStrategy(1, world_size)
+    with make_manager("disk", node_store(), "job", parity) as manager:
+        manager.save(state_of(rank, 5), 5)
+    parity.close()
+
+
+def _read_what_peers_have(rank: int, world_size: int) -> str:
+    before = _everything(node_store())
+    with make_manager("disk", node_store(), "job", read_only=True) as manager:
+        for _ in range(3):
+            assert_same(manager.load()[0], state_of(rank, 5))
+        came_from = str(manager.last_load.source)
+    assert _everything(node_store()) == before
+    return came_from
+
+
+@pytest.mark.parametrize(
+    ("save", "ranks", "told"),
+    [(_save_with_copies, 2, "peer rank"), (_save_with_parity, 3, "parity")],
+    ids=["copies", "parity"],
+)
+def test_what_is_on_other_nodes_is_fetched_or_computed_and_not_kept(
+    save: Callable[[int, int], None], ranks: int, told: str, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(ranks)
+    run_ranks(save, ranks, store_per_node=nodes)
+    (empty,) = node_dirs(1)
+
+    came_from = run_ranks(_read_what_peers_have, ranks, store_per_node=[empty, *nodes[1:]])
+
+    assert told in came_from[0]
+    assert came_from[1:] == ["own node"] * (ranks - 1)
+
+
+def test_one_of_shared_storage_reads_while_another_job_saves(tmp_path: Path) -> None:
+    with manager_on(tmp_path, "job") as writer:
+        writer.save({"w": torch.ones(3)}, 1)
+        before = _everything(tmp_path)
+        with manager_on(tmp_path, "job", read_only=True) as manager:
+            assert manager.all_iterations() == [1]
+            assert_same(manager.load(into={"w": torch.zeros(3)})[0], {"w": torch.ones(3)})
+            for call in (
+                lambda: manager.save({"w": torch.ones(3)}, 2),
+                lambda: manager.warm_up({"w": torch.ones(3)}),
+            ):
+                assert "read_only=True" in error_of(call, CheckpointingException)
+        assert _everything(tmp_path) == before
+        writer.save({"w": torch.ones(3)}, 2)

@@ -88,9 +88,14 @@ def test_a_module_that_is_not_there_is_named_with_those_that_are() -> None:
     assert "async_ckpt.core" in done.stderr
 
 
-def test_the_rest_of_the_true_package_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "version"), [(None, VERSION), ("__version__ = '9'", "9")])
+def test_the_rest_of_the_true_package_stays(
+    tmp_path: Path, content: str | None, version: str
+) -> None:
     true = tmp_path / "nvidia_resiliency_ext"
     (true / "checkpointing").mkdir(parents=True)
+    if content is not None:
+        (true / "__init__.py").write_text(content)
     (true / "straggler.py").write_text("")
     (true / "checkpointing" / "__init__.py").write_text("raise RuntimeError('not this one')")
 
@@ -101,10 +106,11 @@ def test_the_rest_of_the_true_package_stays(tmp_path: Path) -> None:
         f"from localckpt.integrations import nvrx\n"
         f"nvrx.install()\n"
         f"import nvidia_resiliency_ext.straggler, {_LOCAL}.base_state_dict\n"
-        f"print({_LOCAL}.base_state_dict.TensorAwareStateDict.__module__)\n",
+        f"print({_LOCAL}.base_state_dict.TensorAwareStateDict.__module__)\n"
+        f"print(nvidia_resiliency_ext.__version__)\n",
     )
 
-    assert (done.stderr, done.stdout.strip()) == ("", "localckpt.state_dict.base")
+    assert (done.stderr, done.stdout.split()) == ("", ["localckpt.state_dict.base", version])
 
 
 _PROGRAM = f"""

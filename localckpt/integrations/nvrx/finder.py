@@ -60,8 +60,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == PACKAGE:
-            # The true one, if there is any, has more than checkpointing.
-            return _true_spec(fullname, path, target) or _spec(fullname)
+            return _package_spec(_true_spec(fullname, path, target))
         if not _is_below(fullname, CHECKPOINTING):
             return None
         if fullname not in MODULES:
@@ -71,6 +70,17 @@ class _Finder(MetaPathFinder):
                 name=fullname,
             )
         return _spec(fullname)
+
+
+def _package_spec(true: ModuleSpec | None) -> ModuleSpec:
+    """The true package, if there is any: it has more than checkpointing."""
+    if true is not None and true.origin is not None:
+        return true
+    spec = _spec(PACKAGE)
+    if true is not None and spec.submodule_search_locations is not None:
+        # It is only a folder, and says no version, which Megatron-Core asks for.
+        spec.submodule_search_locations.extend(true.submodule_search_locations or ())
+    return spec
 
 
 def _true_spec(

@@ -33,6 +33,7 @@ _SECTIONS = {
     "overlaps": "benchmarks.overlaps",
     "large-worlds": "benchmarks.large_worlds",
     "peers": "benchmarks.peers.section",
+    "beside-nvrx": "benchmarks.beside_nvrx",
     "global": "benchmarks.global_tier",
     "global-planning": "benchmarks.global_planning",
     "gpu": "benchmarks.device",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.peers.base import Peer, join_group_of_one
 
-__all__ = ["NvrxForkingWriter", "NvrxLocal", "NvrxWriter"]
+__all__ = ["NvrxForkingWriter", "NvrxLocal", "NvrxWriter", "replace_cuda", "without_gpu"]
 
 _PACKAGE = "nvidia_resiliency_ext.checkpointing"
 
@@ -32,13 +32,13 @@ class NvrxLocal(Peer):
     def __init__(self, directory: Path, state: dict[str, Any]) -> None:
         super().__init__(directory, state)
         join_group_of_one(directory)
-        _replace_cuda()
+        replace_cuda()
         managers = import_module(f"{_PACKAGE}.local.ckpt_managers.local_manager")
         core = import_module(f"{_PACKAGE}.async_ckpt.core")
         self._manager = managers.LocalCheckpointManager(directory)
         self._queue = core.AsyncCallsQueue()
         basic = import_module(f"{_PACKAGE}.local.basic_state_dict")
-        self._aware = _without_gpu(basic.BasicTensorAwareStateDict, basic.dict_list_map_inplace)
+        self._aware = without_gpu(basic.BasicTensorAwareStateDict, basic.dict_list_map_inplace)
 
     def start(self) -> None:
         # It replaces the tensors of what it is given, so it is given containers of its own.
@@ -84,7 +84,7 @@ class NvrxWriter(Peer):
     def __init__(self, directory: Path, state: dict[str, Any]) -> None:
         super().__init__(directory, state)
         join_group_of_one(directory)
-        _replace_cuda()
+        replace_cuda()
         self._core = import_module(f"{_PACKAGE}.async_ckpt.core")
         self._saver = import_module(f"{_PACKAGE}.async_ckpt.state_dict_saver")
         self._queue = self._core.AsyncCallsQueue(persistent=self.persistent)
@@ -132,7 +132,7 @@ class NvrxForkingWriter(NvrxWriter):
     )
 
 
-def _replace_cuda() -> None:
+def replace_cuda() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # It asks where to put the tensors of its collectives.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -146,7 +146,7 @@ def _preload_by_copy(buckets: list[Any], non_blocking: bool) -> list[Any]:
     ]
 
 
-def _without_gpu(aware: Any, map_inplace: Any) -> Any:
+def without_gpu(aware: Any, map_inplace: Any) -> Any:
     """Its state dict class, changed in this process where it wants tensors on a GPU.
 
     A subclass would not do: the worker process has to find the class by its name.

@@ -25,10 +25,10 @@ from benchmarks.peers.report import PeersReport
 from benchmarks.report import Report
 from benchmarks.setup import Options
 
-__all__ = ["measure", "take_turns"]
+__all__ = ["INSTALLED", "measure", "take_turns"]
 
 # Where `make bench` puts the peers, away from the packages that everything else sees.
-_INSTALLED = Path(sys.prefix) / "peers"
+INSTALLED = Path(sys.prefix) / "peers"
 _CHILD_TIMEOUT_S = 240.0
 # No round is begun that would end later than this, and after it no peer.
 _BUDGET_S = 1500.0
@@ -100,7 +100,7 @@ def _run(
             command,
             stdout=stderr,
             stderr=stderr,
-            env=os.environ | {"PYTHONPATH": str(_INSTALLED)},
+            env=os.environ | {"PYTHONPATH": str(INSTALLED)},
             text=True,
             start_new_session=True,
         )

@@ -19,7 +19,8 @@ from localckpt.errors import StorageError
 
 def write(path: Path, text: str = "done") -> None:
     """Write so that a reader sees all or nothing."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    # Several processes may write the same.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     unfinished.write_text(text)
     unfinished.rename(path)
 

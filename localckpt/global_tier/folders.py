@@ -40,6 +40,7 @@ LOCK_NAME = ".localckpt.lock"
 _FORMAT = 1
 _PARTIAL = ".partial"
 _REMOVED = ".removed"
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(\.?)iteration_(\d{8,})\.(\d{4,})(?:\.(\w+)\.(partial|removed))?")
 
 
@@ -131,7 +132,10 @@ class CommitRecord:
         text, _, digest = data.removesuffix(b"\n").rpartition(b"\n")
         if digest != b"%016x" % xxhash.xxh3_64_intdigest(text):
             raise CorruptShardError(f"{path} is damaged or cut short")
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CorruptShardError(f"{path} is damaged: it is no JSON") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise FormatVersionError(
                 f"{path} is of another version of the format: load it with the version of "
@@ -140,9 +144,27 @@ class CommitRecord:
         told = fields.pop("lineage", None)
         try:
             lineage = None if told is None else Lineage.from_json(told)
-        except MismatchError as error:
+            record = cls(**fields, lineage=lineage)
+        except (MismatchError, TypeError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
-        return cls(**fields, lineage=lineage)
+        if not record._is_plain():
+            raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
+        return record
+
+    def _is_plain(self) -> bool:
+        """Whether each field is of its type, and files are named by names alone."""
+        numbers = [self.iteration, self.epoch, self.world_size, self.metadata_digest]
+        if type(self.files) is not dict or type(self.session_id) is not str:
+            return False
+        if type(self.save_id) is not str or _SAVE_ID.fullmatch(self.save_id) is None:
+            return False
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+        named = all(
+            name not in ("", ".", "..") and "/" not in name and "\0" not in name
+            for name in self.files
+        )
+        return named and all(type(nbytes) is int and nbytes >= 0 for nbytes in self.files.values())
 
     def check(self, folder: Folder, session_id: str) -> None:
         """See that it speaks of this directory, and that all files are there.

@@ -61,6 +61,8 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         "modules": (list,),
     },
 }
+# What a release of torch may add that is not known here.
+_PLAIN = (str, int, float, bool, _NOTHING)
 _PROPERTIES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
 _STRIDES_ARE_KEPT = "strides" in TensorProperties.__dataclass_fields__
 # Their hashes take no recursion, and no time that a file may choose.
@@ -326,9 +328,9 @@ class _Reader:
         if kind in _FIELDS:
             fields = _FIELDS[kind]
             for name, value in _dict(state).items():
-                if type(value) not in fields[name]:
+                if type(name) is not str or type(value) not in fields.get(name, _PLAIN):
                     raise CorruptShardError(
-                        f"{name} of a {kind.__name__} is a {type(value).__name__}"
+                        f"{name!r:.100} of a {kind.__name__} is a {type(value).__name__}"
                     )
             made.__dict__.update(state)
         elif kind is TensorProperties:

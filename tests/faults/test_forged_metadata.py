@@ -213,6 +213,9 @@ def test_metadata_with_more_than_torch_puts_there_is_read(protocol: int, tmp_pat
         more = [{4}, frozenset((5,))] if protocol > 3 else None
         described.planner_data = {"a": ("b", 1), ("c", 2): {3: [None, 2.5, 10**30, more]}}
         described.mcore_data = {"w": {"shape": (3, 4)}}  # type: ignore[attr-defined]
+        for info in described.storage_data.values():
+            # As a later release of torch may.
+            info.checksum = "none"
 
     folder = _save(tmp_path)
     _rewritten(add, folder, protocol)

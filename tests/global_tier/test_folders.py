@@ -22,6 +22,9 @@ from localckpt.global_tier.folders import (
 )
 
 NUMBERS = st.integers(0, 10**12)
+FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(
+    lambda name: name not in (".", "..")
+)
 SAVE_IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 # Tests of names share a directory, which each example empties.
 on_disk = settings(
@@ -130,7 +133,7 @@ def test_sessions_of_a_root_are_apart(session_id: str) -> None:
         NUMBERS,
         SAVE_IDS,
         st.integers(1, 10_000),
-        st.dictionaries(st.text(max_size=20), NUMBERS, max_size=5),
+        st.dictionaries(FILE_NAMES, NUMBERS, max_size=5),
         st.integers(0, 2**64 - 1),
     )
 )
@@ -198,3 +201,36 @@ def test_a_removed_checkpoint_is_gone(by_rename: bool, tmp_path: Path) -> None:
 
     assert folders_in(tmp_path) == ([stays], [])
     assert list(tmp_path.iterdir()) == [stays.path]
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "forged",
+    [
+        pytest.param(b"[" * 100_000, id="nested without end"),
+        pytest.param(b"{", id="no JSON"),
+        {"iteration": "7"},
+        {"epoch": -1},
+        {"world_size": None},
+        {"files": ["__0_0.distcp"]},
+        {"files": {"../../etc/passwd": 5}},
+        {"files": {"..": 5}},
+        {"files": {"__0_0.distcp": "5"}},
+        {"save_id": "../x"},
+        {"metadata_digest": 1.5},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_record_that_somebody_made_up_is_damaged(
+    forged: bytes | dict[str, object], tmp_path: Path
+) -> None:
+    text = forged
+    if isinstance(text, dict):
+        whole = json.loads(RECORD.to_bytes().splitlines()[0])
+        text = json.dumps(whole | text).encode()
+    digest = xxhash.xxh3_64_intdigest(text)
+    (tmp_path / RECORD_NAME).write_bytes(b"%s\n%016x\n" % (text, digest))
+
+    with pytest.raises(CorruptShardError):
+        CommitRecord.read(tmp_path)

@@ -159,8 +159,9 @@ class HookShelf(Shelf):
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         """The hooks have no way to tell; this run does not ask for the copy again."""
 
-    def doubt(self, identity: ShardIdentity, why: str) -> None:
+    def doubt(self, identity: ShardIdentity, why: str) -> bool:
         self.set_aside(identity, why)
+        return True
 
     def close(self) -> None:
         self._rooms.clear()

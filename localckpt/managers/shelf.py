@@ -193,8 +193,12 @@ class Shelf(ABC):
         """Keep a bad copy from being found again."""
 
     @abstractmethod
-    def doubt(self, identity: ShardIdentity, why: str) -> None:
-        """A copy from here was bad where it was read: set it aside if it is bad here, too."""
+    def doubt(self, identity: ShardIdentity, why: str) -> bool:
+        """A copy from here was bad where it was read: set it aside if it is bad here, too.
+
+        Returns:
+            Whether it may be bad here; ``False`` if every byte of it was found to be good.
+        """
 
     @abstractmethod
     def close(self) -> None:

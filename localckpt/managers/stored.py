@@ -292,7 +292,7 @@ class StoreShelf(Shelf):
         with nullcontext() if why is None else self.store.replacing(identity, why):
             yield
 
-    def doubt(self, identity: ShardIdentity, why: str) -> None:
+    def doubt(self, identity: ShardIdentity, why: str) -> bool:
         # A rank with bad memory must not talk the others out of their good copies.
         try:
             source = self.store.open(identity)
@@ -306,6 +306,8 @@ class StoreShelf(Shelf):
             logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
         else:
             logger.warning("%s is good here, but not when it was %s", identity, why)
+            return False
+        return True
 
     def close(self) -> None:
         with ExitStack() as closing:

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Split
 
 import localckpt
 from localckpt import RestoreError
@@ -65,18 +70,50 @@ class _Life:
     polls_every: int
 
 
-def _drawn(life: _Life, rank: int, iteration: int) -> dict[str, Any]:
-    state = Zoo((life.seed, rank, iteration)).state()
-    return {**state, "progress": {"of": [iteration, Fragile(100 * iteration + rank)]}}
+class _Draw:
+    """Draws the states of one rank in one life.
+
+    Args:
+        life: What is to happen.
+        rank: The rank.
+        mesh: Of the job, for values that are spread over its ranks.
+    """
+
+    def __init__(self, life: _Life, rank: int, mesh: DeviceMesh) -> None:
+        self._life, self._rank, self._mesh = life, rank, mesh
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        local = torch.full((2, 3), 10.0 * iteration + self._rank)
+        return {
+            "zoo": Zoo((self._life.seed, self._rank, iteration)).state(),
+            "fsdp2": DTensor.from_local(local, self._mesh, [Split(0)]),
+            "fsdp1": init_from_local_shards(
+                [Shard.from_tensor_and_offsets(local + 1, [2 * self._rank, 0], self._rank)], 4, 3
+            ),
+            "progress": {"of": [iteration, Fragile(100 * iteration + self._rank)]},
+        }
+
+    def assert_same(self, found: Any, iteration: int) -> None:
+        """A state that was loaded is that of an iteration."""
+        wanted = self.state(iteration)
+        assert list(found) == list(wanted)
+        assert_same_state(found["zoo"], wanted["zoo"])
+        assert found["progress"] == wanted["progress"]
+        assert found["fsdp2"].placements == wanted["fsdp2"].placements
+        assert torch.equal(found["fsdp2"].to_local(), wanted["fsdp2"].to_local())
+        assert found["fsdp1"].metadata() == wanted["fsdp1"].metadata()
+        assert torch.equal(found["fsdp1"].local_tensor(), wanted["fsdp1"].local_tensor())
 
 
-def _spoil(state: Any) -> None:
-    for tensor in tensors_of(state):
+def _spoil(state: dict[str, Any]) -> None:
+    local = [state["fsdp2"].to_local(), state["fsdp1"].local_tensor()]
+    for tensor in [*tensors_of(state["zoo"]), *local]:
         if not tensor.is_meta:
             tensor.untyped_storage().fill_(1)
 
 
 def _live(rank: int, world_size: int, life: _Life) -> None:
+    draw = _Draw(life, rank, init_device_mesh("cpu", (world_size,)))
     repl = cliques(1, world_size) if life.replicated else None
     allowed = (Settings, FrozenSettings, Tagged, TaggedParameter, Fragile)
     with (
@@ -87,9 +124,9 @@ def _live(rank: int, world_size: int, life: _Life) -> None:
     ):
         assert manager.find_latest() == life.expected
         if life.expected != -1:
-            _resume(manager, life, rank)
+            _resume(manager, life, rank, draw)
         for number, (iteration, is_async) in enumerate(life.saves):
-            state = _drawn(life, rank, iteration)
+            state = draw.state(iteration)
             if is_async:
                 queue.schedule_async_request(manager.save(state, iteration, is_async=True))
             else:
@@ -104,7 +141,7 @@ def _live(rank: int, world_size: int, life: _Life) -> None:
         repl.close()
 
 
-def _resume(manager: Any, life: _Life, rank: int) -> None:
+def _resume(manager: Any, life: _Life, rank: int, draw: _Draw) -> None:
     if life.broken is not None:
         Fragile.is_broken = rank == life.broken
         before = files(node_store())
@@ -112,11 +149,12 @@ def _resume(manager: Any, life: _Life, rank: int) -> None:
             manager.load()
         assert [f for f in before if f not in files(node_store())] == []
         Fragile.is_broken = False
-    given = _drawn(life, rank, life.expected) if life.into else None
-    _spoil(given)
+    given = None
+    if life.into:
+        _spoil(given := draw.state(life.expected))
     state, ckpt_id = manager.load(into=given)
     assert ckpt_id.iteration == life.expected
-    assert_same_state(state, _drawn(life, rank, life.expected))
+    draw.assert_same(state, life.expected)
 
 
 def _play(seed: int, nodes: list[Path], kind: str) -> int:
@@ -149,7 +187,6 @@ def _play(seed: int, nodes: list[Path], kind: str) -> int:
 
 
 @pytest.mark.fault("not-rebuilt", "hard-state", "random-sequence")
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.timeout(3600)
 def test_random_jobs_go_on_with_what_they_saved(
     node_dirs: Dirs, shm_roots: Dirs, long_form: bool, record_property: Any

@@ -256,3 +256,24 @@ def test_targets_in_numpy_arrays_that_overlap_cost_no_checkpoint(
         assert files(nodes[0]) == before
         assert not given.any()
         assert_same(manager.load()[0], saved)
+
+
+def test_targets_that_others_write_into_cost_no_checkpoint(
+    kind: str, nodes: list[Path], tmp_path: Path
+) -> None:
+    saved = {"a": torch.arange(40.0), "b": torch.arange(100.0, 140.0)}
+    with _manager(kind, nodes[0]) as manager:
+        manager.save(saved, 1)
+        manager.save(saved, 2)
+    before = files(nodes[0])
+    # The same memory at two addresses.
+    memory = tmp_path / "memory"
+    memory.write_bytes(bytes(160))
+    into = {name: torch.from_file(str(memory), shared=True, size=40) for name in saved}
+
+    with _manager(kind, nodes[0]) as manager:
+        assert manager.find_latest() == 2
+        with pytest.raises(RestoreError, match="Something else writes into the tensors"):
+            manager.load(into=into)
+        assert files(nodes[0]) == before
+        assert_same(manager.load()[0], saved)

@@ -133,8 +133,13 @@ class _Session:
                 f"ago), with any number of ranks.",
             )
         if newest is not None and local is not None:
-            nodes = local.iteration >= newest.folder.iteration
-            say(f"The higher iteration is that {'on the nodes' if nodes else 'on shared storage'}.")
+            ahead = local.iteration - newest.folder.iteration
+            where = "on the nodes" if ahead > 0 else "on shared storage"
+            say(
+                f"The higher iteration is that {where}."
+                if ahead
+                else "Both are the same iteration."
+            )
 
 
 @dataclass(frozen=True, slots=True)

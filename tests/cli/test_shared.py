@@ -100,6 +100,20 @@ def test_beside_nodes_it_is_no_node(root: Path, tmp_path: Path) -> None:
     assert "The higher iteration is that on shared storage." in answer.out
 
 
+@pytest.mark.parametrize("session", ["run"], indirect=True)
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [(101, "Both are the same iteration."), (102, "The higher iteration is that on the nodes.")],
+)
+def test_which_of_nodes_and_shared_storage_has_the_higher_iteration_is_said(
+    root: Path, tmp_path: Path, iteration: int, said: str
+) -> None:
+    with make_manager("disk", tmp_path / "node", "run") as manager:
+        manager.save(state_of(0, iteration), iteration)
+
+    assert said in call("explain", tmp_path / "node", root).out
+
+
 def _flip(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(70_000 if path.suffix == ".distcp" else 30)

@@ -19,7 +19,6 @@ _LEAVES = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _CONTAINERS = (list, tuple, set, frozenset)
-_MAX_DEPTH = 20
 
 
 def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
     # Nearly no tensor has any, and training waits for this.
     if not tensor.__dict__:
         return {}
-    return {name: value for name, value in _attributes(tensor) if _is_data(value, _MAX_DEPTH)}
+    return {name: value for name, value in _attributes(tensor) if _is_data(value)}
 
 
 def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
@@ -47,7 +46,7 @@ def set_marks(tensor: torch.Tensor, marks: Mapping[str, Any]) -> None:
     if not isinstance(tensor, torch.Tensor) or type(marks) is not dict:
         raise TypeError(f"attributes of a tensor are set on a {type(tensor).__name__}")
     for name, value in marks.items():
-        if type(name) is not str or not _is_data(value, _MAX_DEPTH):
+        if type(name) is not str or name[:1] == "_" or not _is_data(value):
             raise TypeError(f"an attribute {name!r} of a tensor is a {type(value).__name__}")
     vars(tensor).update(marks)
 
@@ -56,12 +55,18 @@ def _attributes(tensor: torch.Tensor) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(tensor).items() if name[:1] != "_"]
 
 
-def _is_data(value: Any, depth: int) -> bool:
-    if type(value) in _LEAVES:
-        return True
-    if depth == 0:
-        # It may contain itself.
-        return False
-    if type(value) is dict:
-        return all(_is_data(k, depth - 1) and _is_data(v, depth - 1) for k, v in value.items())
-    return type(value) in _CONTAINERS and all(_is_data(item, depth - 1) for item in value)
+def _is_data(value: Any) -> bool:
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if type(item) in _LEAVES or id(item) in seen:
+            continue
+        # Once each: a small pickle can describe containers in containers without end.
+        seen.add(id(item))
+        if type(item) is dict:
+            waiting += [*item.keys(), *item.values()]
+        elif type(item) in _CONTAINERS:
+            waiting += item
+        else:
+            return False
+    return True

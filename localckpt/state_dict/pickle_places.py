@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A value that others refer to: a container, an object, or the name of a class."""
+    """A value that may hold others: a container, or an object."""
 
     class_name: str
     parent: _Node | None = None

@@ -77,8 +77,6 @@ def test_attributes_that_are_no_data_are_left_out_and_named(
     weight.main_grad = torch.rand(2)
     weight.itself = [weight]
     weight._private = 1
-    weight.endless = []
-    weight.endless.append(weight.endless)
     planner = ImagePlanner()
 
     with caplog.at_level(logging.WARNING):
@@ -86,9 +84,23 @@ def test_attributes_that_are_no_data_are_left_out_and_named(
             image = pack({"model": {"weight": weight}, "more": [weight] * more}, IDENTITY, planner)
 
     assert vars(unpack(image)["model"]["weight"]) == {"shared": True}
-    for name in ("hook", "main_grad", "itself", "endless"):
+    for name in ("hook", "main_grad", "itself"):
         (told,) = [r for r in caplog.messages if f"attribute {name!r} of tensors is not saved" in r]
         assert "model.weight has one of class" in told
+
+
+def test_an_attribute_may_hold_itself_and_many_things_many_times() -> None:
+    within: list[Any] = [1]
+    for _ in range(200):
+        within = [within, within]
+    endless: list[Any] = []
+    endless.append(endless)
+    weight = _marked(torch.rand(2), within=within, endless=endless)
+
+    loaded = round_trip({"weight": weight})["weight"]
+
+    assert loaded.endless[0] is loaded.endless
+    assert loaded.within[0] is loaded.within[1]
 
 
 def test_tensors_that_are_given_keep_their_own_attributes() -> None:
@@ -116,8 +128,14 @@ class _Made:
 
 @pytest.mark.parametrize(
     "arguments",
-    [([], {}), (torch.ones(1), {1: 2}), (torch.ones(1), {"a": object}), (torch.ones(1), [])],
-    ids=["no tensor", "no name", "no data", "no dict"],
+    [
+        ([], {}),
+        (torch.ones(1), {1: 2}),
+        (torch.ones(1), {"_private": 2}),
+        (torch.ones(1), {"a": object}),
+        (torch.ones(1), []),
+    ],
+    ids=["no tensor", "no name", "private", "no data", "no dict"],
 )
 def test_attributes_are_set_on_tensors_alone_and_are_data(arguments: Any) -> None:
     allowed = SafeGlobals([object])

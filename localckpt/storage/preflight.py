@@ -12,18 +12,24 @@ from pathlib import Path
 from localckpt.errors import StorageError
 from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.write import sync_folder
+from localckpt.storage.write import reserve, sync_folder, write_range
 
 __all__ = ["IN_MEMORY", "check_room", "check_shared_memory", "file_system", "try_out"]
 
 logger = logging.getLogger(__name__)
+
+# No whole page, as most images are none.
+_PROBE_NBYTES = 1000
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems whose files are gone after a reboot."""
 
 
 def try_out(folder: Path, suffix: str) -> bool:
-    """Do once what every save does: write a file, fsync it, rename it, fsync the directory.
+    """Do once what every save does with a file, by the same functions.
+
+    It reserves space, writes, cuts the file to its size, fsyncs it, renames it, and fsyncs the
+    directory.
 
     Args:
         folder: Where saves will do it.
@@ -147,8 +153,11 @@ def _write_page(path: Path, flag: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flag
     fd = os.open(path, flags, 0o600)
     try:
-        with mmap.mmap(-1, PAGE_NBYTES) as page:
-            os.pwrite(fd, page, 0)
+        direct = bool(flag & os.O_DIRECT)
+        reserve(fd, _PROBE_NBYTES)
+        with mmap.mmap(-1, PAGE_NBYTES) as page, memoryview(page) as view:
+            write_range(fd, view, 0, _PROBE_NBYTES, direct=direct)
+        os.ftruncate(fd, _PROBE_NBYTES)
         os.fsync(fd)
     finally:
         os.close(fd)

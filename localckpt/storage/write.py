@@ -22,11 +22,13 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["Digests", "ShardWrite", "sync_folder", "write_range", "write_shards"]
+__all__ = ["Digests", "ShardWrite", "reserve", "sync_folder", "write_range", "write_shards"]
 
 _WRITE_NBYTES = 16 << 20
 # How often in a row a write may take nothing before the device counts as broken.
 _FRUITLESS_WRITES = 8
+
+_CANNOT_RESERVE = frozenset({errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP})
 
 Digests = Literal["compute", "check", "done"]
 """Whether an image still needs its digests, came with digests to check, or is complete."""
@@ -98,6 +100,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Reserve space for a file, where the file system can.
+
+    ext2 and ext3 cannot. What the C library does in place of it, reading and writing a byte of each
+    block, is refused for a file that is open with O_DIRECT, or for writing only. There a full disk
+    is found by the write itself.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
 
 
 def write_range(
@@ -178,7 +194,7 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
         try:
             try:
                 # First of all, so that a full disk is an error before anything is overwritten.
-                os.posix_fallocate(fd, 0, write.nbytes)
+                reserve(fd, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
                 write_range(fd, view, 0, written, direct=write.direct)
                 digests_settled()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["DiskAfterPowerCut", "LoopDisk", "loop_disk"]
+__all__ = ["DiskAfterPowerCut", "LoopDisk", "loop_disk", "old_disk"]
 
 _NBYTES = 24 << 20
 # The kernel would commit by itself every 5 s; here only who asks for it gets it.
@@ -102,9 +102,32 @@ def loop_disk(tmp_path: Path, shm_roots: Callable[[int], list[Path]]) -> Iterato
         _unmount(root)
 
 
-def _mount(image: Path, root: Path) -> subprocess.CompletedProcess[str]:
+@contextmanager
+def old_disk(kind: str, backing: Path, root: Path) -> Iterator[None]:
+    """Inside, an empty ext2 or ext3 is mounted at a directory; skips where none can be made."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    mkfs = shutil.which(f"mkfs.{kind}", path=_PATH)
+    if mkfs is None:
+        pytest.skip(f"needs mkfs.{kind} (e2fsprogs)")
+    with backing.open("wb") as file:
+        file.truncate(_NBYTES)
+    subprocess.run([mkfs, "-q", "-F", "-b", "4096", str(backing)], timeout=30, check=True)
+    root.mkdir()
+    done = _mount(backing, root, kind=kind, options="loop")
+    if done.returncode:
+        pytest.skip(f"cannot mount an {kind}: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        _unmount(root)
+
+
+def _mount(
+    image: Path, root: Path, *, kind: str = "ext4", options: str = _OPTIONS
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["mount", "-t", "ext4", "-o", _OPTIONS, str(image), str(root)],
+        ["mount", "-t", kind, "-o", options, str(image), str(root)],
         env=os.environ | {"PATH": _PATH},
         capture_output=True,
         text=True,

@@ -68,7 +68,8 @@ def explain(
     could load, and 2 if a DIR cannot be used; what is said is of the others.
     """
     with one_line_errors():
-        given = list(dict.fromkeys(directories or [store_or_default(None)]))
+        usual = [] if directories else [store_or_default(None)]
+        given = [*map(store_or_default, dict.fromkeys(directories or [])), *usual]
     read, shared = _read_all(given)
     sessions = _sessions(_gather(read), shared, world_size)
     if session is not None:

@@ -31,7 +31,7 @@ from localckpt.state_dict.identify import read_verified_identity
 from localckpt.state_dict.parity_of import ParityOf
 from localckpt.storage.catalog import split_claim
 from localckpt.storage.files import FileSource
-from localckpt.storage.names import DIRTY, SPARE
+from localckpt.storage.names import DIRTY, SPARE, local_path
 
 __all__ = ["inspect"]
 
@@ -59,7 +59,7 @@ def inspect(
     looked at by `localckpt verify`.
     """
     with one_line_errors():
-        seen = _look(file)
+        seen = _look(local_path(file))
     if json:
         say_json(seen.to_json())
     else:

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.storage.memory import default_root
+from localckpt.storage.names import local_path
 
 __all__ = [
     "BAD",
@@ -118,10 +119,10 @@ def store_or_default(given: Path | None) -> Path:
     """The store that a command is about.
 
     Raises:
-        StorageError: None was given, and there is no usual one.
+        StorageError: None was given, and there is no usual one; or a URL was.
     """
     if given is not None:
-        return given
+        return local_path(given)
     usual = default_root()
     if not usual.is_dir():
         raise StorageError(f"give a directory: this user has no store in memory ({usual})")

@@ -45,6 +45,7 @@ from localckpt.global_tier.save import SaveUnderWay
 from localckpt.global_tier.writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Origin, Resumed, begin_lineage
+from localckpt.storage.names import local_path
 
 __all__ = ["GlobalCheckpointManager"]
 
@@ -109,7 +110,7 @@ class GlobalCheckpointManager:
         self.session_id = session_id
         self.timeout = timeout
         self._root = CheckpointRoot(
-            Path(root),
+            local_path(root),
             session_id,
             keep_last=keep_last,
             atomic_rename=atomic_rename,
@@ -229,7 +230,10 @@ class GlobalCheckpointManager:
                 self._writer.save_id = save_id
                 self._writer.prepare_write_data(planner.finish_plan(planned.plan), planner)
                 save.writes = self._writer.preload_tensors()
-        except BaseException as error:  # noqa: BLE001 - told to all ranks when they meet
+        except BaseException as error:
+            if os.getpid() != self._process:
+                # A fork that ends here: the save goes on in the process that was forked.
+                raise
             save.staging_error = error
         save.staged = time.monotonic()
         save.start(lambda: self._committing.carry_out(save), self._free_if_left)

@@ -37,6 +37,7 @@ from localckpt.global_tier.values import Values, copy_part
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import await_training
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import local_path
 
 __all__ = ["CachedMetadataFileSystemReader"]
 
@@ -76,7 +77,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             raise CheckpointingException(
                 f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
             )
-        super().__init__(path, _extension_registry)
+        super().__init__(local_path(path), _extension_registry)
         self._concurrent_bytes = concurrent_bytes
         self._process_group = process_group
         self._share = share_metadata

@@ -53,6 +53,7 @@ from localckpt.global_tier.write import (
 )
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import local_path
 
 __all__ = ["FileSystemWriterAsync"]
 
@@ -108,7 +109,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if writer not in ("thread", "process"):
             raise CheckpointingException(f"writer is {writer!r}; it can be 'thread' or 'process'")
         super().__init__(
-            path,
+            local_path(path),
             sync_files=sync_files,
             thread_count=thread_count,
             overwrite=overwrite,

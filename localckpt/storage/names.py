@@ -6,9 +6,12 @@ holds what a rank keeps; what is unfinished, retired or damaged ends differently
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from urllib.parse import quote, unquote
 
+from localckpt.errors import StorageError
 from localckpt.ids import Generation, ShardIdentity
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "SPARE",
     "STAGING_PREFIX",
     "TOKEN_NAME",
+    "local_path",
     "session_name",
     "session_of",
     "shard_name",
@@ -50,6 +54,24 @@ STAGING_PREFIX = "localckpt-staging-"
 SESSION_PREFIX = "session-"
 
 _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
+
+
+def local_path(given: str | os.PathLike[str]) -> Path:
+    """Return ``given`` as a path, unless it is a URL, which would become a directory here.
+
+    Raises:
+        StorageError: It is a URL.
+    """
+    path = Path(given)
+    # A path has lost one of the two slashes.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise StorageError(
+            f"{os.fspath(given)} is a URL, and localckpt keeps checkpoints in directories: mount "
+            f"the storage on every node (mountpoint-s3, gcsfuse, NFS, a parallel file system) and "
+            f"give its directory; or let a job of its own copy finished checkpoints there. "
+            f"Nothing was made. A directory of that name is given by its absolute path"
+        )
+    return path
 
 
 def session_name(session_id: str) -> str:

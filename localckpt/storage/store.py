@@ -31,7 +31,7 @@ from localckpt.storage.aside import set_aside, why_set_aside
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
-from localckpt.storage.names import CORRUPT, DIRTY, SHARD, SPARE, shard_name
+from localckpt.storage.names import CORRUPT, DIRTY, SHARD, SPARE, local_path, shard_name
 from localckpt.storage.notes import owner_of
 from localckpt.storage.owner import Running
 from localckpt.storage.preflight import check_room
@@ -85,10 +85,11 @@ class Store(ABC):
     """
 
     def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float):
-        self.root = Path(root).absolute()
+        self.root = local_path(root).absolute()
         self.session_id = session_id
         self.rank = rank
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
         self.claim = self._take_folder(timeout_s)
@@ -311,7 +312,12 @@ class Store(ABC):
         return found
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
-        """Remove the spares, and what was begun of shards that are not written, and leave."""
+        """Remove the spares, and what was begun of shards that are not written, and leave.
+
+        In a fork it does nothing.
+        """
+        if self._process != os.getpid():
+            return
         self._closed = True
         with storage_errors("clean up", self.folder):
             for path in map(self._dirty, unfinished):

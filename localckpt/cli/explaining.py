@@ -98,12 +98,12 @@ class _Session:
 
     @property
     def can_be_loaded(self) -> bool:
-        """Whether a restart finds anything."""
+        """True if a restart finds anything."""
         return self.on_nodes.loads is not None or self.newest_shared is not None
 
     @property
     def newest_shared(self) -> SharedCheckpoint | None:
-        """What a restart loads from shared storage."""
+        """The checkpoint that a restart loads from shared storage."""
         loads = [listing.loads for listing in self.shared if listing.loads is not None]
         return max(loads, key=lambda known: known.folder.version, default=None)
 
@@ -162,9 +162,9 @@ _Nodes = dict[str, dict[str, _Found]]
 def _read_all(
     directories: Sequence[Path],
 ) -> tuple[dict[Path, list[tuple[str, _Found]]], dict[Path, list[SharedListing]]]:
-    """What nodes have, with its session, and what is on shared storage.
+    """Read the stores of nodes, and the roots on shared storage.
 
-    Directories that cannot be used are left out.
+    Directories that cannot be used are left out, with a warning.
     """
     read, shared = {}, {}
     for directory in directories:
@@ -219,7 +219,7 @@ def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
 def _explain(
     session: str, nodes: _Nodes, world_size: int | None
 ) -> tuple[Explanation, float | None]:
-    """What a restart makes of the nodes, and when what it loads was saved."""
+    """Explain one session on the nodes, with the time at which what loads was saved."""
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}

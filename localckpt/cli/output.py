@@ -104,9 +104,9 @@ def size(nbytes: int) -> str:
 
 
 def age(saved_at: float) -> str:
-    """How long ago something was saved, for people: ``3 min``.
+    """Age of a checkpoint for people: ``3 min``.
 
-    By the clocks of two machines, so it may be off; nothing is decided by it.
+    Two clocks are compared, so it may be off; nothing is decided by it.
     """
     seconds = max(0.0, time.time() - saved_at)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

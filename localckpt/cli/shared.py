@@ -1,4 +1,4 @@
-"""What the commands tell of roots on shared storage."""
+"""Tables and JSON of roots on shared storage, for the commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SharedListing:
 
     @property
     def loads(self) -> SharedCheckpoint | None:
-        """What a restart loads from it, as far as records tell."""
+        """The checkpoint that a restart loads from it, as far as records tell."""
         return next((known for known in self.checkpoints if known.problem is None), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class SharedListing:
 
 
 def look(session: SharedSession) -> SharedListing:
-    """What a session has.
+    """List one session.
 
     Raises:
         StorageError: It cannot be read.

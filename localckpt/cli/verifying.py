@@ -80,7 +80,7 @@ class _Outcome:
         self.nbytes += nbytes
 
     def take(self, file: UncountedFile) -> str:
-        """Count a file that is not good; what to call it."""
+        """Count a file that is not good, and return the word for it."""
         if file.fault in ("unreadable", "other version"):
             self.unreadable.append(file)
             return "not readable"
@@ -117,9 +117,9 @@ class _Check(NamedTuple):
     """A file to be verified.
 
     Attributes:
-        nbytes: How long that takes, in bytes.
-        verify: Reads it, and gives what it found: its bytes if it is good, ``None`` if it is there
-            no more.
+        nbytes: Bytes that are read for it.
+        verify: Reads the file. It returns the bytes of a good file, the fault of a bad one, and
+            ``None`` if a job has let the file go meanwhile.
     """
 
     nbytes: int
@@ -157,7 +157,7 @@ def _verify_all(root: Path, *, quiet: bool) -> _Outcome:
 
 
 def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None]) -> list[_Check]:
-    """What is to be verified in a node's store; what cannot be is taken at once."""
+    """Checks of a node's store; files that are no shards go to ``take`` at once."""
 
     def check(session: SessionFolder, shard: ShardFile) -> _Check:
         def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:
@@ -179,7 +179,7 @@ def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None
 def _of_shared(
     sessions: Sequence[SharedSession], take: Callable[[UncountedFile], None]
 ) -> list[_Check]:
-    """The same on shared storage."""
+    """Checks of shared storage; directories without a good record go to ``take`` at once."""
 
     def check(known: SharedCheckpoint, path: Path, nbytes: int | None) -> _Check:
         def verify(on_read: Callable[[int], None]) -> int | UncountedFile | None:

@@ -152,7 +152,7 @@ class CommitRecord:
         return record
 
     def _is_plain(self) -> bool:
-        """Whether each field is of its type, and files are named by names alone."""
+        """Return whether each field has its type, and no file name leads to another directory."""
         numbers = [self.iteration, self.epoch, self.world_size, self.metadata_digest]
         if type(self.files) is not dict or type(self.session_id) is not str:
             return False

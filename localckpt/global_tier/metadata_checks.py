@@ -56,7 +56,7 @@ def require_sound(metadata: Any) -> Metadata:
 
 def _check_tensor(name: str, value: TensorStorageMetadata) -> None:
     size = value.size
-    # Of one that was never filled in, nothing of this is there.
+    # An object that the pickle made and gave no state lacks its fields: an AttributeError.
     if not isinstance(value.properties.dtype, torch.dtype):
         raise CorruptShardError(f"{name:.100} has no dtype")
     for chunk in value.chunks:

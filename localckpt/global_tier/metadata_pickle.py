@@ -161,7 +161,7 @@ class _Reader:
         self._unbuilt: dict[int, Any] = {}
 
     def read(self) -> Any:
-        """What the pickle holds."""
+        """Carry out the instructions; returns the value of the pickle."""
         data = self._data
         stack: list[Any] = []
         marks: list[int] = []
@@ -322,7 +322,7 @@ class _Reader:
 
     def _build(self, made: Any, state: Any) -> None:
         if self._unbuilt.pop(id(made), None) is None:
-            # A class of this process, an object that others share, or one that has its state.
+            # It is a class of this process, an object that others share, or one with a state.
             raise CorruptShardError("it gives a state to what it has not made")
         kind = type(made)
         if kind in _FIELDS:

@@ -174,9 +174,14 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         return dtype, shape, frame
 
     def _places(self, plan: LoadPlan) -> list[StorageInfo]:
-        """Where what a plan asks for lies.
+        """Places of a plan's items in their files.
 
-        It is held against the files before memory is made for it: metadata may say anything.
+        They are compared with the sizes of the files before memory is made: forged metadata may
+        name any place.
+
+        Raises:
+            CorruptShardError: Metadata names no place, or one beyond the end of its file.
+            StorageError: A file cannot be looked at.
         """
         sizes: dict[str, int] = {}
         places = []

@@ -105,7 +105,7 @@ class BaseCheckpointManager(ABC):
     _keeps_images = False
     """Whether what is kept is the image of a shard, byte for byte."""
     read_only = False
-    """Whether it only loads."""
+    """True for a manager that only loads."""
 
     def __init__(
         self,

@@ -279,7 +279,7 @@ def node_token(root: Path) -> str | None:
 
 
 def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
-    """What is told of a file that cannot be used."""
+    """Description of a file that cannot be used."""
     status = _status(path)
     return UncountedFile(path, 0 if status is None else status.st_size, *_fault_of(error))
 

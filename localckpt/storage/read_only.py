@@ -51,11 +51,11 @@ class ReadOnlyStore(Store):
         return super().scan() if self._session.is_dir() else []
 
     def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        # Of a shard that is computed from parity, and not kept.
+        # For a shard that is computed from parity for this load, and not kept.
         return self._pool.take(identity.series, nbytes, timeout_s, identity)
 
     def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
-        """No save comes."""
+        """Do nothing: no save comes."""
 
     def is_busy(self, series: Series) -> bool:
         return self._pool.is_busy(series)
@@ -91,7 +91,7 @@ class ReadOnlyStore(Store):
         logger.warning("%s stays as it is, and is not used: %s", path, why)
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
-        """Nothing is retired here."""
+        """Never called: a reader retires nothing."""
 
 
 class _SeenFolder(RankFolder):
@@ -113,13 +113,13 @@ class _SeenFolder(RankFolder):
         return False
 
     def leave(self) -> None:
-        """It was not taken."""
+        """Do nothing: the folder was not taken."""
 
     def ranks(self) -> set[int]:
         return super().ranks() if self.session.is_dir() else set()
 
     def refuse_other_jobs(self, owners: Collection[str], timeout_s: float) -> None:
-        """Whoever reads disturbs nobody."""
+        """Do nothing: a reader disturbs no job."""
 
     def begin_epoch(self, epoch: int, lineage: Lineage | None = None) -> None:
-        """Whoever reads begins none."""
+        """Do nothing: a reader begins no epoch."""

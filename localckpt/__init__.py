@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from localckpt.global_tier.writer import FileSystemWriterAsync as FileSystemWriterAsync
     from localckpt.ids import CkptID as CkptID
+    from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
     from localckpt.managers.explanation import Explanation as Explanation
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
@@ -90,6 +91,7 @@ _HOMES = {
     "GroupWrapper": "replication.groups",
     "InMemoryCheckpointManager": "managers.memory",
     "LazyCliqueReplicationStrategy": "replication.strategies",
+    "Lineage": "lineage",
     "LocalCheckpointManager": "managers.local",
     "MismatchError": "errors",
     "NoReplicasAvailableError": "errors",

@@ -29,7 +29,7 @@ from localckpt.errors import (
     SaveFailedError,
 )
 from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity
-from localckpt.lineage import Lineage, Origin, Resumed, begin_lineage, unsaid
+from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
 from localckpt.managers.coverage import (
     SaveOutcome,
     complete_checkpoints,
@@ -155,6 +155,7 @@ class BaseCheckpointManager(ABC):
         self._lineage: Lineage | None = None
         self._resumed: Resumed | None = None
         self._begins_anew = False
+        self._left: list[Point] = []
         self._newest_iteration = -1
         self._states_are_good = False
         self._holdings: Holdings | None = None
@@ -314,7 +315,7 @@ class BaseCheckpointManager(ABC):
             lineage: Lineage of the epoch that saved it, where it is known.
 
         Raises:
-            CheckpointingException: That is no iteration.
+            CheckpointingException: That is no iteration, or saves are in flight.
             MismatchError: The ranks do not resume from the same.
             PeerLostError: A rank did not answer in time.
         """
@@ -327,6 +328,7 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 f"the iteration to go on from is {from_iteration}; it must be -1 or above"
             )
+        self._refuse_to_go_back_in_flight(f"go on from iteration {from_iteration}")
         self._finish_copies()
         self._join()
         mine = [from_iteration, lineage and lineage.to_json()]
@@ -423,12 +425,8 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
-        if iteration is not None and self._known.under_way:
-            raise CheckpointingException(
-                f"iteration {iteration} cannot be loaded while the saves of iterations "
-                f"{self._known.under_way} are in flight: finalize them first "
-                f"(AsyncCallsQueue.maybe_finalize_async_calls(blocking=True))"
-            )
+        if iteration is not None:
+            self._refuse_to_go_back_in_flight(f"load iteration {iteration}")
         if self._holdings is None:
             self._find_latest()
         assert self._holdings is not None
@@ -653,6 +651,14 @@ class BaseCheckpointManager(ABC):
             )
             self._begins_anew = False
 
+    def _refuse_to_go_back_in_flight(self, what: str) -> None:
+        if self._known.under_way:
+            raise CheckpointingException(
+                f"cannot {what} while the saves of iterations {self._known.under_way} are in "
+                f"flight: finalize them first "
+                f"(AsyncCallsQueue.maybe_finalize_async_calls(blocking=True))"
+            )
+
     def _look(self) -> Holdings:
         """See what all nodes hold."""
         assert self._domains is not None
@@ -667,7 +673,9 @@ class BaseCheckpointManager(ABC):
     def _resume_from(self, loaded: Checkpoint) -> None:
         """The job goes on from a checkpoint of the nodes."""
         epoch = loaded.generation.epoch_id
-        if epoch == self._generation.epoch_id and loaded.iteration >= self._newest_iteration:
+        if self._lineage is not None and (
+            epoch == self._lineage.epoch and loaded.iteration >= self._newest_iteration
+        ):
             # It goes on as if it had not loaded.
             return
         # Of what earlier versions wrote no more is known.
@@ -677,7 +685,9 @@ class BaseCheckpointManager(ABC):
     def _resume(self, resumed: Resumed | None) -> None:
         self._resumed = resumed
         if self._lineage is not None:
-            # What this epoch has saved is not what the next save goes on from.
+            # What this epoch has saved is not what the next save goes on from. Saves in flight are
+            # left behind, too, which a look at the nodes does not find.
+            self._left += [self._lineage.left(iteration) for iteration in self._known.under_way]
             self._lineage, self._begins_anew = None, True
 
     def _begin_epoch(self, iteration: int) -> Lineage:
@@ -687,7 +697,7 @@ class BaseCheckpointManager(ABC):
         if self._keeps_images and self._known.seen is None:
             # The job did not ask what is there; what it starts over from is known all the same.
             self._look()
-        seen = self._known.seen or []
+        seen = [*(self._known.seen or ()), *self._left]
         resumed = self._resumed or unsaid(iteration, seen)
         lineage = begin_lineage(self._generation.epoch_id, resumed, seen, self._known.lineages)
         with Attempt() as noting:
@@ -695,7 +705,7 @@ class BaseCheckpointManager(ABC):
         agree(self._coordinator, "note what the job resumed from", noting)
         self._generation = self._generation._replace(epoch=lineage.epoch.number)
         self._known.began(lineage)
-        self._lineage = lineage
+        self._lineage, self._left = lineage, []
         return lineage
 
     def _finalize(self, save: SaveUnderWay) -> None:

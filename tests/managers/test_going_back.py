@@ -80,8 +80,9 @@ def test_a_job_does_not_go_back_while_saves_are_in_flight(tmp_path: Path) -> Non
         manager.save(state_of(0, 1), 1)
         queue.schedule_async_request(manager.save(state_of(0, 2), 2, is_async=True))
 
-        with pytest.raises(CheckpointingException, match=r"iterations \[2\] are in flight"):
-            manager.load(iteration=1)
+        for go_back in (lambda: manager.load(iteration=1), lambda: manager.begin(1)):
+            with pytest.raises(CheckpointingException, match=r"iterations \[2\] are in flight"):
+                go_back()
 
         queue.maybe_finalize_async_calls(blocking=True)
         assert_same(manager.load(iteration=1)[0], state_of(0, 1))

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from localckpt.errors import MismatchError
+from localckpt.lineage import Lineage, Point
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image import seal
 from localckpt.state_dict.source import MemorySource
+from localckpt.storage.notes import epoch_note
 from tests.managers.jobs import (
     KINDS,
     assert_same,
@@ -212,3 +214,51 @@ def test_a_job_goes_on_from_files_of_earlier_versions(tmp_path: Path) -> None:
         order = [row["iteration"] for row in manager.explain().to_json()["checkpoints"]]
 
     assert order == [16, 15, 20, 10]
+
+
+def test_a_job_that_loads_twice_goes_on_from_what_it_loaded_last(tmp_path: Path) -> None:
+    with make_manager("disk", tmp_path, "job", keep_last=9) as manager:
+        for iteration in (10, 20):
+            manager.save(state_of(0, iteration), iteration)
+        manager.load(iteration=10)
+        manager.load(iteration=20)
+        manager.save(state_of(0, 30), 30)
+        first, second = manager.explain().lineages
+
+    assert (first.iterations, second.iterations) == ((10, 20), (30,))
+    assert (second.parent, second.resumed_at, second.given_up) == (first.epoch, 20, ())
+
+
+def test_the_lineage_of_the_last_attempt_stays_noted_until_the_next_one_saves(
+    tmp_path: Path,
+) -> None:
+    notes: list[tuple[str, Lineage | None]] = []
+
+    def note() -> None:
+        notes.append(epoch_note(tmp_path / "session-job" / "0"))
+
+    with make_manager("disk", tmp_path, "job") as manager:
+        manager.save(state_of(0, 10), 10)
+        note()
+    with make_manager("disk", tmp_path, "job") as manager:
+        assert resume(manager, 0, 10) == "own node"
+        note()
+        manager.save(state_of(0, 11), 11)
+        note()
+
+    first, between, second = (lineage for _, lineage in notes)
+    assert first is not None
+    assert second is not None
+    assert [number for number, _ in notes] == ["1", "2", "2"]
+    assert (first.epoch.number, first.ancestors) == (1, ())
+    assert between == first
+    assert second.ancestors == (Point(first.epoch, 10),)
+
+
+@pytest.mark.parametrize("text", ["7", "7\n", "7\nno JSON", "7\n[1, 2]", "7\n" + "[" * 3000])
+def test_a_note_without_a_lineage_that_can_be_read_still_gives_its_number(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".epoch").write_text(text)
+
+    assert epoch_note(tmp_path) == ("7", None)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m examples.two_tiers
 
-Stop it at any time and run it again, also with another number of ranks: it goes on.
+Stop it at any time and run it again: it goes on, and once it has saved to shared storage also with
+another number of ranks.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ class AsyncRequest(NamedTuple):
                 f"a {type(request).__name__} cannot be scheduled: make an AsyncRequest, whose "
                 f"fields are {', '.join(cls._fields)}"
             )
-        return cls(**fields)
+        # NVRx's newest has None where there are none.
+        return cls(**fields | {"async_fn_kwargs": fields.get("async_fn_kwargs") or {}})
 
     @property
     def call(self) -> AsyncCall:

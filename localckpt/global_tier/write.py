@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ __all__ = [
     "write_preloaded_data_in_trainer",
     "write_preloaded_data_multiproc",
 ]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -144,12 +147,20 @@ def write_preloaded_data_multiproc(
         writes: The files.
     """
     try:
-        said: dict[str, Any] = {"files": write_files(writes, transforms)}
-    except BaseException as error:
-        said = {"error": with_class(error)}
+        _write_and_tell(transforms, outcome, rank, writes)
+    except Exception:
         # The worker of a foreign queue would end, and training would wait for it for ever.
         if not isinstance(writes, HandedOver):
             raise
+        logger.exception("rank %d could not write its files", rank)
+
+
+def _write_and_tell(transforms: Any, outcome: Path, rank: int, writes: Sequence[FileWrite]) -> None:
+    try:
+        said: dict[str, Any] = {"files": write_files(writes, transforms)}
+    except BaseException as error:
+        said = {"error": with_class(error)}
+        raise
     finally:
         fresh = outcome.with_name(f"{outcome.name}.new")
         with storage_errors(f"leave word of what rank {rank} has written in", outcome):

@@ -231,7 +231,7 @@ def test_a_request_that_was_pickled_passes_as_one_of_each_library_that_is_loaded
 
 
 def test_a_request_of_another_library_is_taken_for_its_fields() -> None:
-    ours = AsyncRequest.of(_OtherRequest(work.write, (1,), [], {}, call_idx=4))
+    ours = AsyncRequest.of(_OtherRequest(work.write, (1,), [], call_idx=4))
 
     assert type(ours) is AsyncRequest
     assert ours == AsyncRequest(work.write, (1,), [], call_idx=4)

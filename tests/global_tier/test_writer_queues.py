@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -70,6 +71,46 @@ def request_of(
 def carry_out(queue: AsyncCallsQueue, request: AsyncRequest) -> None:
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _write_as_a_foreign_worker_does(
+    writer: FileSystemWriterAsync, spoil: Callable[[Path], Any] = lambda path: None
+) -> None:
+    """Call what was pickled; before a file is written, ``spoil`` its path."""
+    function, preload, args = pickle.loads(pickle.dumps(writer.get_save_function_and_args()))
+    writes = preload()
+    for write in writes:
+        spoil(write.path)
+    function(args[0], writes)
+
+
+def test_a_worker_that_preloads_itself_gets_what_was_staged_when_it_was_pickled(
+    tmp_path: Path,
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "checkpoint")
+    planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
+
+    _write_as_a_foreign_worker_does(writer)
+    save_state_dict_async_finalize(*planned)
+
+    assert_same(load_with_ours(tmp_path / "checkpoint", state_of(0, 0)), state_of(0, 3))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("thread", "writer='process'"), ("process", "Is a directory")]
+)
+def test_a_worker_that_preloads_itself_outlives_a_failure_which_finalizing_raises(
+    tmp_path: Path, kind: Where, told: str
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "checkpoint", writer=kind)
+    planned = save_state_dict_async_plan(state_of(0, 3), writer, timeout_s=PATIENCE_S)
+
+    _write_as_a_foreign_worker_does(writer, Path.mkdir)
+
+    with pytest.raises(CheckpointingException, match=told):
+        save_state_dict_async_finalize(*planned)
+    writer.close()
 
 
 def shared_file(writes: list[FileWrite]) -> Path:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from localckpt.errors import CheckpointingException
@@ -13,6 +14,7 @@ from localckpt.ids import CkptID
 from localckpt.integrations.nvrx.changeover import find_nvrx_files, read_nvrx_file
 from localckpt.managers.local import LocalCheckpointManager as _LocalCheckpointManager
 from localckpt.managers.reports import LoadReport
+from localckpt.replication.agreement import Attempt, agree
 from localckpt.replication.strategies import ReplicationStrategy
 
 __all__ = ["LocalCheckpointManager"]
@@ -42,7 +44,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         safe_globals: Iterable[Any] = (),
         **options: Any,
     ) -> None:
-        self._nvrx_iteration = -1
+        self._theirs: dict[int, Path] = {}
         self._root = root_local_ckpt_dir
         self._safe_globals = tuple(safe_globals)
         super().__init__(
@@ -56,42 +58,39 @@ class LocalCheckpointManager(_LocalCheckpointManager):
 
     def find_latest(self) -> int:
         """As of :class:`localckpt.LocalCheckpointManager`; else the newest that NVRx has left."""
-        self._nvrx_iteration = -1
-        if super().find_latest() == -1:
-            mine = find_nvrx_files(self._root, self.session_id, self.rank)
-            held = self._coordinator.all_gather("look for files of NVRx", sorted(mine))
-            common = set(held[0]).intersection(*held)
-            self._nvrx_iteration = max(common, default=-1)
-            if self._nvrx_iteration == -1 and any(held):
-                logger.warning("NVRx has left files here, but no iteration of every rank")
-        return max(self.latest_iteration, self._nvrx_iteration)
+        self._theirs = {}
+        if super().find_latest() != -1:
+            return self.latest_iteration
+        with Attempt() as looking:
+            self._theirs = find_nvrx_files(self._root, self.session_id, self.rank)
+        held = agree(self._coordinator, "look for NVRx's files", looking, sorted(self._theirs))
+        common = set(held[0]).intersection(*held)
+        self._theirs = {i: path for i, path in self._theirs.items() if i in common}
+        if not common and any(held):
+            logger.warning("NVRx has left files, and no iteration of which every rank has its own")
+        return max(common, default=-1)
 
     def load(self, **options: Any) -> tuple[Any, CkptID]:
-        """As of :class:`localckpt.LocalCheckpointManager`.
+        """As of :class:`localckpt.LocalCheckpointManager`; NVRx's files take no options.
 
         Raises:
             CheckpointingException: A file of NVRx's cannot be read on some rank; on all ranks.
         """
-        if self._nvrx_iteration == -1:
+        # After a save, find_latest() comes first.
+        if not self._theirs or self._holdings is None:
             return super().load(**options)
-        if options:
-            raise CheckpointingException(
-                f"iteration {self._nvrx_iteration} was saved by NVRx and is loaded without "
-                f"{', '.join(options)}"
-            )
-        called, iteration = time.monotonic(), self._nvrx_iteration
-        path = find_nvrx_files(self._root, self.session_id, self.rank)[iteration]
-        told, state = "", None
-        try:
+        called, iteration = time.monotonic(), max(self._theirs)
+        path, state = self._theirs[iteration], None
+        with Attempt() as loading:
+            if options:
+                raise CheckpointingException(
+                    f"a file of NVRx's is loaded without {', '.join(options)}"
+                )
             state = read_nvrx_file(path, self._safe_globals)
             state.restore_tensor_device(non_blocking=False)
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            told = f"{type(error).__name__}: {error}"
-        said = self._coordinator.all_gather(f"load iteration {iteration} of NVRx", told)
-        if any(said):
-            wrong = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
-            raise CheckpointingException(f"iteration {iteration} of NVRx cannot be loaded: {wrong}")
-        self._newest_iteration = iteration
+        agree(self._coordinator, f"load NVRx's iteration {iteration}", loading)
+        if not self.read_only:
+            self.begin(iteration)
         seconds = time.monotonic() - called
         self.last_load = LoadReport(iteration, path.stat().st_size, seconds, "NVRx's file")
         logger.info("loaded %s", self.last_load)

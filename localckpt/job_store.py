@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.deadline import begin, within
-from localckpt.errors import MismatchError, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 
 __all__ = ["StorePart", "ask_store", "back_off", "default_store", "if_there"]
 
@@ -114,6 +114,11 @@ class StorePart:
         """Whether it has no store, since there is nobody to talk to."""
         return len(self.ranks) == 1
 
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the rank, and shares its connection to the store."""
+        return os.getpid() != self._process
+
     def open(self, in_a_hurry: Callable[[], bool] = lambda: False) -> Store:
         """Return the part, once all ranks have made it.
 
@@ -123,7 +128,13 @@ class StorePart:
         Raises:
             PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
                 call tries again.
+            CheckpointingException: This process is a fork of the one that made the part.
         """
+        if self.is_fork:
+            raise CheckpointingException(
+                f"process {self._process} is a rank of the job, and this one is a fork of it: "
+                f"save and load there"
+            )
         if self._store is not None:
             return self._store
         opening = self._opening = self._opening or begin(self._agree)
@@ -164,7 +175,7 @@ class StorePart:
 
         Another rank may be reading them still. May be called twice, and in a fork.
         """
-        if self._whole is None or self._closed or os.getpid() != self._process:
+        if self._whole is None or self._closed or self.is_fork:
             return
         opening = self._opening
         if self._store is None and (opening is None or not opening.done() or opening.exception()):

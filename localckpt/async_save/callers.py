@@ -189,6 +189,7 @@ class AsyncCaller(ABC):
             of: threads cannot be ended, so it goes on to use its arguments, and another thread
             takes the calls after it.
         """
+        self._check_fork()
         with self._lock:
             if call.done():
                 return True

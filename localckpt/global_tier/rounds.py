@@ -119,7 +119,9 @@ class Meeting:
             told.fail(error)
             own = error
         except BaseException as error:
-            told.fail(error)
+            # A fork that ends in the middle of a round has failed nothing.
+            if not self._part.is_fork:
+                told.fail(error)
             raise
         outcome = told.hear()
         if self.is_coordinator and not numbered:

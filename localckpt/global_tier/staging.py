@@ -5,7 +5,6 @@ Training waits for one copy of its tensors into such a buffer, and for nothing e
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,7 +21,7 @@ from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_
 from localckpt.state_dict.tensor_table import is_flat
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.pool import BufferPool
-from localckpt.storage.staging import new_prefix, remove_orphans
+from localckpt.storage.staging import StagingFolder, remove_orphans
 
 __all__ = ["Region", "Staging"]
 
@@ -64,7 +63,7 @@ class Staging:
         self._timeout_s = timeout_s
         self._copier = Copier(threads)
         self._streams = SideStreams(timeout_s)
-        self._prefix, self._numbers = new_prefix(), itertools.count()
+        self._folder = StagingFolder(_SHARED_MEMORY)
         if writer == "process":
             remove_orphans(_SHARED_MEMORY)
         # One at a time: saves to shared storage are far between.
@@ -174,9 +173,10 @@ class Staging:
         self._framed = None
         self._copier.close()
         self._pool.close()
+        self._folder.close()
 
     def _make_shared(self, nbytes: int) -> Buffer:
-        return SharedBuffer(_SHARED_MEMORY / f"{self._prefix}{next(self._numbers)}", nbytes)
+        return SharedBuffer(self._folder.new_path(), nbytes)
 
 
 def _regions(

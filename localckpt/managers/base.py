@@ -241,6 +241,7 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
+        self._check_fork()
         self._require_writable()
         self._check_iteration(iteration)
         self._give_up_forgotten(iteration)
@@ -550,7 +551,15 @@ class BaseCheckpointManager(ABC):
         groups = self._strategy.cliques() if parity else []
         return chances_of_loss(self._domains, self._strategy.keepers, parity, groups)
 
+    def _check_fork(self) -> None:
+        if os.getpid() != self._process:
+            raise CheckpointingException(
+                f"this manager belongs to process {self._process}, of which this one is a fork: "
+                f"save and load there. Nothing was changed"
+            )
+
     def _finish_copies(self) -> None:
+        self._check_fork()
         if self._redundancy is not None:
             self._redundancy.finish()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -58,6 +59,7 @@ class HostConnections:
     ) -> None:
         self._group = group
         self._asking = asking
+        self._process = os.getpid()
         self.ranks = list(ranks)
         self.rank = rank
         self.store = store
@@ -110,6 +112,9 @@ class HostConnections:
 
     def disconnect(self) -> None:
         """Close all connections, so that peers stop waiting and late bytes go nowhere."""
+        if os.getpid() != self._process:
+            # A fork has the sockets, too, and must not end what the trainer sends over them.
+            return
         # Once, since another thread may close these connections meanwhile.
         group = self._group
         for place, peer in enumerate(self.ranks if group is not None else ()):
@@ -121,6 +126,8 @@ class HostConnections:
 
     def close(self) -> None:
         """Connections of our own end with the last reference; a caller's group is the caller's."""
+        if os.getpid() != self._process:
+            return
         self._group = None
         if self._asking is not None:
             self._asking.close()

@@ -97,6 +97,8 @@ class MemberStrategy(ReplicationStrategy):
         return self._members.cliques()
 
     def give_up(self) -> None:
+        if os.getpid() != self._process:
+            return
         self._members.stop_waiting()
         # Looked at once: another thread may be about to connect anew.
         if (host := self._host) is not None:

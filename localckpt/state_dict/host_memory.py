@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 
-__all__ = ["HUGE_PAGE_NBYTES", "address_of", "memory_at", "populate", "prefer_huge_pages"]
+__all__ = [
+    "HUGE_PAGE_NBYTES",
+    "address_of",
+    "map_memory",
+    "memory_at",
+    "populate",
+    "prefer_huge_pages",
+]
 
 HUGE_PAGE_NBYTES = 2 << 20
 
@@ -20,8 +29,17 @@ _memoryview_of = ctypes.PYFUNCTYPE(
 # From linux/mman.h, since 5.14; Python has no name for it.
 _MADV_POPULATE_WRITE = 23
 # Python's own mmap.madvise would keep all other threads from running meanwhile.
-_madvise = ctypes.CDLL(None).madvise
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTFORK = 10
 
 
 def address_of(view: memoryview) -> int:
@@ -53,3 +71,39 @@ def populate(address: int, nbytes: int) -> None:
     An older kernel than 5.14 cannot; its pages come when they are touched.
     """
     _madvise(address // PAGE_NBYTES * PAGE_NBYTES, nbytes, _MADV_POPULATE_WRITE)
+
+
+def map_memory(nbytes: int, fd: int | None = None) -> memoryview:
+    """Map memory that forks of this process do not get; it is freed with the last view of it.
+
+    A fork that got private memory would keep a copy of it, and this process would copy each page
+    that it writes to from then on; one that got shared memory would keep it from being freed.
+
+    Python's own ``mmap`` cannot be used so: in a fork it would unmap, when it is collected there,
+    whatever has taken the place of the memory that the fork has not. It would also keep the file
+    open, in all forks.
+
+    Args:
+        nbytes: How much.
+        fd: A file to share; without it memory of this process alone.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
+    address = _mmap(
+        None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1 if fd is None else fd, 0
+    )
+    if address in (None, _MAP_FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    _madvise(address, nbytes, _MADV_DONTFORK)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit, when threads may still be using it, and the system frees it anyway.
+    weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
+    return memoryview(memory).cast("B")
+
+
+def _unmap(process: int, address: int, nbytes: int) -> None:
+    if os.getpid() == process:
+        _munmap(address, nbytes)

@@ -1,29 +1,31 @@
 """Memory that images are staged in: made once, faulted in once, used again at every save.
 
 Private buffers lie on 2 MiB pages, which a thread of the trainer writes out fastest. Shared buffers
-are files in shared memory, for a writer in another process, which is given their name.
+are files in shared memory, for a writer in another process, which is given their name. Forks of the
+trainer (data loader workers) have neither: a fork that is to write finds shared memory by its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from localckpt.errors import CheckpointingException
 from localckpt.state_dict.host_memory import (
     HUGE_PAGE_NBYTES,
     address_of,
+    map_memory,
     populate,
     prefer_huge_pages,
 )
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.staging import hold
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +38,31 @@ logger = logging.getLogger(__name__)
 class Buffer(ABC):
     """Page-aligned memory of a fixed size, and whether a save is using it."""
 
-    view: memoryview
-    """All bytes, writable; a whole number of pages."""
     lease = 0
     """How often it has been taken: tells a save whether the buffer is still its own."""
     owner: Hashable = None
     """Who took it last: finds the buffer of a save that was interrupted while it took one."""
     is_being_sent = False
     """Whether other ranks still get its bytes; it is not free before they have them."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._view = memoryview(b"")
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes, writable; a whole number of pages. Empty once it is closed."""
+        if os.getpid() != self._process:
+            self._map_in_fork()
+        return self._view
+
+    @abstractmethod
+    def _map_in_fork(self) -> None:
+        """Map the bytes in this process, which is a fork of the one that made the buffer.
+
+        Raises:
+            CheckpointingException: Only the process that made it has them.
+        """
 
     @property
     @abstractmethod
@@ -86,7 +105,7 @@ class Buffer(ABC):
                 torch.ones(1, device=device)
 
     def _unpin(self) -> None:
-        if self._pinned:
+        if self._pinned and os.getpid() == self._process:
             import torch
 
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -96,17 +115,22 @@ class Buffer(ABC):
     _pinned = _pin_refused = False
 
 
+_ONLY_HERE = (
+    "this save is staged in memory that only its own process can see: make the manager with "
+    "async_worker='process' to run its saves in another process"
+)
+
+
 class PrivateBuffer(Buffer):
     """Memory of this process alone, on 2 MiB pages where the system gives them."""
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__()
         size = round_up(max(nbytes, 1), HUGE_PAGE_NBYTES)
         # One page more, to start on a 2 MiB boundary.
-        memory = mmap.mmap(-1, size + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = memoryview(memory)
+        whole = map_memory(size + HUGE_PAGE_NBYTES)
         skip = -address_of(whole) % HUGE_PAGE_NBYTES
-        self.view = whole[skip : skip + size]
-        whole.release()
+        self._view = whole[skip : skip + size]
         prefer_huge_pages(address_of(self.view), size)
         populate(address_of(self.view), size)
         self._in_use = False
@@ -125,13 +149,13 @@ class PrivateBuffer(Buffer):
     def close(self) -> None:
         self._unpin()
         # The memory itself goes when the last slice of it that is still referred to does.
-        self.view = memoryview(b"")
+        self._view = memoryview(b"")
+
+    def _map_in_fork(self) -> NoReturn:
+        raise CheckpointingException(_ONLY_HERE)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "this save is staged in memory that only its own process can see: make the manager "
-            "with async_worker='process' to run its saves in another process"
-        )
+        raise TypeError(_ONLY_HERE)
 
 
 class SharedBuffer(Buffer):
@@ -149,42 +173,43 @@ class SharedBuffer(Buffer):
     def __init__(
         self, path: Path, nbytes: int, *, create: bool = True, to_read: bool = False
     ) -> None:
+        super().__init__()
         self.path = path
         self._nbytes = nbytes
-        size = round_up(max(nbytes, 1), PAGE_NBYTES)
-        self._holding = contextlib.ExitStack()
+        self._remove: Callable[[], object] = lambda: None
+        self._map(create=create, to_read=to_read)
         if create:
-            with storage_errors("make shared memory in", path):
-                self._holding.callback(os.close, _make_held(path))
-        try:
-            memory = map_shared(path, size + PAGE_NBYTES, create=False, to_read=to_read)
-        except BaseException:
-            if create:
-                self._holding.close()
-                path.unlink(missing_ok=True)
-            raise
-        self._whole = memoryview(memory)
-        self.view = self._whole[:size]
-        self._flag = size
+            self._remove = weakref.finalize(self, _remove, os.getpid(), path)
 
     @property
     def in_use(self) -> bool:
-        return bool(self._whole[self._flag]) or self.is_being_sent
+        return bool(self._flag()[0]) or self.is_being_sent
 
     def take(self, owner: Hashable = None) -> None:
         super().take(owner)
-        self._whole[self._flag] = 1
+        self._flag()[0] = 1
 
     def give_back(self) -> None:
-        self._whole[self._flag] = 0
+        self._flag()[0] = 0
 
     def close(self) -> None:
         self._unpin()
-        self.view = memoryview(b"")
         # Whoever was still using it may give it back later.
-        self._whole, self._flag = memoryview(bytearray(1)), 0
-        self._holding.close()
-        self.path.unlink(missing_ok=True)
+        self._view, self._whole = memoryview(b""), memoryview(bytearray(1))
+        self._remove()
+
+    def _map(self, *, create: bool, to_read: bool) -> None:
+        size = round_up(max(self._nbytes, 1), PAGE_NBYTES)
+        self._whole = map_shared(self.path, size + PAGE_NBYTES, create=create, to_read=to_read)
+        self._view = self._whole[:size]
+
+    def _map_in_fork(self) -> None:
+        self._map(create=False, to_read=True)
+        self._process = os.getpid()
+
+    def _flag(self) -> memoryview:
+        """The byte that says whether it is in use."""
+        return self._whole[len(self.view) :][:1]
 
     def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
         return _attach, (self.path, self._nbytes)
@@ -194,24 +219,12 @@ def _attach(path: Path, nbytes: int) -> SharedBuffer:
     return SharedBuffer(path, nbytes, create=False, to_read=True)
 
 
-def _make_held(path: Path) -> int:
-    """Make a staging file that nobody takes for a dead process's; the descriptor that holds it."""
-    while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o600)
-        try:
-            hold(fd)
-            # Somebody who does not see this process may have removed it before it was held.
-            if os.fstat(fd).st_nlink:
-                return fd
-        except BaseException:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        os.close(fd)
+def _remove(process: int, path: Path) -> None:
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
 
 
-def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> mmap.mmap:
+def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> memoryview:
     """Map a file in shared memory, and reserve all its pages.
 
     Args:
@@ -231,16 +244,17 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
             try:
                 if os.fstat(fd).st_size < nbytes:
                     os.ftruncate(fd, nbytes)
-                memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+                memory = map_memory(nbytes, fd)
                 try:
                     # Pages come in the size that a mapping asks for only if they come through it.
-                    prefer_huge_pages(address_of(memoryview(memory)), nbytes)
+                    prefer_huge_pages(address_of(memory), nbytes)
                     if not to_read:
-                        populate(address_of(memoryview(memory)), nbytes)
+                        populate(address_of(memory), nbytes)
                     # Pages that are only promised are a SIGBUS when there is no memory left.
                     os.posix_fallocate(fd, 0, nbytes)
                 except BaseException:
-                    memory.close()
+                    # Else the error would keep the pages by this variable.
+                    del memory
                     raise
             finally:
                 os.close(fd)

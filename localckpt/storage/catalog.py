@@ -38,7 +38,7 @@ from localckpt.storage.names import (
 )
 from localckpt.storage.notes import epoch_note, owner_of, read_note
 from localckpt.storage.owner import Running
-from localckpt.storage.staging import is_live
+from localckpt.storage.staging import is_buffer, is_live
 
 __all__ = [
     "Fault",
@@ -302,6 +302,9 @@ def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
     found = []
     for path in sorted(shared_memory.glob(f"{STAGING_PREFIX}*")):
         live, status = is_live(path, running), _status(path)
+        # A lock that a dead process has left is removed with its buffers, or without any.
+        if live and not is_buffer(path):
+            continue
         if live is None or status is None or os.geteuid() not in (0, status.st_uid):
             continue
         found.append(Leftover(path, status.st_size, "staging", live))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Collection, Hashable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +14,7 @@ from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY
 from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
-from localckpt.storage.staging import new_prefix, remove_orphans
+from localckpt.storage.staging import StagingFolder, remove_orphans
 from localckpt.storage.store import Store, one_at_a_time
 from localckpt.storage.write import Digests, ShardWrite
 
@@ -52,9 +50,7 @@ class DiskStore(Store):
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s)
         self._shared_memory = shared_memory
-        # A process can have several stores.
-        self._staging_prefix = new_prefix()
-        self._numbers = itertools.count()
+        self._staging = StagingFolder(shared_memory)
         self._writer, self._num_buffers = writer, num_buffers
         remove_orphans(shared_memory)
         self._direct = try_out(self.folder, DIRTY)
@@ -124,13 +120,9 @@ class DiskStore(Store):
     def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
         super().check_room(images, checkpoints, ranks)
         if self._writer == "process":
-            had = 0
             with storage_errors("look at", self._shared_memory):
                 status = os.statvfs(self._shared_memory)
-                for path in self._shared_memory.glob(f"{self._staging_prefix}*"):
-                    # One that could not be made ahead of time goes again.
-                    with suppress(FileNotFoundError):
-                        had += path.lstat().st_blocks * 512
+                had = self._staging.nbytes()
             sizes = [buffer_nbytes(image) for image in images]
             check_shared_memory(self._shared_memory, status, had, sizes, self._num_buffers)
 
@@ -141,11 +133,11 @@ class DiskStore(Store):
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
         self._pool.close()
+        self._staging.close()
         super().close(unfinished)
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
         """Files on disk are found again by name."""
 
     def _make_shared(self, nbytes: int) -> Buffer:
-        name = f"{self._staging_prefix}{next(self._numbers)}"
-        return SharedBuffer(self._shared_memory / name, nbytes)
+        return SharedBuffer(self._staging.new_path(), nbytes)

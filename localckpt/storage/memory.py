@@ -7,7 +7,6 @@ Retired files stay mapped and are staged into again.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -176,6 +175,8 @@ class MemoryStore(Store):
         return sum(len(b.view) for b in (*self._staged.values(), *self._spares.values()))
 
     def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
+        if self._process != os.getpid():
+            return
         self._closed = True
         self._finish_preparing()
         for buffer in (*self._staged.values(), *self._spares.values()):
@@ -228,9 +229,10 @@ class _MappedFile(Buffer):
 
     _path: Path
     _nbytes: int
-    _map: mmap.mmap | None = None
+    _map: memoryview | None = None
 
     def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
+        super().__init__()
         self._open(path, nbytes, create=create, to_read=to_read)
 
     @classmethod
@@ -268,11 +270,11 @@ class _MappedFile(Buffer):
                 os.ftruncate(fd, nbytes)
             finally:
                 os.close(fd)
-        self.view = memoryview(self._map)[:nbytes]
+        self._view = self._map[:nbytes]
 
     def close(self) -> None:
         self._unpin()
-        self.view = memoryview(b"")
+        self._view = memoryview(b"")
         # The pages go with the last view of them, however long this object is referred to.
         self._map = None
 
@@ -280,7 +282,7 @@ class _MappedFile(Buffer):
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that an image that is a little larger fits the next time.
         mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read)
-        self._map, self.view = mapped, memoryview(mapped)[:nbytes]
+        self._map, self._view = mapped, mapped[:nbytes]
         try:
             with storage_errors("reserve shared memory in", path):
                 os.truncate(path, nbytes)
@@ -288,6 +290,10 @@ class _MappedFile(Buffer):
             if create:
                 path.unlink(missing_ok=True)
             raise
+
+    def _map_in_fork(self) -> None:
+        self._open(self._path, self._nbytes, create=False, to_read=True)
+        self._process = os.getpid()
 
     def __reduce__(self) -> tuple[Callable[..., _MappedFile], tuple[Path, int]]:
         return _attach, (self._path, self._nbytes)

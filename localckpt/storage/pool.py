@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -43,6 +44,7 @@ class BufferPool:
         self._buffers: dict[Hashable, list[Buffer]] = {}
         self._preparing: dict[Hashable, threading.Thread] = {}
         self._closed = False
+        self._process = os.getpid()
 
     def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
         """Make the buffers that are missing in the background, so that no save waits for them.
@@ -137,7 +139,9 @@ class BufferPool:
         return False
 
     def close(self) -> None:
-        """Free all buffers."""
+        """Free all buffers. In a fork, which has none of them, it does nothing."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             preparing = list(self._preparing.values())

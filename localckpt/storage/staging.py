@@ -1,34 +1,72 @@
 """Whether somebody still uses a staging buffer in shared memory.
 
 Its name tells the process that made it. Shared memory may be common to containers whose processes
-do not see each other, or outlive them: so the maker also holds a lock on the file while it lives.
+do not see each other, or outlive them: so the maker also holds a lock on a file beside its buffers
+while it lives. The lock is the process's own: forks of the maker that outlive it do not have it.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from localckpt.storage.names import STAGING_PREFIX
 from localckpt.storage.owner import Owner, Running
 
-__all__ = ["hold", "is_live", "new_prefix", "remove_orphans"]
+__all__ = ["StagingFolder", "is_buffer", "is_live", "remove_orphans"]
 
 logger = logging.getLogger(__name__)
 
-
-def new_prefix() -> str:
-    """Begins the names of one store's buffers; no other store has it."""
-    return f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}."
+_LOCK = ".lock"
 
 
-def hold(fd: int) -> None:
-    """Say that a buffer is used, for as long as this open file is open in some process."""
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+class StagingFolder:
+    """Where one store, or writer, makes its staging buffers in shared memory.
+
+    Args:
+        path: A directory in shared memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._owner = f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._release: Callable[[], object] | None = None
+
+    def new_path(self) -> Path:
+        """A name for a buffer that is about to be made; no other process takes it for a dead one's.
+
+        Raises:
+            OSError: Nothing can be made there.
+        """
+        if self._release is None:
+            lock = self._path / f"{self._owner}{_LOCK}"
+            # Also when nobody closes this: the owner is gone with the object.
+            self._release = weakref.finalize(self, _let_go, os.getpid(), lock, _make_locked(lock))
+        return self._path / f"{self._owner}.{next(self._numbers)}"
+
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are there."""
+        found = 0
+        for path in self._path.glob(f"{self._owner}.*"):
+            # One that could not be made ahead of time goes again.
+            with suppress(FileNotFoundError):
+                found += path.lstat().st_blocks * 512
+        return found
+
+    def close(self) -> None:
+        """Say that the owner is gone, when all buffers are. May be called twice."""
+        if self._release is not None:
+            self._release()
+            self._release = None
 
 
 def is_live(path: Path, running: Running) -> bool | None:
@@ -36,7 +74,12 @@ def is_live(path: Path, running: Running) -> bool | None:
     owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
     if owner is None:
         return None
-    return owner in running or _is_held(path)
+    return owner in running or _is_locked(path)
+
+
+def is_buffer(path: Path) -> bool:
+    """Whether a file of a staging folder holds bytes, and is not the lock beside those that do."""
+    return path.suffix != _LOCK
 
 
 def remove_orphans(shared_memory: Path) -> None:
@@ -55,16 +98,38 @@ def remove_orphans(shared_memory: Path) -> None:
             logger.warning("%s of a process that is gone cannot be removed: %s", path, error)
 
 
-def _is_held(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _make_locked(path: Path) -> int:
+    """Make the file that says that its maker lives; the descriptor that holds the lock."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Not only by closing it, which the system may refuse.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Somebody who does not see this process may have removed it before it was locked.
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        os.close(fd)
+
+
+def _let_go(process: int, lock: Path, fd: int) -> None:
+    if os.getpid() == process:
+        lock.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _is_locked(path: Path) -> bool:
+    lock = path.with_name(f"{path.name.rpartition('.')[0]}{_LOCK}")
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         finally:
             os.close(fd)
     except OSError as error:
-        # Unless it is gone, or is a link: somebody holds it, or the system does not say.
+        # Unless it is gone, or is a link: somebody has it, or the system does not say.
         return error.errno not in (errno.ENOENT, errno.ELOOP)
     return False

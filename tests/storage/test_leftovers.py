@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localckpt.storage.buffers import SharedBuffer
+from localckpt.storage.catalog import find_staging
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.notes import owner_of
-from localckpt.storage.owner import Owner, Running
-from localckpt.storage.staging import is_live
+from localckpt.storage.owner import Owner
+from localckpt.storage.staging import StagingFolder
 from tests.storage.conftest import Node
 from tests.storage.shards import (
+    ROOT,
     another_process,
     assert_loads,
     everything,
@@ -170,24 +174,26 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
 _HOLD = """
 import fcntl, sys
 file = open(sys.argv[1], "wb")
-fcntl.flock(file, fcntl.LOCK_SH)
+fcntl.lockf(file, fcntl.LOCK_EX)
 print("holds", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.fault("two-jobs")
-def test_a_staging_buffer_that_is_held_stays_though_its_process_cannot_be_seen(
+def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_be_seen(
     tmp_path: Path, shm_roots: Callable[[int], list[Path]]
 ) -> None:
     (shared,) = shm_roots(1)
-    path = shared / f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0.0"
+    owner = f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0"
+    path, lock = shared / f"{owner}.0", shared / f"{owner}.lock"
+    path.touch()
 
     def start() -> None:
         DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process", shared_memory=shared).close()
 
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(path)],
+        [sys.executable, "-c", _HOLD, str(lock)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -195,23 +201,72 @@ def test_a_staging_buffer_that_is_held_stays_though_its_process_cannot_be_seen(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holds\n"
         start()
-        assert path.exists()
+        assert {path, lock} <= {*shared.iterdir()}
         kill(holder)
     start()
 
-    assert not path.exists()
+    assert not {path, lock} & {*shared.iterdir()}
 
 
-@pytest.mark.fault("two-jobs")
-def test_staging_buffers_of_a_process_are_held_until_they_are_closed(
+def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(
     shm_roots: Callable[[int], list[Path]],
 ) -> None:
     (shared,) = shm_roots(1)
-    path = shared / f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0.0"
+    folder = StagingFolder(shared)
+    buffers = [SharedBuffer(folder.new_path(), 10) for _ in range(2)]
+    assert sorted(path.suffix for path in shared.iterdir()) == [".0", ".1", ".lock"]
 
-    buffer = SharedBuffer(path, 10)
+    for buffer in buffers:
+        buffer.close()
+    folder.close()
+    folder.close()
 
-    assert is_live(path, Running())
-    buffer.close()
-    path.touch()
-    assert not is_live(path, Running())
+    assert not list(shared.iterdir())
+
+
+_STAGE_AND_FORK = """
+import os, sys
+from pathlib import Path
+from localckpt.storage.disk import DiskStore
+from tests.storage.shards import identity, staged
+
+store = DiskStore(sys.argv[1], "run", 0, 5.0, writer="process", shared_memory=Path(sys.argv[2]))
+job = staged(store, identity(1), 4_000_000)
+child = os.fork()
+if child == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.fault("trainer-dies")
+def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_lives(
+    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+) -> None:
+    (shared,) = shm_roots(1)
+    with subprocess.Popen(
+        [sys.executable, "-c", _STAGE_AND_FORK, str(tmp_path / "node"), str(shared)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as trainer:
+        assert trainer.stdout is not None
+        child = psutil.Process(int(trainer.stdout.readline()))
+        try:
+            assert [path for path in shared.iterdir() if path.stat().st_size >= 4_000_000]
+            kill(trainer)
+            assert child.is_running()
+            # Else the memory would stay until the fork ends, with a name or without.
+            assert str(shared) not in Path(f"/proc/{child.pid}/maps").read_text()
+            opened = [os.readlink(f) for f in Path(f"/proc/{child.pid}/fd").iterdir()]
+            assert not [name for name in opened if str(shared) in name and "lock" not in name]
+            assert {file.is_live for file in find_staging(shared)} == {False}
+
+            DiskStore(tmp_path / "node", "run", 0, 5.0, shared_memory=shared).close()
+
+            assert not list(shared.iterdir())
+        finally:
+            child.kill()

@@ -12,7 +12,6 @@ A rank that is lost stops the whole relay, so most ranks lose peers that only ga
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from localckpt.replication.parity.chains import (
 )
 from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
-from localckpt.state_dict.host_memory import address_of, prefer_huge_pages
+from localckpt.state_dict.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.state_dict.source import ShardSource
 
 __all__ = ["Landed", "Relay", "Sinks", "Sources"]
@@ -137,16 +136,16 @@ class _Memory:
 
     def __init__(self) -> None:
         self.scratch = Scratch()
-        self._map: mmap.mmap | None = None
+        self._map: memoryview | None = None
 
     def rooms(self, count: int, nbytes: int) -> list[memoryview]:
         """So many rooms of so many bytes; what they held before is lost."""
         if not count * nbytes:
             return []
         if self._map is None or len(self._map) < count * nbytes:
-            self._map = mmap.mmap(-1, count * nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            prefer_huge_pages(address_of(memoryview(self._map)), count * nbytes)
-        whole = memoryview(self._map)
+            self._map = map_memory(count * nbytes)
+            prefer_huge_pages(address_of(self._map), count * nbytes)
+        whole = self._map
         return [whole[start : start + nbytes] for start in range(0, count * nbytes, nbytes)]
 
 

@@ -1,0 +1,243 @@
+"""A trainer forks, at chosen and at random moments, and its forks end in every way: it goes on.
+
+A fork that leaves the interpreter hangs in torch's own destructors where the process group is
+gloo's, with and without this library. So the forks here end by ``os._exit``, as those of
+``multiprocessing`` do, once they have left the blocks of the managers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localckpt
+from tests.managers.jobs import KINDS, MAX_S, cliques, error_of, make_manager, resume, state_of
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+pytestmark = pytest.mark.fault("interrupted")
+
+_CHILD_S = 20
+_WAYS = [(kind, worker) for kind in KINDS for worker in ("thread", "process")]
+_ROUNDS, _ROUNDS_IN_LONG_FORM = 6, 75
+
+
+def _leave(rank: int, world_size: int, kind: str, worker: str, shared: Path) -> None:
+    replicas = cliques(1, 2)
+    endings: dict[str, Callable[[], Any]] = {
+        "sys.exit": lambda: sys.exit(7),
+        "an exception": lambda: 1 / 0,
+        "the end": lambda: None,
+    }
+    children = []
+    iteration = 0
+    with contextlib.ExitStack() as parent_only:
+        for ending in endings.values():
+            iteration += 1
+            is_child = False
+            try:
+                with (
+                    localckpt.GlobalCheckpointManager(shared, timeout=MAX_S) as global_tier,
+                    localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+                    make_manager(
+                        *(kind, node_store(), "run", replicas), async_worker=worker
+                    ) as manager,
+                ):
+                    # Large enough to be under way, with its replica, when the fork leaves.
+                    state = state_of(rank, iteration, 4_000_000)
+                    global_tier.save({"n": iteration}, iteration)
+                    request = manager.save(state, iteration, is_async=True)
+                    queue.schedule_async_request(request)
+                    if (child := os.fork()) == 0:
+                        is_child = True
+                        parent_only.pop_all()
+                        signal.alarm(_CHILD_S)
+                        ending()
+                    else:
+                        children.append(child)
+                        queue.maybe_finalize_async_calls(blocking=True)
+                        manager.save(state_of(rank, iteration + 100), iteration + 100)
+                        resume(manager, rank, iteration + 100)
+                        iteration += 100
+                        assert global_tier.find_latest() == iteration - 100
+            except (SystemExit, ZeroDivisionError):
+                assert is_child
+            finally:
+                if is_child:
+                    os._exit(0)
+    replicas.close()
+    assert [_exit_code(child) for child in children] == [0] * len(endings)
+
+
+def _exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+def test_a_fork_that_leaves_the_blocks_takes_nothing_from_the_trainer(
+    kind: str, worker: str, node_dirs: Dirs, shm_roots: Dirs, tmp_path: Path
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    run_ranks(_leave, 2, kind, worker, tmp_path / "shared", store_per_node=nodes)
+
+
+def _use_in_a_fork(rank: int, world_size: int, kind: str) -> None:
+    with make_manager(kind, node_store(), "run") as manager:
+        manager.save(state_of(rank, 1), 1)
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                for call in (
+                    lambda: manager.save(state_of(rank, 2), 2),
+                    manager.find_latest,
+                    manager.explain,
+                    lambda: manager.warm_up(state_of(rank, 2)),
+                ):
+                    assert "of which this one is a fork" in error_of(call)
+                code = 0
+            finally:
+                os._exit(code)
+        assert _exit_code(child) == 0
+        manager.save(state_of(rank, 3), 3)
+        assert resume(manager, rank, 3) == "own node"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_that_saves_or_loads_is_told_whose_the_manager_is(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(1)
+
+    run_ranks(_use_in_a_fork, 1, kind, store_per_node=nodes)
+
+
+class _Forker:
+    """Forks at random moments, in another thread; each fork leaves in a way that is drawn.
+
+    Not in a signal handler: Python itself cannot be forked there while it starts a thread.
+    """
+
+    def __init__(self, seed: int, things: list[Any]) -> None:
+        self._random = random.Random(seed)
+        self._things = things
+        self._usual_s = 0.05
+        self.children: list[int] = []
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call, and fork at a moment of the time that such a call takes."""
+        forking = threading.Thread(
+            target=self._fork, args=(self._random.uniform(0, self._usual_s),), daemon=True
+        )
+        began = time.monotonic()
+        forking.start()
+        function()
+        self._usual_s = min(1.0, time.monotonic() - began)
+        forking.join(_CHILD_S)
+        assert not forking.is_alive()
+
+    def _fork(self, after_s: float) -> None:
+        time.sleep(after_s)
+        leave = self._random.choice([self._nothing, self._exit_blocks, self._close, self._drop])
+        lives_s = self._random.choice([0.0, self._random.uniform(0.0, 0.3)])
+        child = os.fork()
+        if child:
+            self.children.append(child)
+            return
+        code = 1
+        try:
+            signal.alarm(_CHILD_S)
+            # Nor collected there, with what else of torch's is garbage by now.
+            gc.disable()
+            time.sleep(lives_s)
+            leave()
+            code = 0
+        except BaseException:  # noqa: BLE001 - shown with the output of the rank
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _nothing(self) -> None:
+        return
+
+    def _exit_blocks(self) -> None:
+        for thing in self._things:
+            thing.__exit__(SystemExit, SystemExit(7), None)
+
+    def _close(self) -> None:
+        for thing in self._things:
+            thing.close()
+
+    def _drop(self) -> None:
+        # Not the strategy: torch's gloo cannot be destructed in a fork.
+        for thing in self._things[:-1]:
+            thing.__dict__.clear()
+
+
+def _save_and_fork(
+    rank: int, world_size: int, kind: str, worker: str, shared: Path, rounds: int, seed: int
+) -> int:
+    with (
+        cliques(1, 2) as replicas,
+        localckpt.GlobalCheckpointManager(shared, keep_last=2, timeout=MAX_S) as global_tier,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        make_manager(kind, node_store(), "run", replicas, async_worker=worker) as manager,
+    ):
+        forker = _Forker(seed + rank, [manager, queue, global_tier, replicas])
+
+        def one_round(iteration: int) -> None:
+            request = manager.save(state_of(rank, iteration), iteration, is_async=True)
+            queue.schedule_async_request(request)
+            if iteration % 3 == 0:
+                global_tier.save({"n": iteration}, iteration)
+            queue.maybe_finalize_async_calls(blocking=True)
+
+        for iteration in range(1, rounds + 1):
+            forker.call(lambda n=iteration: one_round(n))
+            if iteration % 5 == 0:
+                assert resume(manager, rank, iteration) == "own node"
+        global_tier.wait_until_finished()
+        assert global_tier.find_latest() == rounds // 3 * 3
+        assert manager.skipped_saves == manager.degraded_saves == 0
+    assert [_exit_code(child) for child in forker.children] == [0] * len(forker.children)
+    return len(forker.children)
+
+
+@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+def test_forks_at_random_moments_disturb_no_save(
+    kind: str,
+    worker: str,
+    node_dirs: Dirs,
+    shm_roots: Dirs,
+    tmp_path: Path,
+    long_form: bool,
+    pytestconfig: pytest.Config,
+    record_property: Callable[[str, object], None],
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+    rounds = _ROUNDS_IN_LONG_FORM if long_form else _ROUNDS
+    seed = pytestconfig.getoption("--seed") or random.randrange(10**6)
+    print(f"seed {seed}")
+
+    forks = run_ranks(
+        *(_save_and_fork, 2, kind, worker, tmp_path / "shared", rounds, seed),
+        store_per_node=nodes,
+        timeout_s=60.0 + 5 * rounds,
+    )
+
+    assert sum(forks) > rounds / 2
+    record_property("cases", sum(forks))

@@ -455,6 +455,8 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
         make_manager("disk", node_store(), "job", repl) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
+        # A manager's first save waits for all ranks.
+        save(manager, state_of(rank, 0), 0)
         repl.take_timeout(0.5)
         if rank == 1:
             await_announced("zero has given up")
@@ -790,9 +792,13 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
     ):
         with (
             cliques(1, 2) as repl,
-            make_manager("disk", node_store(), f"job {number}", repl, **options) as manager,
+            make_manager(
+                "disk", node_store(), f"job {number}", repl, keep_last=1, **options
+            ) as manager,
             localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
         ):
+            # A manager's first save waits for all ranks.
+            save(manager, state_of(rank, 0), 0)
             if rank == 1 and number >= 2:
                 await_announced(f"zero has returned {number}")
             request = manager.save(state_of(rank, 1), 1, is_async=True)

@@ -107,6 +107,8 @@ class Coordinator:
         self._part.require_same_world()
         if self._part.is_alone:
             return [json.loads(json.dumps(record))]
+        # Before it counts: a gathering that no rank could begin has no number.
+        self._open()
         number = self._gathers
         self._gathers += 1
         given_up, values = self._ask(phase, partial(self._gather, number, phase, record))
@@ -123,6 +125,7 @@ class Coordinator:
         """
         if self._part.is_alone:
             return
+        self._open()
         number = self._gathers
         self._gathers += 1
         self._ask(phase, partial(self._post, number, phase, record))
@@ -171,10 +174,13 @@ class Coordinator:
             return self.world_size
         return self._ask(phase, partial(self._add_to, counter, number))
 
+    def _open(self) -> Store:
+        return self._part.open(lambda: self.in_a_hurry)
+
     def _ask(self, phase: str, call: Callable[[Store], T]) -> T:
         """Talk to the job's store, which waits for ever for a host that cannot be reached."""
         # However little is left for this wait, the store needs its time.
-        store = self._part.open(lambda: self.in_a_hurry)
+        store = self._open()
         limit_s = _STORE_TIMES * max(self._usual_s, self.timeout_s)
         return ask_store(phase, limit_s, lambda: call(store))
 

@@ -80,6 +80,7 @@ class StorePart:
         *,
         remove_keys: Callable[[Store, int], None],
     ) -> None:
+        self._process = os.getpid()
         self._whole: Store | None = None
         self._store: Store | None = None
         self._opening: Future[Store] | None = None
@@ -100,7 +101,6 @@ class StorePart:
                 f"together: make it on those alone"
             )
         self.rank = self.ranks.index(dist.get_rank())
-        self._process = os.getpid()
         if len(self.ranks) == 1:
             return
         members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
@@ -145,8 +145,9 @@ class StorePart:
             with _store_errors(f"open {self._name!r}", self._limit_s):
                 self._store = opening.result(0)
         finally:
+            if opening.done():
+                self._opening = None
             # An error keeps the frames that it came through: it must not be in one of them itself.
-            self._opening = None
             del opening
         return self._store
 
@@ -238,15 +239,19 @@ class _Opening:
         self._store.set("opening", name)
         if before:
             self._remove(before, range(1, others + 1))
-        all_signed = self._wait(lambda: self._store.add(f"{name}/signed", 0) >= others)
+        # Also when another rank has given up.
+        self._wait(
+            lambda: (
+                self._store.add(f"{name}/signed", 0) >= others
+                or if_there(self._store, f"{name}/outcome") is not None
+            )
+        )
         # No rank of a later attempt may sign a name that is confirmed already.
         self._store.set("opening", f"{_CLOSED}{name}")
-        if not all_signed:
-            lost = [r for r in range(1, others + 1) if not self._has_signed(name, r)]
-            text = self._describe_lost(lost)
-            self._store.set(f"{name}/outcome", text)
-            raise PeerLostError(text)
-        self._store.set(f"{name}/outcome", _CONFIRMED)
+        all_signed = self._store.add(f"{name}/signed", 0) >= others
+        outcome = self._decide(name, _CONFIRMED if all_signed else self._describe_unsigned(name))
+        if outcome != _CONFIRMED:
+            raise PeerLostError(outcome)
         if self._wait(lambda: self._store.add(f"{name}/heard", 0) >= others):
             self._store.delete_key("opening")
             self._remove(name, ())
@@ -258,8 +263,10 @@ class _Opening:
             name = self._published()
             if name in {"", *refused}:
                 continue
-            # Once only: a name that this rank has signed before is of an attempt that is over.
-            if self._store.add(f"{name}/signed/{self._rank}", 1) > 1:
+            # Once only: a name that this rank has signed before is of an attempt that is over. So
+            # is one that was given up before all had signed.
+            is_over = if_there(self._store, f"{name}/outcome") is not None
+            if is_over or self._store.add(f"{name}/signed/{self._rank}", 1) > 1:
                 refused.add(name)
                 continue
             self._store.add(f"{name}/signed", 1)
@@ -287,16 +294,16 @@ class _Opening:
             return outcome is not None or published.removeprefix(_CLOSED) != name
 
         if not self._wait(is_decided):
-            lost = [r for r in range(1, len(self._ranks)) if not self._has_signed(name, r)]
-            raise PeerLostError(self._describe_lost(lost or [0]))
+            return self._decide(name, self._describe_unsigned(name))
         return None if outcome is None else outcome.decode()
+
+    def _decide(self, name: str, outcome: str) -> str:
+        """Say how an opening ends, for all ranks, unless another rank has; what holds."""
+        return self._store.compare_set(f"{name}/outcome", "", outcome).decode()
 
     def _published(self, *, closed: bool = False) -> str:
         name = (if_there(self._store, "opening") or b"").decode()
         return "" if name.startswith(_CLOSED) and not closed else name
-
-    def _has_signed(self, name: str, rank: int) -> bool:
-        return self._store.check([f"{name}/signed/{rank}"])
 
     def _remove(self, name: str, ranks: Sequence[int]) -> None:
         for key in ("signed", "outcome", "heard", *(f"signed/{rank}" for rank in ranks)):
@@ -309,6 +316,11 @@ class _Opening:
                 return False
             time.sleep(next(naps))
         return True
+
+    def _describe_unsigned(self, name: str) -> str:
+        others = range(1, len(self._ranks))
+        lost = [r for r in others if not self._store.check([f"{name}/signed/{r}"])]
+        return self._describe_lost(lost or [0])
 
     def _describe_lost(self, lost: Sequence[int]) -> str:
         named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])

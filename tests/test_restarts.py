@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.T
 def test_keys_of_attempts_do_not_pile_up(job_store: dist.TCPStore) -> None:
     counts = []
     for _ in range(3):
-        for point in ("opening", "gathering", None):
+        for point in ("gathering", None):
             dead = range(3) if point else ()
             run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
         counts.append(job_store.num_keys())
@@ -119,6 +120,31 @@ def test_a_group_made_anew_in_the_same_processes_counts_from_the_beginning(
     job_store: dist.TCPStore,
 ) -> None:
     assert run_ranks(_remake, 3, job_store.port, init_group=False) == [[3] * 4] * 3
+
+
+def _open_when_all_are_there(rank: int, world_size: int) -> str:
+    if rank == 2:
+        time.sleep(2.0)
+    told = ""
+    coordinator = Coordinator("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
+    coordinator.timeout_s = _TIMEOUT_S
+    until = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < until:
+        began = time.monotonic()
+        try:
+            coordinator.barrier("meet")
+            return told
+        except PeerLostError as error:
+            assert time.monotonic() - began < _TIMEOUT_S / 2
+            told = told or str(error)
+    raise AssertionError(told)
+
+
+def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_works() -> None:
+    patient, impatient, _ = run_ranks(_open_when_all_are_there, 3)
+
+    assert patient == impatient
+    assert "waited 1 s to open 'test', and rank 2 (last seen: not seen yet) did not come" in patient
 
 
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:

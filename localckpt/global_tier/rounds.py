@@ -96,16 +96,18 @@ class Meeting:
             MismatchError: The job's process group is another one than when this was made.
         """
         self._part.require_same_world()
+        # Before it counts: a round that no rank could begin has no number.
+        part = None if self._part.is_alone else self._part.open()
         numbered = name is None
         if name is None:
             name = f"round {self._rounds}"
             self._rounds += 1
-        if self._part.is_alone:
+        if part is None:
             try:
                 return answer([say()])[0]
             except Exception as error:
                 raise _Failure.of(error, self.global_ranks[0], phase).error() from error
-        told, own = _Round(self, self._part.open(), name, phase), None
+        told, own = _Round(self, part, name, phase), None
         if numbered:
             self._last = told
         try:

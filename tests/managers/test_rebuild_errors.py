@@ -161,22 +161,24 @@ def _save(rank: int, world_size: int, kind: str, redundancy: str) -> None:
 
 
 def _load(
-    rank: int, world_size: int, kind: str, redundancy: str, broken: int | None
-) -> tuple[str, str | None, str | None] | str:
+    rank: int, world_size: int, kind: str, redundancy: str
+) -> tuple[str, str | None, str | None, str]:
+    """The error while rank 1 cannot rebuild its state, and where the state comes from then."""
     repl = _strategy(redundancy, world_size)
-    Restless.raises = KeyError("lr") if rank == broken else None
     with _manager(kind, node_store(), repl) as manager:
         assert manager.find_latest() == 2
-        if broken is not None:
-            with pytest.raises(RestoreError) as raised:
-                manager.load()
-            repl.close()
-            return str(raised.value), raised.value.class_name, raised.value.path
+        before = files(node_store())
+        Restless.raises = KeyError("lr") if rank == 1 else None
+        with pytest.raises(RestoreError) as raised:
+            manager.load()
+        assert files(node_store()) == before
+        Restless.raises = None
         state, ckpt_id = manager.load()
         assert ckpt_id.iteration == 2
         assert torch.equal(state["model"]["weight"], _state(None, rank, 2)["model"]["weight"])
     repl.close()
-    return str(manager.last_load.source)
+    error = raised.value
+    return str(error), error.class_name, error.path, str(manager.last_load.source)
 
 
 @pytest.mark.parametrize(
@@ -195,18 +197,14 @@ def test_it_is_the_same_error_on_all_ranks_wherever_the_shard_came_from(
     if source != "own node":
         (path,) = nodes[1].rglob("000000000002.1.*[0-9].safetensors")
         path.unlink()
-    before = files(*nodes)
 
-    told = run_ranks(_load, 3, kind, redundancy, 1, store_per_node=nodes)
-    after = files(*nodes)
-    mended = run_ranks(_load, 3, kind, redundancy, None, store_per_node=nodes)
+    told = run_ranks(_load, 3, kind, redundancy, store_per_node=nodes)
 
-    assert told[0] == told[1] == told[2]
-    text, class_name, path = told[0]
+    assert told[0][:3] == told[1][:3] == told[2][:3]
+    text, class_name, path, _ = told[0]
     assert (class_name, path) == (f"{_OWN}.Restless", "progress.1.state")
     assert "iteration 2 cannot be loaded: rank 1: " in text
-    assert after == before
-    assert mended == ["own node", source, "own node"]
+    assert [came_from for *_, came_from in told] == ["own node", source, "own node"]
 
 
 def _load_with_little_memory(rank: int, world_size: int, kind: str) -> str:

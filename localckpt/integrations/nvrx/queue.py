@@ -38,8 +38,10 @@ class AsyncCallsQueue(_AsyncCallsQueue):
         super().__init__(persistent, **{"nice": cpu_priority, "idle_io": idle_io} | options)
 
     @classmethod
-    def warmup_persistent_caller(cls, rank: int, **options: Any) -> None:
+    def warmup_persistent_caller(
+        cls, rank: int, cpu_shm_mode: bool = False, **options: Any
+    ) -> None:
         """Accepted: the worker imports no torch, and is up milliseconds after the first call.
 
-        ``queue.warm_up()`` has it ready before.
+        ``queue.warm_up()`` has it ready before. Megatron-LM looks for ``cpu_shm_mode`` by name.
         """

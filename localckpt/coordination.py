@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,6 +54,7 @@ class Coordinator:
 
     Attributes:
         in_a_hurry: Whether no call waits; see :meth:`stop_waiting`.
+        hint: What to look at first when ranks do not come, as the end of the error message.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Coordinator:
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.set_timeout(timeout_s)
+        self.hint = ""
         self.in_a_hurry = False
+        self._interrupted = threading.Event()
         self._gathers = 0
         self._counters: set[str] = set()
         self._part = StorePart(name, process_group, timeout_s, ranks, remove_keys=_remove_keys)
@@ -182,7 +186,9 @@ class Coordinator:
         # However little is left for this wait, the store needs its time.
         store = self._open()
         limit_s = _STORE_TIMES * max(self._usual_s, self.timeout_s)
-        return ask_store(phase, limit_s, lambda: call(store))
+        # Of this call alone: one that is interrupted must not go on in its thread.
+        self._interrupted = threading.Event()
+        return ask_store(phase, limit_s, lambda: call(store), self._interrupted.set)
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:
         # Numbers in a phase tell which one of its kind it is; whoever gathers compares those.
@@ -273,27 +279,29 @@ class Coordinator:
     ) -> PeerLostError | None:
         # Asking again and again, since a wait on the store blocks all other users of this client,
         # torch's own among them, and a client of one's own takes a second to connect.
-        deadline, nap_s = time.monotonic() + self.timeout_s, _SHORTEST_NAP_S
+        began, nap_s, interrupted = time.monotonic(), _SHORTEST_NAP_S, self._interrupted
         while not is_there():
-            if self.in_a_hurry or time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if self.in_a_hurry or interrupted.is_set() or waited_s > self.timeout_s:
                 missing = late()
-                return (
-                    PeerLostError(self._describe_late(missing, phase, store)) if missing else None
-                )
+                if not missing:
+                    return None
+                waited_s = round(min(waited_s, self.timeout_s), 2)
+                return PeerLostError(self._describe_late(missing, phase, waited_s, store))
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         return None
 
-    def _describe_late(self, late: list[int], phase: str, store: Store) -> str:
+    def _describe_late(self, late: list[int], phase: str, waited_s: float, store: Store) -> str:
         seen = []
         for rank in late:
             last = if_there(store, f"last/{rank}")
             where = json.loads(last)[1] if last else "not seen yet"
             seen.append(f"rank {self.global_ranks[rank]} (last seen: {where})")
         return (
-            f"rank {self.global_ranks[self.rank]} waited {self.timeout_s:g} s to {phase}, and "
+            f"rank {self.global_ranks[self.rank]} waited {waited_s:g} s to {phase}, and "
             f"{', '.join(seen)} did not come. What was saved before stands. If the ranks are alive "
-            f"but slow, give the manager a longer timeout; else restart the job."
+            f"but slow, give the manager a longer timeout; else restart the job.{self.hint}"
         )
 
 

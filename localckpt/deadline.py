@@ -14,8 +14,13 @@ __all__ = ["begin", "within"]
 T = TypeVar("T")
 
 
-def within(timeout_s: float, call: Callable[[], T]) -> T:
+def within(timeout_s: float, call: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
     """What ``call()`` returns, or raises, in a thread of its own.
+
+    Args:
+        timeout_s: The longest wait for it, in seconds.
+        call: What is called.
+        stop: Makes it end sooner; called when the wait for it is interrupted, as by Ctrl-C.
 
     Raises:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
@@ -24,6 +29,11 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
     outcome = begin(call)
     try:
         return outcome.result(timeout_s)
+    except BaseException:
+        # For a call that is over, there is nothing to stop.
+        if stop is not None:
+            stop()
+        raise
     finally:
         # An error keeps the frames that it came through: it must not be in one of them itself.
         del outcome

@@ -333,14 +333,22 @@ class _Opening:
         )
 
 
-def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
+def ask_store(
+    phase: str, limit_s: float, call: Callable[[], T], stop: Callable[[], None] | None = None
+) -> T:
     """What a call that talks to the job's store returns.
+
+    Args:
+        phase: What is being done, for the error message.
+        limit_s: The longest wait for the store, in seconds.
+        call: What is called, in another thread.
+        stop: Makes it end sooner; called when it fails, or the wait for it is interrupted.
 
     Raises:
         PeerLostError: The store cannot be reached, or has not answered in time.
     """
     with _store_errors(phase, limit_s):
-        return within(limit_s, call)
+        return within(limit_s, call, stop)
 
 
 @contextmanager

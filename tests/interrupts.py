@@ -55,12 +55,9 @@ class Interrupter:
                 result = function()
             finally:
                 self._armed = False
-        except KeyboardInterrupt:
-            self.interrupts += 1
-            return None
-        except RuntimeError as error:
-            # What a second interrupt makes of a wait of Python's own that a first one is leaving.
-            if self._raised < 2 or "release unlocked lock" not in str(error):
+        except BaseException as error:
+            # Libraries that call back may make another error of it, as torch.save() does.
+            if not self._raised or not _comes_of_interrupt(error):
                 raise
             self.interrupts += 1
             return None
@@ -75,3 +72,11 @@ class Interrupter:
         if self._armed and frame is not None and frame.f_code is not Interrupter.call.__code__:
             self._raised += 1
             raise KeyboardInterrupt
+
+
+def _comes_of_interrupt(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -27,21 +27,24 @@ _ARROWS = {
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "deadline": {"errors"},
+    "threads": set[str](),
     "job_store": {"errors", "deadline"},
     "coordination": {"errors", "failure_texts", "job_store"},
     "state_dict": {"errors", "failure_texts", "ids", "lineage"},
-    "storage": {"errors", "ids", "lineage", "state_dict"},
+    "storage": {"errors", "ids", "lineage", "threads", "state_dict"},
     "replication": {
-        *("errors", "failure_texts", "ids", "deadline", "job_store", "coordination"),
+        *("errors", "failure_texts", "ids", "deadline", "threads", "job_store"),
+        "coordination",
         "state_dict",
     },
     "async_save": {"errors", "failure_texts", "ids", "coordination"},
     "managers": {
-        *("errors", "failure_texts", "ids", "lineage", "coordination"),
+        *("errors", "failure_texts", "ids", "lineage", "threads", "coordination"),
         *("state_dict", "storage", "replication", "async_save"),
     },
     "global_tier": {
-        *("errors", "failure_texts", "ids", "lineage", "deadline", "job_store", "coordination"),
+        *("errors", "failure_texts", "ids", "lineage", "deadline", "threads", "job_store"),
+        "coordination",
         *("state_dict", "storage", "async_save"),
     },
     "cli": {

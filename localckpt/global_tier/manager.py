@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import secrets
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -185,7 +186,7 @@ class GlobalCheckpointManager:
     def save(
         self,
         state_dict: dict[str, Any],
-        iteration: int,
+        iteration: SupportsIndex,
         is_async: bool = False,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
@@ -211,6 +212,7 @@ class GlobalCheckpointManager:
         """
         self._check_usable()
         self._require_writable()
+        iteration = operator.index(iteration)
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
         self._settle()
@@ -235,12 +237,18 @@ class GlobalCheckpointManager:
                 # A fork that ends here: the save goes on in the process that was forked.
                 raise
             save.staging_error = error
-        save.staged = time.monotonic()
-        save.start(lambda: self._committing.carry_out(save), self._free_if_left)
+        self._carry_out(save)
         if not isinstance(save.staging_error, Exception | None):
             raise save.staging_error
         if not is_async:
             self.wait_until_finished()
+
+    def _carry_out(self, save: SaveUnderWay) -> None:
+        """Have the rest of a save done by a thread, also if it could not be staged."""
+        save.staged = time.monotonic()
+        if save.staging_error is not None:
+            self._writer.give_up(save.staging_error)
+        save.start(lambda: self._committing.carry_out(save), self._free_if_left)
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -516,6 +524,10 @@ class GlobalCheckpointManager:
         """Wait for the last save, and leave its error to whoever asks for it."""
         self._check_fork()
         if self._save is not None:
+            if not self._save.has_begun:
+                # An interrupt came first: the other ranks wait to be told.
+                self._save.staging_error = CheckpointingException("it was interrupted")
+                self._carry_out(self._save)
             # Writing has no deadline of its own, and the meeting one for each of its two waits.
             self._save.wait(4 * self.timeout)
 

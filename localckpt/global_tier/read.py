@@ -16,6 +16,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, close_read
+from localckpt.threads import join_all
 
 __all__ = ["READ_NBYTES", "FileReads", "Run"]
 
@@ -101,9 +102,11 @@ class FileReads:
             except RuntimeError:
                 break
             threads.append(thread)
-        self._work()
-        for thread in threads:
-            thread.join()
+        try:
+            self._work()
+        finally:
+            # They fill the caller's tensors.
+            join_all(threads, lambda: self._fail(KeyboardInterrupt()))
         if self._error is not None:
             raise self._error
 

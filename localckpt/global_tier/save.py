@@ -51,6 +51,12 @@ class SaveUnderWay:
     def iteration(self) -> int:
         return self.begun.folder.iteration
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether :meth:`start` has come so far that the save will be over."""
+        is_running = self.thread is not None and self.thread.ident is not None
+        return is_running or self.over.is_set()
+
     def start(self, work: Callable[[], None], afterwards: Callable[[], None]) -> None:
         """Have the rest of it done by a thread; what ``work`` raises is the save's error.
 

@@ -84,20 +84,24 @@ class Staging:
         self._pool.prepare(_PURPOSE, nbytes, gpu)
 
     def take(
-        self, files: Sequence[FileLayout], others: Sequence[Sequence[bytes | memoryview]]
+        self,
+        files: Sequence[FileLayout],
+        others: Sequence[Sequence[bytes | memoryview]],
+        owner: object,
     ) -> tuple[Buffer, list[Region]]:
         """A buffer in which all files have room, and where each of them is.
 
         Args:
             files: What is to be put together.
             others: For each file the items whose sizes are not part of its layout.
+            owner: Who takes it; see :meth:`release`.
 
         Raises:
             CheckpointingException: The saves before this one were not written in time.
             StorageError: There is no memory.
         """
         regions, nbytes = _regions(files, others)
-        return self._pool.take(_PURPOSE, nbytes, self._timeout_s), regions
+        return self._pool.take(_PURPOSE, nbytes, self._timeout_s, owner), regions
 
     def fill(
         self,
@@ -164,9 +168,10 @@ class Staging:
                 raise
         self._framed = (buffer, files, starts)
 
-    def drop(self, buffer: Buffer) -> None:
-        """Take out a buffer that nobody is going to give back."""
-        self._pool.drop(buffer)
+    def release(self, owner: object) -> None:
+        """Take out a buffer that its owner is not going to give back."""
+        self._copier.settle()
+        self._pool.release(owner)
 
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""

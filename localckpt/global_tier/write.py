@@ -28,6 +28,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder, write_range
+from localckpt.threads import join_all
 
 __all__ = [
     "FileWrite",
@@ -321,8 +322,7 @@ def _side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
         here.pop()
     for call, outcome in here:
         make(call, outcome)
-    for thread in threads:
-        thread.join()
+    join_all(threads)
     return [outcome.result() for outcome in outcomes]
 
 

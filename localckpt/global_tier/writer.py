@@ -51,7 +51,6 @@ from localckpt.global_tier.write import (
     write_preloaded_data_in_trainer,
     write_preloaded_data_multiproc,
 )
-from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
 
@@ -241,8 +240,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         if not prepared.files:
             return []
         extended = bool(self.transforms.extensions)
-        buffer, regions = self._staging.take(prepared.files, prepared.others)
-        prepared.staged = (buffer, buffer.lease)
+        buffer, regions = self._staging.take(prepared.files, prepared.others, prepared.owner)
+        prepared.is_staged = True
         try:
             self._staging.fill(buffer, prepared.files, regions, prepared.tensors, prepared.others)
         except BaseException:
@@ -375,14 +374,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         One of the ``failure_fns`` that an :class:`AsyncCall` can have: the process that was writing
         may be dead.
         """
-        prepared, self._prepared, self._failed = self._prepared, None, error
-        if prepared is None or prepared.staged is None:
+        self._failed, prepared = error, self._prepared
+        if prepared is None:
             return
-        buffer, lease = prepared.staged
-        if buffer.in_use and buffer.lease == lease:
-            self._staging.drop(buffer)
-        with storage_errors("clean up", Path(self.path)):
-            self._outcome_of(prepared).unlink(missing_ok=True)
+        # By its owner: an interrupt may have come before the buffer was noted here.
+        self._staging.release(prepared.owner)
+        self._prepared = None
+        if prepared.is_staged:
+            with storage_errors("clean up", Path(self.path)):
+                self._outcome_of(prepared).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Free the buffers and end the threads. May be called twice."""
@@ -469,8 +469,9 @@ class _Prepared:
     files: tuple[FileLayout, ...]
     tensors: dict[int, torch.Tensor]
     others: list[list[memoryview]]
-    staged: tuple[Buffer, int] | None = None
-    """The buffer, and how often it had been taken then."""
+    is_staged: bool = False
+    owner: object = dataclasses.field(default_factory=object)
+    """What the buffer is taken in the name of."""
 
     def items_of(self, file: FileLayout) -> tuple[WriteItem, ...]:
         """The items of a file in the order in which they lie there."""

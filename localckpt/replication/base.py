@@ -49,6 +49,8 @@ class Turn:
 
     def __init__(self, before: threading.Event | None) -> None:
         self._before = before
+        self.is_taken_up = False
+        """Whether somebody makes this replication, who then ends the turn."""
         self.over = threading.Event()
 
     def wait(self, timeout_s: float) -> bool:
@@ -179,6 +181,11 @@ class ReplicationStrategy(ABC):
     @abstractmethod
     def give_up(self) -> None:
         """End what other threads wait for here, with an error there, up to the next turn."""
+
+    def _end_idle_turn(self) -> None:
+        """Let others go on after a turn that an interrupt kept from being taken up."""
+        if self._last_turn is not None and not self._last_turn.is_taken_up:
+            self._last_turn.end()
 
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""

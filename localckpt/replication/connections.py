@@ -63,6 +63,8 @@ class HostConnections:
         self.ranks = list(ranks)
         self.rank = rank
         self.store = store
+        self.given_up = False
+        """Whether this rank has cut them because it does not wait for the others any more."""
 
     @classmethod
     def of(cls, group: GroupWrapper | dist.ProcessGroup | None) -> HostConnections:
@@ -90,7 +92,7 @@ class HostConnections:
 
         try:
             # The store's client, which it uses, waits for ever for a host that cannot be reached.
-            gloo = within(_CONNECTING_TIMES * timeout_s, make)
+            gloo = within(_CONNECTING_TIMES * timeout_s, make, asking.stop_waiting)
         except (RuntimeError, TimeoutError) as error:
             asking.close()
             raise PeerLostError(
@@ -155,7 +157,12 @@ class _AskingStore(Store):
         self._store = store
         self._longest = longest
         self._is_given_up = is_given_up
+        self._is_stopped = False
         self._keys: list[str] = []
+
+    def stop_waiting(self) -> None:
+        """End the waits, from another thread."""
+        self._is_stopped = True
 
     def close(self) -> None:
         """Remove what was set here: ranks that are connected do not look for it again."""
@@ -188,7 +195,7 @@ class _AskingStore(Store):
         deadline = time.monotonic() + (timeout or self._longest).total_seconds()
         nap_s = _SHORTEST_NAP_S
         while not self._store.check(keys):
-            if self._is_given_up():
+            if self._is_stopped or self._is_given_up():
                 raise TimeoutError("it is not waited for any more")
             if time.monotonic() > deadline:
                 raise TimeoutError("they did not all come")

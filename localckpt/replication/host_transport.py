@@ -31,6 +31,7 @@ from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import CHUNK_NBYTES, Ledger, PeerFailed, chunks, numbered
 from localckpt.replication.pacing import Pacer
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.threads import run_interruptibly
 
 __all__ = ["HostTransport"]
 
@@ -115,6 +116,13 @@ class HostTransport:
             raise PeerLostError(
                 f"rank {self._rank} cannot exchange shards: these connections broke before"
             )
+        run_interruptibly(lambda: self._exchange(sends, receives), self.abort)
+
+    def _exchange(
+        self,
+        sends: Sequence[tuple[int, ShardSource]],
+        receives: Sequence[tuple[int, memoryview]],
+    ) -> None:
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
         ledger = Ledger(self._rank, self.timeout_s + self.pacer.longest_s(max(sent, received)))
@@ -152,6 +160,7 @@ class HostTransport:
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""
+        self.connections.given_up = True
         self._disconnect()
 
     def close(self) -> None:

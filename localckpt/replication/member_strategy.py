@@ -90,6 +90,10 @@ class MemberStrategy(ReplicationStrategy):
         if self._last_turn is not None:
             # Other ranks, too, had theirs over or given up before they came here.
             self._last_turn.over.wait(STEPS * self.timeout_s)
+        # Both count messages, and a rank that was interrupted may have sent fewer than the others.
+        if self._everyone is not None:
+            self._everyone.close()
+            self._everyone = None
         self._members.begin_anew()
         self._members.take_domains(domains)
 
@@ -99,6 +103,7 @@ class MemberStrategy(ReplicationStrategy):
     def give_up(self) -> None:
         if os.getpid() != self._process:
             return
+        self._end_idle_turn()
         self._members.stop_waiting()
         # Looked at once: another thread may be about to connect anew.
         if (host := self._host) is not None:

@@ -54,8 +54,8 @@ class Copier:
     ) -> None:
         """Call ``work`` in all threads at once, the caller's among them; returns when all have.
 
-        When it raises, as a ``KeyboardInterrupt`` makes it at any moment, the threads begin no
-        further piece, and none of them still works.
+        When one of them raises, or the caller is interrupted, they begin no further piece, and it
+        is raised here once none of them works any more.
 
         Args:
             pieces: What there is to do; ``work`` takes pieces from it until none is left.
@@ -80,7 +80,7 @@ class Copier:
             self.settle()
         for share in shares:
             if share.error is not None:
-                raise share.error
+                raise share.take_error()
 
     def settle(self) -> None:
         """Begin no further piece, and return when no thread works any more.
@@ -97,7 +97,11 @@ class Copier:
             except BaseException as error:  # noqa: BLE001 - raised once no thread works any more
                 interrupt = interrupt or error
         if interrupt is not None:
-            raise interrupt
+            try:
+                raise interrupt
+            finally:
+                # Else it would keep itself, and what is copied, by this variable.
+                del interrupt
 
     def close(self) -> None:
         """End the threads."""
@@ -121,7 +125,9 @@ class _Share(Generic[T]):
         self._keep = keep
         # Filled once, by whoever comes first; unlike a lock it can be asked again.
         self._begun: dict[str, bool] = {}
-        self._over = threading.Event()
+        # Held until it is over. Not an event: an interrupt makes other errors of waits for those.
+        self._at_work = threading.Lock()
+        self._at_work.acquire()
 
     def run(self) -> None:
         """Do the part, in a thread of the pool, unless :meth:`end` was called before."""
@@ -130,14 +136,25 @@ class _Share(Generic[T]):
                 self._work(self._left)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that shares
                 self.error = error
+                deque(self._left, maxlen=0)
             finally:
-                self._over.set()
+                self._at_work.release()
+
+    def take_error(self) -> BaseException:
+        """The error of this part, which it does not keep: its frames keep the part."""
+        assert self.error is not None
+        error, self.error = self.error, None
+        try:
+            return error
+        finally:
+            del error
 
     def end(self) -> None:
         """Return when the part is over; it begins no further piece. May be called again."""
         deque(self._left, maxlen=0)
         if self._begun.setdefault("begun", False):
-            self._over.wait()
+            with self._at_work:
+                pass
         # A pool that has not come to this part yet must not keep the memory.
         self._keep = None
 

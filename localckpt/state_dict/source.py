@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from localckpt.state_dict.copying import Copier
 from localckpt.state_dict.host_memory import address_of
 
 __all__ = [
@@ -42,23 +42,16 @@ def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -
 
     The caller's is one of them. What it raises first ends the work and is raised here.
     """
-    # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
-    starts = iter(range(0, stop, PIECE_NBYTES))
 
-    def work() -> None:
-        try:
-            for start in starts:
-                handle(start, min(start + PIECE_NBYTES, stop))
-        except BaseException:
-            for _ in starts:
-                pass
-            raise
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            handle(start, min(start + PIECE_NBYTES, stop))
 
-    with ThreadPoolExecutor(threads, "localckpt-read") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        work()
-        for other in others:
-            other.result()
+    copier = Copier(threads)
+    try:
+        copier.share(range(0, stop, PIECE_NBYTES), work)
+    finally:
+        copier.close()
 
 
 class ShardSource(Protocol):

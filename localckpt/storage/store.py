@@ -168,7 +168,7 @@ class Store(ABC):
     @one_at_a_time
     def scan(self) -> list[ShardRecord]:
         """All shards of the session on this node, whoever wrote them, with intact headers."""
-        self._shards = {}
+        shards: dict[ShardIdentity, Path] = {}
         with storage_errors("read", self._session):
             folders = [e for e in os.scandir(self._session) if e.is_dir(follow_symlinks=False)]
             paths = [
@@ -180,9 +180,11 @@ class Store(ABC):
         records = []
         for path in sorted(paths):
             record = self._identify(path)
-            if record is not None and record.identity not in self._shards:
-                self._shards[record.identity] = path
+            if record is not None and record.identity not in shards:
+                shards[record.identity] = path
                 records.append(record)
+        # Only now: an interrupt must not leave shards out, which nobody would retire then.
+        self._shards = shards
         return records
 
     @one_at_a_time

@@ -21,6 +21,7 @@ from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
+from localckpt.threads import join_all
 
 __all__ = ["Digests", "ShardWrite", "reserve", "sync_folder", "write_range", "write_shards"]
 
@@ -156,6 +157,10 @@ class _DigestsBeside:
             self._thread.start()
         except RuntimeError:
             self._settle(write, image)
+        except BaseException:
+            # An interrupt, when the thread may have begun.
+            self.end()
+            raise
 
     def wait(self) -> None:
         """Return when the digests are there, or raise what was wrong with them."""
@@ -171,7 +176,8 @@ class _DigestsBeside:
     def end(self) -> None:
         """Return when nothing reads the image any more."""
         if self._thread.ident is not None:
-            self._thread.join()
+            # It may write into a buffer that others get next.
+            join_all([self._thread])
 
     def _settle(self, write: ShardWrite, image: memoryview) -> None:
         try:

@@ -40,6 +40,7 @@ from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
 from localckpt.state_dict.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.state_dict.source import ShardSource
+from localckpt.threads import run_interruptibly
 
 __all__ = ["Landed", "Relay", "Sinks", "Sources"]
 
@@ -116,14 +117,23 @@ class Relay:
             *(self._memory, self._pacer, timeout_s, message_nbytes),
         )
         try:
-            job.run()
+            run_interruptibly(job.run, self._give_up)
         except BaseException as error:
             self.broken = True
+            if self.connections.given_up and isinstance(error, PeerFailed):
+                # No peer is to blame, and nobody waits until it is known who would be.
+                why = f"rank {self.connections.rank} was {what}, and gave it up"
+                _leave(self.connections, LastWord(reason=why), error)
+                raise PeerLostError(f"{why}. What was saved before stands.") from error.__cause__
             if not isinstance(error, PeerFailed):
                 word = LastWord(reason=with_class(error))
                 _leave(self.connections, word, error)
                 raise
             raise _give_up(what, self.connections, job.ledger, error) from error.__cause__
+
+    def _give_up(self) -> None:
+        self.connections.given_up = True
+        self.connections.disconnect()
 
     def close(self) -> None:
         """Give the memory back."""

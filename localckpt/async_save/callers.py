@@ -111,8 +111,15 @@ class AsyncCaller(ABC):
     def _close(self) -> None:  # noqa: B027 - most callers hold nothing between calls
         """Give back what is held between calls."""
 
-    def schedule_async_call(self, request: AsyncRequest) -> PendingCall:
+    def schedule_async_call(
+        self, request: AsyncRequest, note: Callable[[PendingCall], None] = lambda call: None
+    ) -> PendingCall:
         """Begin a call, or put it after those that are not over. Its ``preload_fn`` runs first.
+
+        Args:
+            request: What to call.
+            note: Told of the call right before it can begin, so that an interrupt never leaves one
+                that nobody knows of.
 
         Raises:
             CheckpointingException: This caller is closed, was made by another process, or cannot
@@ -126,10 +133,16 @@ class AsyncCaller(ABC):
         if function is None:
             call = PendingCall(function_name(None))
             call.settle(None)
+            note(call)
         else:
             call = self._make_call(request, function)
             call.then_fn = request.call.then_fn
-            self._enqueue(call)
+            try:
+                note(call)
+                self._enqueue(call)
+            except BaseException as error:
+                self._settle_unless_begun(call, error)
+                raise
         self._latest = call
         self._scheduled += 1
         return call
@@ -248,16 +261,28 @@ class AsyncCaller(ABC):
 
     def _enqueue(self, call: PendingCall) -> None:
         with self._lock:
-            self._waiting.append(call)
-            if self._runner is not None:
-                return
+            idle = self._runner is None
             try:
-                self._start_runner()
+                self._waiting.append(call)
+                if idle:
+                    self._start_runner()
             except BaseException:
-                self._waiting.remove(call)
-                self._runner = None
-                call.release()
+                # No thread can be had, or an interrupt. A runner needs the lock to take the call.
+                self._waiting = deque(c for c in self._waiting if c is not call)
+                if idle:
+                    self._runner = None
                 raise
+
+    def _settle_unless_begun(self, call: PendingCall, error: BaseException) -> None:
+        """Count a call as failed that nobody is going to carry out."""
+        with self._lock:
+            if call is self._running or call in self._waiting or call.done():
+                return
+        if not isinstance(error, Exception):
+            # Not the interrupt itself, whose frames hold the call, and the request with it.
+            error = CheckpointingException(f"it did not begin: {type(error).__name__}")
+        call.settle(error)
+        call.release()
 
     def _start_runner(self) -> None:
         # Not a daemon: the interpreter must not take the memory away that a call writes from.

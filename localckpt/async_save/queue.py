@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -51,6 +52,8 @@ class _Entry:
     request: AsyncRequest
     call: PendingCall
     caller: AsyncCaller | None
+    finalize_fns: deque[Callable[[], Any]] | None = None
+    """Those that have not run yet, once all ranks have agreed that they are to run."""
 
     @property
     def name(self) -> str:
@@ -104,6 +107,7 @@ class AsyncCallsQueue:
         self._ranks: Coordinator | None = None
         self._agreement: Agreement | None = None
         self._lost_ranks = False
+        self._is_agreeing = False
 
     def __enter__(self) -> Self:
         return self
@@ -146,19 +150,26 @@ class AsyncCallsQueue:
             self._ranks = Coordinator("async calls", self._process_group, self._timeout_s)
             self._agreement = Agreement(self._ranks, self._timeout_s)
         request = AsyncRequest.of(request).scheduled(self._scheduled)
-        caller = None
-        try:
-            request = request.preload()
-            caller, call = self._begin(request)
-        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
-            call = PendingCall(function_name(request.async_fn))
-            call.settle(error)
         # What the call works on is not kept until it is finalized.
         rest = request._replace(
-            async_fn=request.call.without_work(), async_fn_args=(), async_fn_kwargs={}
+            async_fn=request.call.without_work(),
+            async_fn_args=(),
+            async_fn_kwargs={},
+            preload_fn=None,
         )
-        self._entries.append(_Entry(rest, call, caller))
-        self._scheduled += 1
+
+        def note(call: PendingCall, caller: AsyncCaller | None) -> None:
+            self._entries.append(_Entry(rest, call, caller))
+            self._scheduled += 1
+
+        try:
+            self._begin(request.preload(), note)
+        except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
+            # One that could not begin has been told so already.
+            if self._scheduled == request.call_idx:
+                call = PendingCall(function_name(request.async_fn))
+                call.settle(error)
+                note(call, None)
         number = request.call_idx
         if (scheduled_fn := request.call.scheduled_fn) is not None:
             scheduled_fn(
@@ -226,6 +237,9 @@ class AsyncCallsQueue:
         """
         if self._closed or os.getpid() != self._owner:
             return
+        if self._is_agreeing:
+            self._leave()
+            self._check_in_step()
         self._closed = True
         raised: Exception | None = None
         while self._entries and not abort:
@@ -284,16 +298,24 @@ class AsyncCallsQueue:
                 f"make one here"
             )
 
-    def _begin(self, request: AsyncRequest) -> tuple[AsyncCaller, PendingCall]:
+    def _begin(
+        self, request: AsyncRequest, note: Callable[[PendingCall, AsyncCaller | None], None]
+    ) -> None:
+        def schedule(caller: AsyncCaller) -> None:
+            caller.schedule_async_call(request, lambda call: note(call, caller))
+
         function = request.call.function
         if function is None or must_run_in_trainer(function):
-            return self._thread, self._thread.schedule_async_call(request)
+            schedule(self._thread)
+            return
         if self._persistent:
             try:
-                return self._worker, self._worker.schedule_async_call(request)
+                schedule(self._worker)
             except NotSendableError as reason:
                 logger.debug("a process is forked for call %d: %s", request.call_idx, reason)
-        return self._forker, self._forker.schedule_async_call(request)
+            else:
+                return
+        schedule(self._forker)
 
     def _are_over(self, last: int) -> bool:
         """Whether all calls up to this number are over on this rank."""
@@ -308,24 +330,62 @@ class AsyncCallsQueue:
 
     def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:
         """Finalize the oldest call if it is over on all ranks; whether it was."""
-        assert self._ranks is not None
-        entry, ranks = self._entries[0], self._ranks.global_ranks
-        if no_dist:
-            reports, ranks = self._ask_own_rank(entry, blocking), [ranks[self._ranks.rank]]
-        else:
-            reports = self._ask_all_ranks(entry, blocking)
-        if reports is None:
-            return False
-        self._finalize(entry, reports, ranks)
+        entry = self._entries[0]
+        if entry.finalize_fns is None:
+            reports = self._agree(entry, blocking, no_dist)
+            if reports is None:
+                return False
+            self._judge(entry, reports)
+            entry.finalize_fns = deque(entry.request.finalize_fns)
+        try:
+            while entry.finalize_fns:
+                # Each is taken out once it has run: after an interrupt the next poll goes on here.
+                entry.finalize_fns[0]()
+                entry.finalize_fns.popleft()
+        except Exception:
+            # One that raises stops no later call.
+            self._entries.popleft()
+            raise
+        self._entries.popleft()
         return True
 
-    def _finalize(self, entry: _Entry, reports: list[CallReport], ranks: list[int]) -> None:
+    def _agree(
+        self, entry: _Entry, blocking: bool, no_dist: bool
+    ) -> list[tuple[int, CallReport]] | None:
+        """What each rank says of the oldest call, or ``None`` while it is not over on all."""
+        assert self._ranks is not None
+        self._check_in_step()
+        # It stays so when an interrupt comes before all ranks have agreed.
+        self._is_agreeing = not no_dist and self._ranks.world_size > 1
+        try:
+            ranks = self._ranks.global_ranks
+            if no_dist:
+                ranks = [ranks[self._ranks.rank]]
+                reports = self._ask_own_rank(entry, blocking)
+            else:
+                reports = self._ask_all_ranks(entry, blocking)
+        except Exception:
+            self._is_agreeing = False
+            raise
+        self._is_agreeing = False
+        return None if reports is None else list(zip(ranks, reports, strict=True))
+
+    def _check_in_step(self) -> None:
+        if self._is_agreeing:
+            raise CheckpointingException(
+                "a poll of this queue was interrupted on this rank while the ranks agreed, and the "
+                "others may wait for it: make a new queue, and new managers, on every rank. "
+                f"{self._unfinalized()} not finalized. Checkpoints saved before are as they were"
+            )
+
+    def _unfinalized(self) -> str:
+        names = [entry.name for entry in self._entries]
+        return f"{', '.join(names)} {'were' if len(names) > 1 else 'was'}"
+
+    def _judge(self, entry: _Entry, told: list[tuple[int, CallReport]]) -> None:
+        ranks, reports = zip(*told, strict=True)
         failed = judge(reports, ranks)
         if failed is None:
-            # Out of the queue first, so that a finalize_fn that raises stops no later call.
-            self._entries.popleft()
-            for fn in entry.request.finalize_fns:
-                fn()
             return
         # A rank that is ahead keeps its call: the others drop the one that it does not have.
         if entry.request.call_idx == min(report.call_idx for report in reports):

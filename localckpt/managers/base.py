@@ -9,12 +9,13 @@ shards are kept is the shelf's business (``shelf.py``).
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from localckpt.errors import (
 )
 from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity
 from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
+from localckpt.managers.calls import Calls, one_call
 from localckpt.managers.coverage import (
     SaveOutcome,
     complete_checkpoints,
@@ -161,6 +163,9 @@ class BaseCheckpointManager(ABC):
         self._holdings: Holdings | None = None
         self._redundancy: Redundancy | None = None
         self._process = os.getpid()
+        self._calls = Calls(
+            self._clean_up_interrupted, has_peers=self.world_size > 1, begun=self._note_call
+        )
 
     # The five hooks.
 
@@ -203,15 +208,23 @@ class BaseCheckpointManager(ABC):
         return self._coordinator.world_size
 
     @overload
-    def save(self, state_dict: Any, iteration: int, is_async: Literal[False] = False) -> None: ...
+    def save(
+        self, state_dict: Any, iteration: SupportsIndex, is_async: Literal[False] = False
+    ) -> None: ...
 
     @overload
-    def save(self, state_dict: Any, iteration: int, is_async: Literal[True]) -> AsyncRequest: ...
+    def save(
+        self, state_dict: Any, iteration: SupportsIndex, is_async: Literal[True]
+    ) -> AsyncRequest: ...
 
     @overload
-    def save(self, state_dict: Any, iteration: int, is_async: bool) -> AsyncRequest | None: ...
+    def save(
+        self, state_dict: Any, iteration: SupportsIndex, is_async: bool
+    ) -> AsyncRequest | None: ...
 
-    def save(self, state_dict: Any, iteration: int, is_async: bool = False) -> AsyncRequest | None:
+    def save(
+        self, state_dict: Any, iteration: SupportsIndex, is_async: bool = False
+    ) -> AsyncRequest | None:
         """Save this rank's state; all ranks call it.
 
         What is saved is the value that the state has at the call; afterwards it may be changed.
@@ -220,7 +233,8 @@ class BaseCheckpointManager(ABC):
             state_dict: A plain dict, a :class:`TensorAwareStateDict`, or any object graph. Values
                 of the dict that have ``state_dict`` and ``load_state_dict`` (a model, an optimizer)
                 are saved as the state that they tell.
-            iteration: Its number, above that of every checkpoint this manager saved or loaded.
+            iteration: Its number, above that of every checkpoint this manager saved or loaded: an
+                ``int``, or an integer of numpy.
             is_async: Return as soon as the state is captured.
 
         Returns:
@@ -243,7 +257,13 @@ class BaseCheckpointManager(ABC):
         called = time.monotonic()
         self._check_fork()
         self._require_writable()
-        self._check_iteration(iteration)
+        return self._calls.make(
+            "save", lambda: self._begin_save(called, state_dict, self._checked(iteration), is_async)
+        )
+
+    def _begin_save(
+        self, called: float, state: Any, iteration: int, is_async: bool
+    ) -> AsyncRequest | None:
         self._give_up_forgotten(iteration)
         self._finish_copies()
         self._join()
@@ -252,7 +272,7 @@ class BaseCheckpointManager(ABC):
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
         if not self._states_are_good:
-            state_dict = self._require_good_states(state_dict, iteration)
+            state = self._require_good_states(state, iteration)
         self._begin_epoch(iteration)
         self._forget_latest()
         self._generation = self._generation.next()
@@ -262,16 +282,18 @@ class BaseCheckpointManager(ABC):
         self._in_flight.add(save, finalize)
         self._known.under_way.append(iteration)
         self._newest_iteration = iteration
-        self._saving.begin(save, state_dict)
+        self._saving.begin(save, state)
         self.last_save = save.report()
         request = AsyncRequest(
             *self._saving.call(save, lambda _: self._take_back(save)), [finalize]
         )
         if is_async:
+            save.is_returned = True
             return request
         request.execute_sync(self._coordinator)
         return None
 
+    @one_call
     def find_latest(self) -> int:
         """Iteration of the newest complete checkpoint, or ``-1``; all ranks call it.
 
@@ -285,6 +307,7 @@ class BaseCheckpointManager(ABC):
         return self._find_latest() if self.latest_iteration == -1 else self.latest_iteration
 
     def _find_latest(self) -> int:
+        """Find the newest complete checkpoint, whatever was found before."""
         self._finish_copies()
         self._join()
         holdings = self._look()
@@ -304,7 +327,8 @@ class BaseCheckpointManager(ABC):
             self._resume(None)
         return self.latest_iteration
 
-    def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None:
+    @one_call
+    def begin(self, from_iteration: SupportsIndex, *, lineage: Lineage | None = None) -> None:
         """Say that the job resumes from elsewhere, not from what :meth:`load` gives; all ranks.
 
         What is saved next descends from there. Complete checkpoints on the nodes that are above
@@ -321,10 +345,11 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         self._require_writable()
-        if isinstance(from_iteration, bool) or not isinstance(from_iteration, int):
+        if (number := _as_int(from_iteration)) is None:
             raise CheckpointingException(
                 f"the iteration to go on from is {from_iteration!r}; it must be an int"
             )
+        from_iteration = number
         if from_iteration < -1:
             raise CheckpointingException(
                 f"the iteration to go on from is {from_iteration}; it must be -1 or above"
@@ -342,6 +367,7 @@ class BaseCheckpointManager(ABC):
         origin: Origin = "shared" if lineage else "nothing" if from_iteration < 0 else "elsewhere"
         self._resume(Resumed(origin, from_iteration, lineage))
 
+    @one_call
     def lineage_of_save(self, iteration: int) -> Lineage:
         """Return the lineage under which an iteration is saved now; all ranks call it.
 
@@ -354,6 +380,7 @@ class BaseCheckpointManager(ABC):
         self._join()
         return self._begin_epoch(iteration)
 
+    @one_call
     def explain(self) -> Explanation:
         """Say which checkpoint a restart would load, and why none that is newer.
 
@@ -365,11 +392,15 @@ class BaseCheckpointManager(ABC):
             CheckpointingException: Some node cannot be read; on all ranks.
             PeerLostError: A rank did not answer in time.
         """
+        return self._explanation()
+
+    def _explanation(self) -> Explanation:
         self._finish_copies()
         self._join()
         assert self._domains is not None
         return gather_explanation(self._coordinator, self._shelf, self._domains)
 
+    @one_call
     def all_iterations(self) -> list[int]:
         """Iterations that :meth:`load` can give, in the order in which a restart tries them.
 
@@ -379,11 +410,15 @@ class BaseCheckpointManager(ABC):
             MismatchError: As for :meth:`find_latest`.
             PeerLostError: A rank did not answer in time.
         """
+        return self._all_iterations()
+
+    def _all_iterations(self) -> list[int]:
         if self._holdings is None:
             self._find_latest()
         complete = [c for c in self._known.complete if c.world_size == self.world_size]
         return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
 
+    @one_call
     def load(
         self,
         *,
@@ -469,12 +504,12 @@ class BaseCheckpointManager(ABC):
             return state, CkptID(checkpoint.iteration, self.rank, self.session_id)
         if iteration is not None:
             raise NoReplicasAvailableError(
-                why_not_that(iteration, self.all_iterations(), recovery.bad)
+                why_not_that(iteration, self._all_iterations(), recovery.bad)
             )
         self.latest_iteration = -1
         raise NoReplicasAvailableError(
             why_nothing_loads(
-                self._holdings, self.explain(), recovery.bad, node_labels(self._domains)
+                self._holdings, self._explanation(), recovery.bad, node_labels(self._domains)
             )
         )
 
@@ -485,13 +520,15 @@ class BaseCheckpointManager(ABC):
         """
         if os.getpid() == self._process and (saves := self._in_flight.not_scheduled()):
             logger.error("%s", forgotten(saves, "The manager is closed."))
-        self._free()
+        self._close()
         self._coordinator.close()
 
+    def _close(self) -> None:
+        # A fork of the trainer has none of it, and must not take it away.
+        if os.getpid() == self._process:
+            self._calls.make("close", self._free, also_interrupted=True)
+
     def _free(self) -> None:
-        if os.getpid() != self._process:
-            # A fork of the trainer has none of it, and must not take it away.
-            return
         try:
             self._finish_copies()
         finally:
@@ -517,7 +554,7 @@ class BaseCheckpointManager(ABC):
             if self._redundancy is not None:
                 self._redundancy.cancel()
         finally:
-            self._free()
+            self._close()
 
     @property
     def degraded(self) -> int:
@@ -535,6 +572,7 @@ class BaseCheckpointManager(ABC):
         """
         return self._known.status(self.rank)
 
+    @one_call
     def survivability(self) -> list[LossChance]:
         """How likely 1, 2, 3 and 4 lost nodes lose data, as ranks are on nodes; all ranks call it.
 
@@ -640,17 +678,42 @@ class BaseCheckpointManager(ABC):
                 "this manager was made with read_only=True: it loads, and saves nothing"
             )
 
-    def _check_iteration(self, iteration: int) -> None:
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+    def _checked(self, iteration: SupportsIndex) -> int:
+        number = _as_int(iteration)
+        if number is None or number < 0:
             raise CheckpointingException(
                 f"the iteration to save is {iteration!r}; it must be an int and not negative"
             )
-        if iteration <= self._newest_iteration:
+        if number <= self._newest_iteration:
             raise CheckpointingException(
-                f"iteration {iteration} cannot be saved: this manager has saved or loaded "
+                f"iteration {number} cannot be saved: this manager has saved or loaded "
                 f"iteration {self._newest_iteration}, and the next must be above it. To go back, "
                 f"load(iteration=...), or say with begin() what the job goes on from"
             )
+        return number
+
+    def _note_call(self, name: str) -> None:
+        """Have errors about ranks that do not come ask for what is most often the cause."""
+        self._coordinator.hint = (
+            " Does every rank poll its queue?"
+            if name == "finalize"
+            else f" Is {name}() called on every rank?"
+        )
+
+    def _clean_up_interrupted(self) -> None:
+        """Give back what a call has taken that was interrupted."""
+        # The other ranks may not come any more.
+        self._saving.cancel()
+        if self._redundancy is not None:
+            self._redundancy.cancel()
+        self._forget_latest()
+        for save in self._in_flight:
+            # One that was returned is for its queue to finalize.
+            if save.is_told:
+                # Another rank may have found it complete.
+                self._leave(save)
+            elif not save.is_returned:
+                self._take_back(save)
 
     def _join(self) -> None:
         """Meet the other ranks once: check that all belong together, agree on the epoch."""
@@ -719,9 +782,16 @@ class BaseCheckpointManager(ABC):
 
     def _finalize(self, save: SaveUnderWay) -> None:
         """All ranks agree that a save is complete, or take it back and raise the same error."""
+        # A save that waits for older ones finalizes them, and a poll that was interrupted does so
+        # again.
+        if not save.is_finalized:
+            self._calls.make("finalize", lambda: self._agree_on_outcome(save), inside=True)
+
+    def _agree_on_outcome(self, save: SaveUnderWay) -> None:
         self._finish_copies()
         iteration = save.identity.iteration
         mine = self._saving.outcome(save, self._known.copies_wanted(self.rank))
+        save.is_told = self.world_size > 1
         gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         # What find_latest saw while this save was under way is out of date.
@@ -736,7 +806,6 @@ class BaseCheckpointManager(ABC):
                 f"the save of iteration {iteration} failed: {'; '.join(problems)}. Older "
                 f"checkpoints are as they were; training can go on and save again"
             )
-        self._in_flight.remove(save)
         self._known.forget(iteration)
         reached = self._known.add(checkpoint, outcomes)
         if reached.lacking:
@@ -747,6 +816,8 @@ class BaseCheckpointManager(ABC):
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not let go of older checkpoints", self.rank)
+        self._in_flight.remove(save)
+        save.is_finalized = True
         report = save.report()
         if self.last_save is not None and self.last_save.iteration == iteration:
             self.last_save = report
@@ -774,3 +845,13 @@ class BaseCheckpointManager(ABC):
     def _forget_latest(self) -> None:
         self.latest_iteration = -1
         self._holdings = None
+
+
+def _as_int(number: SupportsIndex) -> int | None:
+    """An integer of any type, numpy's among them, as an ``int``; ``None`` for anything else."""
+    if isinstance(number, bool):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None

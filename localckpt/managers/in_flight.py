@@ -28,6 +28,8 @@ class InFlight:
     def remove(self, save: SaveUnderWay) -> None:
         """Forget a save that is finalized or given up."""
         self._saves.pop(save, None)
+        # Its queue keeps the error of its last call, whose frames keep the save.
+        save.ticket = None
 
     def __iter__(self) -> Iterator[SaveUnderWay]:
         return iter(list(self._saves))

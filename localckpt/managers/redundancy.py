@@ -179,6 +179,10 @@ class Redundancy:
         """
         if self._thread is None:
             return
+        if self._thread.ident is None:
+            # An interrupt kept it from starting.
+            self._thread = None
+            return
         deadline_s = _STEPS * self._timeout_s
         self._thread.join(deadline_s)
         if self._thread.is_alive():

@@ -137,6 +137,7 @@ class Replicator:
         own: StagedShard | None,
         error: str | None,
     ) -> list[StagedShard]:
+        turn.is_taken_up = True
         try:
             if not turn.wait(STEPS * self._timeout_s):
                 raise CheckpointingException(

@@ -134,6 +134,9 @@ class SaveUnderWay:
     Attributes:
         ticket: Its place in a queue of ours; ``None`` in no queue, or in a foreign one.
         is_scheduled: Whether somebody carries it out: a queue, or who called its function.
+        is_returned: Whether ``save`` has returned its request.
+        is_told: Whether other ranks may have learned how it ended here.
+        is_finalized: Whether all ranks have agreed that it is complete.
         shards: What this rank keeps, its own first.
         copies: What comes of replicating it.
         copies_come_later: Whether that is behind training.
@@ -153,6 +156,9 @@ class SaveUnderWay:
     group: ParityGroup | None = None
     ticket: Ticket | None = None
     is_scheduled: bool = False
+    is_returned: bool = False
+    is_told: bool = False
+    is_finalized: bool = False
     outcome: ForeignOutcome | None = None
     here: Future[None] | None = None
     error: str | None = None

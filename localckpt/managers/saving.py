@@ -252,7 +252,10 @@ class Saving:
         self._shelf.wait_sealed()
         try:
             self.keep_all(save.shards)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt: nothing is waited for that other ranks are to do.
+                self.cancel()
             # This save is not over while others send to it.
             self.settle(save)
             raise

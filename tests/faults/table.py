@@ -113,6 +113,10 @@ FAULTS = {
         "SIGTERM, Ctrl-C, exit, or fork with a save in flight",
         "drained or given up; no hang at exit",
     ),
+    "many-saves": (
+        "thousands of saves in one life, more of them than polls",
+        "memory, descriptors, threads and keys stay flat",
+    ),
     "changed-state": (
         "tensors changed as soon as save returns",
         "the values at the call are saved",

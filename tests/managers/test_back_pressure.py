@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -420,3 +421,32 @@ def test_a_guard_and_a_worker_process_exclude_each_other(kind: str, root: Path) 
 
     assert "async_worker='thread'" in refused
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.fault("refused-io")
+@pytest.mark.parametrize("queued", [False, True], ids=["at once", "behind training"])
+def test_saves_to_a_file_system_that_is_read_only_give_their_buffers_back(
+    queued: bool, small_disk: Callable[[str], Path]
+) -> None:
+    disk = small_disk("size=64m")
+    with (
+        make_manager("disk", disk, timeout=5.0) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        manager.save(state_of(0, 0), 0)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], timeout=30, check=True)
+        try:
+            # More often than there are buffers.
+            told = [
+                error_of(
+                    lambda i=i: save(manager, state_of(0, i), i, queue if queued else None),
+                    localckpt.StorageError,
+                )
+                for i in range(1, 6)
+            ]
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], timeout=30, check=True)
+
+        assert all("mounted read-only" in text for text in told)
+        save(manager, state_of(0, 6), 6, queue if queued else None)
+        assert resume(manager, 0, 6) == "own node"

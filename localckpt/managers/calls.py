@@ -1,0 +1,138 @@
+"""One call into a manager at a time, and what is left when a call is interrupted.
+
+An interrupt, as Ctrl-C raises it, may come between any two instructions, also while another one is
+being handled. So a call notes its name before it does anything, and takes the name away when it is
+left in order: a later call that finds a name cleans up first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from localckpt.errors import CheckpointingException
+from localckpt.threads import interrupt_behind
+
+__all__ = ["Calls", "one_call"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Calls:
+    """The calls into one manager.
+
+    Args:
+        clean_up: Gives back what an interrupted call has taken; may itself be interrupted, and is
+            then called again.
+        has_peers: Whether other ranks take part in the calls. They cannot know that a call was
+            interrupted here, so no further call can be made with them.
+        begun: Told the name of each call before it is made.
+    """
+
+    def __init__(
+        self, clean_up: Callable[[], None], *, has_peers: bool, begun: Callable[[str], None]
+    ) -> None:
+        self._clean_up = clean_up
+        self._begun = begun
+        self._has_peers = has_peers
+        self._under_way = threading.Lock()
+        self._thread = 0
+        self._name = ""
+        self._interrupted = ""
+
+    def make(
+        self,
+        name: str,
+        call: Callable[[], T],
+        *,
+        inside: bool = False,
+        also_interrupted: bool = False,
+    ) -> T:
+        """Make a call, unless another one is under way.
+
+        Args:
+            name: What the user calls it.
+            call: Does it.
+            inside: Whether it may be a part of another call of this thread.
+            also_interrupted: Whether it can be made after an interrupt, whatever other ranks do.
+
+        Raises:
+            CheckpointingException: Another call is under way; or one was interrupted, and other
+                ranks take part.
+        """
+        if self._under_way.locked():
+            if inside and self._thread == threading.get_ident():
+                return call()
+            raise CheckpointingException(
+                f"{name}() was called while {self._name or 'another call'}() of the same manager "
+                f"is under way{'' if self._thread == threading.get_ident() else ' in a thread'}: "
+                f"make one call at a time. Nothing was done"
+            )
+        # Left in order whatever comes, since the lock is not written in Python.
+        with self._under_way:
+            self._begin(name, also_interrupted)
+            handled, interrupt = sys.exception(), None
+            try:
+                result = call()
+            except BaseException as error:
+                interrupt = interrupt_behind(error, handled)
+                if interrupt is None:
+                    self._name, self._thread = "", 0
+                    raise
+                self._left_by_interrupt()
+                raise interrupt from None
+            finally:
+                # Else an error would keep itself, and the state, by a variable of this call.
+                del handled, interrupt
+            self._name, self._thread = "", 0
+            return result
+
+    def _begin(self, name: str, also_interrupted: bool) -> None:
+        if self._name:
+            # Cleaning up after it was interrupted, too.
+            self._left_by_interrupt()
+        if self._interrupted and not also_interrupted:
+            raise CheckpointingException(
+                f"{name}() cannot be called: {self._interrupted}() was interrupted on this rank, "
+                f"and the other ranks may wait for it. Close this manager and its queue, and make "
+                f"new ones on every rank. Checkpoints saved before are as they were"
+            )
+        self._name, self._thread = name, threading.get_ident()
+        self._begun(name)
+
+    def _left_by_interrupt(self) -> None:
+        if self._has_peers:
+            self._interrupted = self._interrupted or self._name
+        try:
+            self._clean_up()
+        except Exception:
+            # The interrupt is what is to be raised.
+            logger.exception("what %s() left when it was interrupted stays", self._name)
+        self._name, self._thread = "", 0
+
+
+class _HasCalls(Protocol):
+    @property
+    def _calls(self) -> Calls: ...
+
+
+ManagerT = TypeVar("ManagerT", bound=_HasCalls)
+
+
+def one_call(
+    method: Callable[Concatenate[ManagerT, P], T],
+) -> Callable[Concatenate[ManagerT, P], T]:
+    """A method of a manager that is not called while another one is under way."""
+
+    @functools.wraps(method)
+    def guarded(manager: ManagerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return manager._calls.make(method.__name__, lambda: method(manager, *args, **kwargs))
+
+    return guarded

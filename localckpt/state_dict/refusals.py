@@ -6,6 +6,7 @@ The check is that of a load, on the same bytes. Places are looked for only once 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from localckpt.state_dict.skeleton import Taken, check_skeleton, take_tensors
 __all__ = ["require_loadable", "take_or_refuse"]
 
 _MOST_LEVELS = 100
-_MOST_PLACES = 20
+_MOST_PLACES = 50
 
 
 def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
@@ -103,7 +104,9 @@ def _find(
     if len(keys) < _MOST_LEVELS:
         inside.add(id(value))
         for key, child in _parts_of(value):
-            if len(places) >= _MOST_PLACES:
+            # Names are all of the whole; of what cannot be pickled, the first hides the others.
+            is_told = reasons <= told and all(isinstance(reason, Name) for reason in reasons)
+            if is_told or len(places) >= _MOST_PLACES:
                 break
             told |= _find(child, (*keys, key), allowed, places, inside)
         inside.discard(id(value))
@@ -135,7 +138,7 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from children
     elif isinstance(value, set | frozenset):
         yield from enumerate(value)
-    if getattr(value, "default_factory", None) is not None:
+    if isinstance(value, defaultdict):
         yield "default_factory", value.default_factory
     if not isinstance(value, type | torch.Tensor) and isinstance(
         attributes := getattr(value, "__dict__", None), dict

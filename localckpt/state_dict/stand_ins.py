@@ -419,6 +419,13 @@ def _check_restored(data: Any, dtype: Any, shape: Any, order: Any, is_writable: 
     return _Array(found, size)
 
 
+def _check_generator_of_torch(device: Any, state: Any) -> _Fixed:
+    # Of a number, bytearray() would make as many bytes.
+    if type(device) is not str or type(state) is not bytes:
+        _refuse("makes a generator")
+    return _Fixed()
+
+
 # numpy's generators. Their states are numbers that they go by without looking at them again.
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -545,6 +552,7 @@ _STAND_INS: dict[str, type[_Any]] = {
     "numpy.core.multiarray.scalar": _function(_check_scalar),
     "numpy.core.numeric._frombuffer": _function(_check_frombuffer),
     "localckpt.state_dict.foreign_values.restore_array": _function(_check_restored),
+    "localckpt.state_dict.foreign_values.restore_generator": _function(_check_generator_of_torch),
     "numpy.random._pickle.__bit_generator_ctor": _MAKES_BIT_GENERATORS,
     "numpy.random._pickle.__generator_ctor": _function(_check_generator),
     "numpy.random._pickle.__randomstate_ctor": _function(_check_generator),

@@ -303,7 +303,7 @@ def _read(capture: Any, skeleton: bytes) -> Iterator[bool]:
 def test_a_skeleton_forged_from_true_ones_is_an_error_of_ours_or_does_no_harm(
     tmp_path: Path, long_form: bool, record_property: Any
 ) -> None:
-    cases = 10_000 if long_form else 300
+    cases = 10_000 if long_form else 200
 
     try:
         (loaded,) = run_ranks(_read_many, 1, tmp_path, 0, cases, init_group=False, timeout_s=1700.0)

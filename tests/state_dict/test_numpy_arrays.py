@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from localckpt.errors import CheckpointingException
 from localckpt.state_dict.copying import Copier
+from localckpt.state_dict.foreign_values import restore_generator
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
@@ -314,6 +315,7 @@ FORGED = {
     ),
     "a generator by another function": Call(_GENERATOR, 1 << 33, bytes),
     "an array made by its class": Call(numpy.ndarray, (1 << 40,)),
+    "a generator of torch out of a number": Call(restore_generator, "cpu", 1 << 40),
     "a number made by its class": Call(numpy.void, 1 << 40),
     "a tensor rebuilt by another function": Call(
         torch._tensor._rebuild_from_type_v2, bytes, torch.Tensor, (1 << 40,), {}

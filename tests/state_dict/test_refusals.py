@@ -278,6 +278,6 @@ def test_a_look_through_a_pickle_skips_what_can_do_no_harm() -> None:
     assert looked < 4 * read
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_long_lists_of_tuples_are_no_nesting(protocol: int) -> None:
-    check_opcodes(pickle.dumps([("train", (i, frozenset([i]))) for i in range(30_000)], protocol))
+    check_opcodes(pickle.dumps([("train", (i, frozenset([i]))) for i in range(12_000)], protocol))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch.profiler import record_function
@@ -98,7 +98,8 @@ class Saving:
             stop_fns=[self.cancel],
             then_fn=lambda: self.finish(save),
             scheduled_fn=save.take_ticket,
-            hand_over=lambda: self._hand_over(save),
+            # A request that is frozen twice is written once.
+            hand_over=cache(lambda: self._hand_over(save)),
         )
         return call, args
 

@@ -462,3 +462,17 @@ def test_a_root_that_cannot_be_used_is_a_storage_error_with_the_path(kind: str, 
 
     assert str(in_the_way) in refused
     assert CheckpointingException in StorageError.__mro__
+
+
+def test_a_request_that_is_frozen_twice_is_written_once(tmp_path: Path) -> None:
+    with localckpt.LocalCheckpointManager(tmp_path) as manager:
+        request = manager.save({"a": torch.ones(3)}, 1, is_async=True)
+
+        first, second = request.freeze(), request.freeze()
+
+        assert first.async_fn is not None
+        assert first.async_fn is second.async_fn
+        first.async_fn()
+        for finalize in first.finalize_fns:
+            finalize()
+        assert manager.find_latest() == 1

@@ -376,8 +376,9 @@ class BaseCheckpointManager(ABC):
             PeerLostError: A rank did not answer in time.
         """
         self._require_writable()
-        self._finish_copies()
-        self._join()
+        if self._lineage is None:
+            self._finish_copies()
+            self._join()
         return self._begin_epoch(iteration)
 
     @one_call

@@ -103,8 +103,14 @@ class _World:
         return Holdings.found({node: tuple(self.nodes.get(node, ())) for node in nodes})
 
     def newest(self, there: set[Checkpoint], complete: list[Checkpoint]) -> Checkpoint | None:
-        """What a restart is to load, by the history: the highest that was not given up."""
+        """What a restart is to load, by the history.
+
+        The highest that was not given up; if there is none, the highest that was given up by those
+        alone, and so on.
+        """
         truths = {checkpoint: self.truth(checkpoint) for checkpoint in there}
+        if not truths:
+            return None
         standing: list[_Attempt] = []
         alive: set[Checkpoint] = set()
         for number in sorted({t.attempt.number for t in truths.values()}, reverse=True):
@@ -112,8 +118,10 @@ class _World:
             left = [c for c in of_it if not any(a.went_back_from(truths[c]) for a in standing)]
             alive.update(left)
             standing += [truths[left[0]].attempt] if left else []
-        best = [c for c in complete if c in alive] or complete
-        return max(best, key=lambda c: (c.iteration, c.generation), default=None)
+        best = [c for c in complete if c in alive]
+        if not best:
+            return self.newest(there - alive, complete)
+        return max(best, key=lambda c: (c.iteration, c.generation))
 
 
 _STARTS = st.fixed_dictionaries(

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
 from localckpt.managers import rebuilding
+from localckpt.state_dict.identify import read_verified_record
+from localckpt.storage.files import FileSource
 from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of
 from tests.managers.own_managers import DictManager
 from tests.ranks import DeadRank, node_store, run_ranks
@@ -52,6 +54,14 @@ def _restart(rank: int, world_size: int, kind: str, parity: int, group_size: int
         return [manager.last_load.source, manager.degraded, str(manager.status()[0])]
 
 
+def _lineage_of(path: Path) -> localckpt.Lineage | None:
+    source = FileSource(path)
+    try:
+        return read_verified_record(source).identity.lineage
+    finally:
+        source.close()
+
+
 def _empty(node: Path) -> None:
     shutil.rmtree(node)
     node.mkdir()
@@ -79,6 +89,11 @@ def test_nodes_are_lost_one_after_the_other_without_a_save_between(
         ]
         newest = [name for name in before if "000003." in name]
         assert [name for name in files(*nodes) if "000003." in name] == newest
+    # Parity that was made again, too, tells what its epoch resumed from.
+    paths = [path for node in nodes for path in node.rglob("*000003.*.safetensors")]
+    lineages = {_lineage_of(path) for path in paths}
+    assert len(lineages) == 1
+    assert None not in lineages
 
 
 @pytest.mark.fault("moved-ranks", "lost-nodes")

@@ -28,7 +28,7 @@ def short(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 
 def described(error: BaseException) -> str:
-    """What an error is told as: its text, with its class unless it is one of localckpt's own."""
+    """Return the text of an error, with its class unless it is one of localckpt's own."""
     is_own = isinstance(error, CheckpointingException) and str(error)
     return short(str(error)) if is_own else with_class(error)
 
@@ -51,7 +51,7 @@ def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:
 
 
 def said_by(texts: Mapping[int, str]) -> str:
-    """What ranks say, by rank: each text once, after the ranks that say it."""
+    """Join the texts of ranks: each text once, after the ranks that say it."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks.setdefault(texts[rank].rstrip("."), []).append(rank)

@@ -1,4 +1,4 @@
-"""What many ranks say alike is said once, and no text that goes to other ranks is long."""
+"""Texts that many ranks share are said once, and no text that goes to other ranks is long."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ class ArrayTensor(torch.Tensor):
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is an array that lies among the tensors."""
+    """Return whether a value is an array that lies among the tensors."""
     return (
         type(value) is numpy.ndarray and value.nbytes >= _SMALL_NBYTES and not _has_objects(value)
     )
 
 
 def reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
-    """What makes an array again, as ``__reduce__`` says it; ``NotImplemented``: let numpy say."""
+    """Reduce an array as ``__reduce__`` does; ``NotImplemented`` leaves it to numpy."""
     if type(array) is not numpy.ndarray or _has_objects(array):
         return NotImplemented
     order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
@@ -114,7 +114,7 @@ def restore_array(
 
 
 def reduce_generator(generator: torch.Generator) -> Any:
-    """What makes a generator of torch again, which goes on where this one is."""
+    """Reduce a generator of torch as ``__reduce__`` does, with its state."""
     state = generator.get_state()
     return restore_generator, (str(generator.device), state.numpy().tobytes())
 

@@ -14,7 +14,7 @@ from localckpt.errors import CorruptShardError
 __all__ = ["MAX_DEPTH", "check_opcodes"]
 
 MAX_DEPTH = 10_000
-"""How deep tuples may lie in each other: they are hashed by a recursion of C without a limit."""
+"""Limit of tuples in tuples, which are hashed by a recursion of C without a limit of its own."""
 
 # Each short text and number has a pattern of its length.
 _SHORT = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(64))
@@ -99,7 +99,7 @@ def _behind_argument(pickle: bytes, position: int, length: struct.Struct) -> int
 
 
 def _put_number(pickle: bytes, position: int, code: int) -> tuple[int, int]:
-    """What a PUT says, and where the next instruction begins."""
+    """Return the number that a PUT has, and the position behind it."""
     if code in _PUTS:
         (number,) = _PUTS[code].unpack_from(pickle, position)
         return number, position + _PUTS[code].size
@@ -122,7 +122,7 @@ _NOTHING = frozenset(b"\x80\x95")
 
 
 def _depth(pickle: bytes) -> int:
-    """How deep tuples, frozen sets and made objects lie in each other, at most."""
+    """Return the greatest depth of tuples, frozen sets and made objects in each other."""
     stack: list[int] = []
     memo: dict[int, int] = {}
     position, deepest = 0, 0

@@ -24,7 +24,7 @@ __all__ = ["Name", "SafeGlobals"]
 
 
 class Name(NamedTuple):
-    """What a pickle calls a class or a function."""
+    """Name of a class or function in a pickle."""
 
     module: str
     name: str
@@ -176,7 +176,7 @@ def _is_value_class(found: type) -> bool:
 
 
 def _named(item: Any) -> tuple[str, Any]:
-    """What a pickle calls an item of an allow-list, which may say so itself, and the item."""
+    """Return the name of an allow-list's item in a pickle, and the item."""
     if isinstance(item, tuple):
         item, full_name = item
         return str(full_name), item

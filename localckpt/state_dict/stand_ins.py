@@ -263,7 +263,7 @@ class _Dtype(_Fixed):
         return made
 
     def use(self) -> numpy.dtype[Any]:
-        """What it stands for; from here on it stays as it is."""
+        """Return the dtype that this stands for; from here on it stays as it is."""
         self._is_final = True
         self.require_unchanged()
         return cast("numpy.dtype[Any]", self.value)

@@ -14,7 +14,7 @@ __all__ = ["give_states", "is_stateful", "own_states", "stateful_keys"]
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value tells and takes a state of its own."""
+    """Return whether a value tells and takes a state of its own."""
     kind = type(value)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 

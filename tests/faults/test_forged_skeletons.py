@@ -247,7 +247,7 @@ def _use(value: Any, depth: int = 0) -> None:
 
 
 def _process() -> str:
-    """What a pickle must not change: classes, constants and the modules of this process."""
+    """Digest of what a pickle must not change: classes, constants and modules."""
     allowed = SafeGlobals()
     # Looked up as a load does, which imports what is allowed.
     kinds = [allowed.find(module, name) for module, name in _NAMES]

@@ -1,4 +1,4 @@
-"""What a save refuses: just what a load would, all of it at once, and with its place."""
+"""A save refuses just what a load would, all of it at once, and with its place."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.deadline import within
+from localckpt.deadline import begin
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.job_store import ask_store, default_store
 from localckpt.replication.groups import GroupWrapper
@@ -35,6 +36,7 @@ NEVER = 3
 # gloo waits as long as it is told for other ranks, and without end for the store.
 _CONNECTING_TIMES = 2
 _LEAVING_S = 1.0
+_LOOK_ROUND_S = 0.02
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
 
 
@@ -91,8 +93,9 @@ class HostConnections:
             return dist.ProcessGroupGloo(asking, ranks.index(rank), len(ranks), deadline)
 
         try:
-            # The store's client, which it uses, waits for ever for a host that cannot be reached.
-            gloo = within(_CONNECTING_TIMES * timeout_s, make, asking.stop_waiting)
+            # The store's client, which it uses, waits for ever for a host that cannot be reached,
+            # and gloo for a rank that has died since it told its address.
+            gloo = _unless_given_up(begin(make), _CONNECTING_TIMES * timeout_s, is_given_up)
         except (RuntimeError, TimeoutError) as error:
             asking.close()
             raise PeerLostError(
@@ -157,12 +160,7 @@ class _AskingStore(Store):
         self._store = store
         self._longest = longest
         self._is_given_up = is_given_up
-        self._is_stopped = False
         self._keys: list[str] = []
-
-    def stop_waiting(self) -> None:
-        """End the waits, from another thread."""
-        self._is_stopped = True
 
     def close(self) -> None:
         """Remove what was set here: ranks that are connected do not look for it again."""
@@ -195,12 +193,30 @@ class _AskingStore(Store):
         deadline = time.monotonic() + (timeout or self._longest).total_seconds()
         nap_s = _SHORTEST_NAP_S
         while not self._store.check(keys):
-            if self._is_stopped or self._is_given_up():
+            if self._is_given_up():
                 raise TimeoutError("it is not waited for any more")
             if time.monotonic() > deadline:
                 raise TimeoutError("they did not all come")
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def _unless_given_up(
+    outcome: Future[Any], timeout_s: float, is_given_up: Callable[[], bool]
+) -> Any:
+    """What comes of a call in another thread.
+
+    Raises:
+        TimeoutError: It is not over in time, or given up; it goes on, and its outcome is lost.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not outcome.done() and time.monotonic() < deadline and not is_given_up():
+        wait([outcome], _LOOK_ROUND_S)
+    try:
+        return outcome.result(0)
+    finally:
+        # An error keeps the frames that it came through: it must not be in one of them itself.
+        del outcome
 
 
 def as_tensor(view: memoryview) -> torch.Tensor:

@@ -159,9 +159,8 @@ class HookShelf(Shelf):
     def set_aside(self, identity: ShardIdentity, why: str) -> None:
         """The hooks have no way to tell; this run does not ask for the copy again."""
 
-    def doubt(self, identity: ShardIdentity, why: str) -> bool:
+    def doubt(self, identity: ShardIdentity, why: str) -> None:
         self.set_aside(identity, why)
-        return True
 
     def close(self) -> None:
         self._rooms.clear()

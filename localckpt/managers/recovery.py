@@ -80,16 +80,6 @@ class _Refusal(NamedTuple):
         text = f"the state cannot be rebuilt: {with_class(error)}"
         return cls(RestoreError.__name__, text)
 
-    @classmethod
-    def of_good_bytes(cls, error: Exception) -> _Refusal:
-        """Of a shard that is good where it is kept, and was not where it was read to."""
-        text = (
-            f"the state cannot be rebuilt: {described(error)}, though every byte of the shard "
-            f"matches its digest when it is read by itself. Something else writes into the tensors "
-            f"to load into, the memory or the bus is defective, or another program made the file"
-        )
-        return cls(RestoreError.__name__, text)
-
 
 @dataclass(frozen=True)
 class _Outcome:
@@ -349,10 +339,8 @@ class Recovery:
                 return None, _Outcome(unfit=described(error))
             # What the node refused once it may give the next time: only bad bytes are set aside.
             is_bad = isinstance(error, CorruptShardError)
-            is_own = is_bad and not senders and not self._may_be_mended(checkpoint, identity.rank)
-            if is_own and not self._shelf.doubt(identity, f"read: {error}"):
-                self._failure = error
-                return None, _Outcome(refused=_Refusal.of_good_bytes(error))
+            if is_bad and not senders and not self._may_be_mended(checkpoint, identity.rank):
+                self._shelf.set_aside(identity, str(error))
             return None, _Outcome((_Bad(holder, identity.rank, described(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
             forget_frames(error)

@@ -186,6 +186,10 @@ class Shelf(ABC):
 
         Returns:
             The state, and the size of its image in bytes.
+
+        Raises:
+            CorruptShardError: Some bytes are bad, also when they are read by themselves.
+            RestoreError: They are good, and the state cannot be made of them.
         """
 
     @abstractmethod
@@ -193,12 +197,8 @@ class Shelf(ABC):
         """Keep a bad copy from being found again."""
 
     @abstractmethod
-    def doubt(self, identity: ShardIdentity, why: str) -> bool:
-        """A copy from here was bad where it was read: set it aside if it is bad here, too.
-
-        Returns:
-            Whether it may be bad here; ``False`` if every byte of it was found to be good.
-        """
+    def doubt(self, identity: ShardIdentity, why: str) -> None:
+        """A copy from here was bad where it was read: set it aside if it is bad here, too."""
 
     @abstractmethod
     def close(self) -> None:

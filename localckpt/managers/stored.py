@@ -17,6 +17,7 @@ from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     MismatchError,
+    RestoreError,
     StorageError,
 )
 from localckpt.ids import Series, ShardIdentity, ShardRecord
@@ -279,6 +280,14 @@ class StoreShelf(Shelf):
             into = None if options.into is None else find_targets(options.into, options.optional)
             reader = ImageReader(source, self._allowed, identity)
             return reader.restore(into, options.map_location), source.nbytes
+        except CorruptShardError as error:
+            # Bytes are compared where they were read to, which others may write into.
+            verify(source, identity)
+            raise RestoreError(
+                f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
+                f"digest when it is read by itself. Something else writes into the tensors to load "
+                f"into, the memory or the bus is defective, or another program made the file"
+            ) from error
         finally:
             source.close()
             self._forget_arrival()
@@ -292,7 +301,7 @@ class StoreShelf(Shelf):
         with nullcontext() if why is None else self.store.replacing(identity, why):
             yield
 
-    def doubt(self, identity: ShardIdentity, why: str) -> bool:
+    def doubt(self, identity: ShardIdentity, why: str) -> None:
         # A rank with bad memory must not talk the others out of their good copies.
         try:
             source = self.store.open(identity)
@@ -306,8 +315,6 @@ class StoreShelf(Shelf):
             logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
         else:
             logger.warning("%s is good here, but not when it was %s", identity, why)
-            return False
-        return True
 
     def close(self) -> None:
         with ExitStack() as closing:

@@ -143,7 +143,8 @@ class Zoo:
         ]
         try:
             result = draw.choice(ways)()
-        except (RuntimeError, ValueError, IndexError):
+        # Real tensors have no imaginary part: a TypeError in torch 2.15, a RuntimeError before.
+        except (RuntimeError, TypeError, ValueError, IndexError):
             return tensor
         return result if result.numel() <= _MOST_ITEMS else tensor
 

@@ -54,7 +54,7 @@ def _name_of(value: Any) -> str:
         *(os.system, os.getenv, pickle.loads, torch.load, torch.jit.load, numpy.load),
         *((eval, "my.own_name"), (Settings, "builtins.eval")),
     ],
-    ids=str,
+    ids=_name_of,
 )
 def test_what_calls_whatever_a_file_says_cannot_be_allowed(callable_: Any) -> None:
     with pytest.raises(UnsafeGlobalError, match=r"cannot allow .* would run what the file says"):

@@ -44,7 +44,8 @@ class Coordinator:
 
     All ranks of the group create their coordinators with the same name in the same order, and then
     call the same methods in the same order. The first call, whichever it is, waits until all ranks
-    have created theirs. Without torch.distributed it is a world of one.
+    have created theirs; :attr:`is_open` tells whether it would. Without torch.distributed it is a
+    world of one.
 
     Args:
         name: Keeps this coordinator's messages apart from those of others.
@@ -74,6 +75,11 @@ class Coordinator:
         self._part = StorePart(name, process_group, timeout_s, ranks, remove_keys=_remove_keys)
         self.rank, self.global_ranks = self._part.rank, self._part.ranks
         self.world_size = len(self.global_ranks)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call need not wait until all ranks have created their coordinators."""
+        return self._part.is_open
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank."""
@@ -154,12 +160,25 @@ class Coordinator:
         """Whether every rank has reported. Never waits; for a world of one always true."""
         return self._add(f"poll {counter}", f"count/{counter}", 0) >= self.world_size
 
-    def answer(self, question: str, yes: bool) -> None:
-        """On rank 0: say no to a question any number of times, then yes. Never waits."""
-        self._add(f"answer {question}", f"count/{question}", 1 if yes else _NO)
+    def answer(self, question: str, yes: bool, *, noes_before: int = 0) -> None:
+        """On rank 0: say no to a question any number of times, then yes. Never waits.
+
+        Args:
+            question: The question.
+            yes: The answer.
+            noes_before: How often it was no before, without having been said.
+        """
+        number = noes_before * _NO + (1 if yes else _NO)
+        self._add(f"answer {question}", f"count/{question}", number)
+
+    def is_answered(self, question: str) -> bool:
+        """Whether rank 0 has answered a question so far, yes or no. Never waits."""
+        return self._add(f"poll {question}", f"count/{question}", 0) > 0
 
     def hear_answer(self, question: str, number: int) -> bool:
         """What rank 0 answers to a question, or has answered, for the ``number``-th time from 1.
+
+        A yes is the last answer, and holds for all numbers after it, too.
 
         Raises:
             PeerLostError: Rank 0 did not say in time.
@@ -264,7 +283,7 @@ class Coordinator:
         def is_answered() -> bool:
             nonlocal noes, yes
             noes, yes = divmod(store.add(key, 0), _NO)
-            return noes + yes >= number
+            return yes > 0 or noes >= number
 
         if lost := self._wait(store, phase, is_answered, lambda: [0]):
             try:

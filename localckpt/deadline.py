@@ -26,7 +26,7 @@ def within(timeout_s: float, call: Callable[[], T], stop: Callable[[], None] | N
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
         CheckpointingException: No thread can be had.
     """
-    outcome = begin(call)
+    thread, outcome = _start(call)
     try:
         return outcome.result(timeout_s)
     except BaseException:
@@ -35,6 +35,9 @@ def within(timeout_s: float, call: Callable[[], T], stop: Callable[[], None] | N
             stop()
         raise
     finally:
+        if outcome.done():
+            # It has nothing left to do but to end.
+            thread.join()
         # An error keeps the frames that it came through: it must not be in one of them itself.
         del outcome
 
@@ -45,6 +48,10 @@ def begin(call: Callable[[], T]) -> Future[T]:
     Raises:
         CheckpointingException: No thread can be had.
     """
+    return _start(call)[1]
+
+
+def _start(call: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
     outcome: Future[T] = Future()
     # A daemon: what never returns must not keep the interpreter from ending.
     thread = threading.Thread(
@@ -57,7 +64,7 @@ def begin(call: Callable[[], T]) -> Future[T]:
             f"this process cannot start a thread ({error}): raise the limit on its processes "
             f"(ulimit -u, or the container's pids limit)"
         ) from error
-    return outcome
+    return thread, outcome
 
 
 def _carry_out(call: Callable[[], T], outcome: Future[T]) -> None:

@@ -115,6 +115,13 @@ class StorePart:
         return len(self.ranks) == 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether :meth:`open` returns, or raises, without waiting for other ranks."""
+        if self.is_alone or self._store is not None:
+            return True
+        return self._opening is not None and self._opening.done()
+
+    @property
     def is_fork(self) -> bool:
         """Whether this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process

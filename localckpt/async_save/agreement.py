@@ -38,8 +38,10 @@ class Agreement:
         self._settled = 0
         self._ahead = 0
         self._polls = 0
+        self._unsaid = 0
         self._reported = False
         self._agreed = False
+        self._has_begun = False
 
     @property
     def is_ahead(self) -> bool:
@@ -122,11 +124,16 @@ class Agreement:
 
     def _go_on(self) -> None:
         self._settled += 1
-        self._ahead, self._polls, self._agreed, self._reported = 0, 0, False, False
+        self._ahead, self._polls, self._unsaid = 0, 0, 0
+        self._agreed = self._reported = False
 
     def _poll(self, is_over: Callable[[], bool], blocking: bool, start: float) -> bool:
         if self._ranks.world_size == 1:
             return blocking or is_over()
+        if not (blocking or self._may_begin()):
+            self._polls += 1
+            self._unsaid += 1
+            return False
         if is_over():
             self._report_once()
         if self._ranks.rank == 0:
@@ -135,7 +142,9 @@ class Agreement:
                 self._agreed = blocking or (
                     is_over() and self._ranks.reported_by_all(_over(self._settled))
                 )
-                self._ranks.answer(_question(self._settled), self._agreed)
+                question, unsaid = _question(self._settled), self._unsaid
+                self._ranks.answer(question, self._agreed, noes_before=unsaid)
+                self._unsaid = 0
         else:
             self._set_deadline(start + self._timeout_s * (_OTHER_RANKS if blocking else 1.0))
             # The answer for the first poll would have been given before the call was scheduled.
@@ -144,6 +153,18 @@ class Agreement:
             )
         self._polls += 1
         return agreed
+
+    def _may_begin(self) -> bool:
+        """Whether a poll need not wait for ranks that have not scheduled a call yet.
+
+        The others begin once they have seen the first rank answer. It decides after all have
+        reported, so none of them misses the decision by its polls before.
+        """
+        if not self._has_begun:
+            self._has_begun = self._ranks.is_open and (
+                self._ranks.rank == 0 or self._ranks.is_answered(_question(self._settled))
+            )
+        return self._has_begun
 
     def _report_once(self) -> None:
         if not self._reported:

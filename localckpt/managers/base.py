@@ -75,6 +75,14 @@ __all__ = ["BaseCheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
+# Attributes of a manager that another process can neither have nor use.
+_OF_THE_TRAINER = frozenset(
+    {
+        *("_coordinator", "_strategy", "repl_strategy", "_replicator", "_redundancy"),
+        *("_shelf", "_saving", "_in_flight", "_calls", "_known", "_holdings"),
+    }
+)
+
 
 class BaseCheckpointManager(ABC):
     """Saves and loads this rank's state together with all other ranks of the job.
@@ -138,6 +146,7 @@ class BaseCheckpointManager(ABC):
         self.repl_strategy = repl_strategy
         # Without the session in its name: ranks with different ones must meet, to be told.
         self._coordinator = Coordinator("manager", process_group, timeout)
+        self._rank, self._world_size = self._coordinator.rank, self._coordinator.world_size
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._strategy.take_timeout(timeout)
         self._replicator = Replicator(self._strategy, timeout, background=background, strict=strict)
@@ -166,6 +175,10 @@ class BaseCheckpointManager(ABC):
         self._calls = Calls(
             self._clean_up_interrupted, has_peers=self.world_size > 1, begun=self._note_call
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker process needs to call the hooks: all but the protocol's own objects."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINER}
 
     # The five hooks.
 
@@ -200,12 +213,12 @@ class BaseCheckpointManager(ABC):
     @property
     def rank(self) -> int:
         """This process's rank among those of the job."""
-        return self._coordinator.rank
+        return self._rank
 
     @property
     def world_size(self) -> int:
         """How many ranks the job has."""
-        return self._coordinator.world_size
+        return self._world_size
 
     @overload
     def save(

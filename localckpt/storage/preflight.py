@@ -155,8 +155,9 @@ def _write_page(path: Path, flag: int) -> None:
     try:
         direct = bool(flag & os.O_DIRECT)
         reserve(fd, _PROBE_NBYTES)
-        with mmap.mmap(-1, PAGE_NBYTES) as page, memoryview(page) as view:
-            write_range(fd, view, 0, _PROBE_NBYTES, direct=direct)
+        # Not closed by hand: an error holds views of it until it has been handled.
+        page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
+        write_range(fd, page, 0, _PROBE_NBYTES, direct=direct)
         os.ftruncate(fd, _PROBE_NBYTES)
         os.fsync(fd)
     finally:

@@ -126,7 +126,8 @@ class RankFolder:
                 before stays noted.
         """
         if lineage is None:
-            _, lineage = epoch_note(self.path)
+            with storage_errors("read", self.path):
+                _, lineage = epoch_note(self.path)
         note = self.path / EPOCH_NAME
         told = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
         with storage_errors("write", note):

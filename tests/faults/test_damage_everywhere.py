@@ -24,6 +24,7 @@ Dirs = Callable[[int], list[Path]]
 Cases = Iterable[tuple[str, bytes]]
 
 _OLDER, _NEWEST = 7, 8
+_ATTEMPT = "of another attempt"
 
 
 class _Node:
@@ -74,7 +75,11 @@ class _Node:
 
     def is_whole(self) -> None:
         """The newer file as it was is what is loaded."""
-        self._path.write_bytes(self.newest)
+        self.is_loaded(self.newest)
+
+    def is_loaded(self, content: bytes) -> None:
+        """With this in the place of the newer file, its iteration is loaded."""
+        self._path.write_bytes(content)
         with make_manager(self._kind, self._root, "job", keep_last=2) as manager:
             assert manager.find_latest() == _NEWEST
             assert_same(manager.load()[0], mixed_state(0, _NEWEST))
@@ -148,7 +153,19 @@ def test_a_good_block_in_the_place_of_another_is_seen(node: _Node, record_proper
 def test_a_good_file_in_the_place_of_another_is_taken_for_what_it_is(
     node: _Node, record_property: Any
 ) -> None:
-    _play(node, foreign(node.newest, node.older), record_property, bad=False)
+    cases = [case for case in foreign(node.newest, node.older) if case[0] != _ATTEMPT]
+    _play(node, cases, record_property, bad=False)
+
+
+@pytest.mark.fault("wrong-place")
+def test_a_good_file_of_an_attempt_that_nobody_gave_up_counts_by_its_iteration(
+    node: _Node, record_property: Any
+) -> None:
+    other = dict(foreign(node.newest, node.older))[_ATTEMPT]
+
+    node.is_loaded(other)
+
+    record_property("cases", 1)
 
 
 _PLACES = ("own", "replica", "both")

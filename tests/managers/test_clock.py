@@ -40,14 +40,19 @@ def test_the_times_of_files_have_no_effect(kind: str, times: str, tmp_path: Path
     assert iterations_on(tmp_path) == {2, 3}
 
 
-def test_nothing_asks_what_time_it_is() -> None:
+# Commands show ages to people: files' times come from the listings, and now is asked where they are
+# shown.
+_SHOW_AGES = {"storage/catalog.py", "global_tier/catalog.py", "cli/output.py"}
+
+
+def test_nothing_asks_what_time_it_is_but_to_show_it() -> None:
     package = Path(localckpt.__file__).parent
-    asked = [
-        f"{path.relative_to(package)}:{node.lineno}"
+    asked = {
+        str(path.relative_to(package))
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and node.attr in ("time", "time_ns", "now", "today", "utcnow", "st_mtime", "st_mtime_ns")
-    ]
+    }
 
-    assert asked == []
+    assert asked == _SHOW_AGES

@@ -86,6 +86,10 @@ def _replicate_twice(rank: int, world_size: int, jump: int, factor: int, lazy: b
     assert all(bytes(memory.images[id_]) == _image_of(id_) for id_ in received)
     strategy.close()
     strategy.close()
+    # A thread that has been joined takes the kernel a moment to end.
+    deadline = time.monotonic() + 5.0
+    while _threads() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert _threads() == before
     return sorted([rank, *(id_.rank for id_ in received)])
 

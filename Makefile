@@ -28,7 +28,7 @@ test: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share.
-SIDE_BY_SIDE = --numprocesses 5 --dist loadfile
+SIDE_BY_SIDE = --numprocesses 4 --dist loadfile
 
 # An environment each under .venv-matrix, of several GB where torch comes with CUDA.
 MATRIX ?= 3.11:2.13.0 3.12:2.8.0 3.13:newest

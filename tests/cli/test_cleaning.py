@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -113,6 +114,11 @@ def test_what_was_set_aside_goes_only_when_it_is_asked_for(root: Path) -> None:
     assert f"removed {corrupt} (" in asked.out
 
 
+def _of_the_store(files: list[dict[str, Any]]) -> list[str]:
+    """Their paths, but for staging memory, which dead processes of any job leave in one place."""
+    return [file["path"] for file in files if file["kind"] != "staging"]
+
+
 def test_what_was_set_aside_and_is_good_is_put_back(root: Path, writer: str) -> None:
     shard = only_shards(root)[0]
     set_aside(shard, "a class could not be loaded")
@@ -124,7 +130,7 @@ def test_what_was_set_aside_and_is_good_is_put_back(root: Path, writer: str) -> 
 
     assert stayed
     assert f"would put back {aside} (" in would
-    assert answer["removed"] == answer["left"] == []
+    assert _of_the_store(answer["removed"]) == answer["left"] == []
     assert [file["path"] for file in answer["put_back"]] == [str(shard)]
     assert not aside.exists()
     with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
@@ -143,7 +149,7 @@ def test_what_was_set_aside_takes_no_other_name_and_goes_where_it_is_not_needed(
 
     answer = call("clean", store, "--corrupt", "--json").json()
 
-    assert [file["path"] for file in answer["removed"]] == [str(twice)]
+    assert _of_the_store(answer["removed"]) == [str(twice)]
     (back,) = (Path(file["path"]) for file in answer["put_back"])
     assert back.name.startswith(older.name.removesuffix(".safetensors"))
     assert back.name.endswith(".safetensors")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import ranks_named, said_by, short, with_short_texts
 from localckpt.job_store import StorePart, ask_store, if_there
+from localckpt.threads import Latch
 
 __all__ = ["Coordinator"]
 
@@ -69,7 +69,7 @@ class Coordinator:
         self.set_timeout(timeout_s)
         self.hint = ""
         self.in_a_hurry = False
-        self._interrupted = threading.Event()
+        self._interrupted = Latch()
         self._gathers = 0
         self._counters: set[str] = set()
         self._part = StorePart(name, process_group, timeout_s, ranks, remove_keys=_remove_keys)
@@ -206,7 +206,7 @@ class Coordinator:
         store = self._open()
         limit_s = _STORE_TIMES * max(self._usual_s, self.timeout_s)
         # Of this call alone: one that is interrupted must not go on in its thread.
-        self._interrupted = threading.Event()
+        self._interrupted = Latch()
         return ask_store(phase, limit_s, lambda: call(store), self._interrupted.set)
 
     def _require_same_phase(self, phases: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -28,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.deadline import begin, within
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.threads import Task
 
 __all__ = ["StorePart", "ask_store", "back_off", "default_store", "if_there"]
 
@@ -83,7 +83,7 @@ class StorePart:
         self._process = os.getpid()
         self._whole: Store | None = None
         self._store: Store | None = None
-        self._opening: Future[Store] | None = None
+        self._opening: Task[Store] | None = None
         self._closed = False
         self._remove_keys = remove_keys
         self._name = name
@@ -148,7 +148,7 @@ class StorePart:
         until = time.monotonic() + self._limit_s
         try:
             while not opening.done() and time.monotonic() < until and not in_a_hurry():
-                wait([opening], _LOOK_ROUND_S)
+                opening.wait(_LOOK_ROUND_S)
             with _store_errors(f"open {self._name!r}", self._limit_s):
                 self._store = opening.result(0)
         finally:
@@ -186,7 +186,7 @@ class StorePart:
         if self._whole is None or self._closed or self.is_fork:
             return
         opening = self._opening
-        if self._store is None and (opening is None or not opening.done() or opening.exception()):
+        if self._store is None and (opening is None or not opening.done() or opening.error):
             return
         self._closed = True
         try:

@@ -8,6 +8,7 @@ belongs to someone else.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -186,7 +187,15 @@ def _shared_memory_names() -> set[str]:
 
 
 def _is_of_another_run(name: str) -> bool:
-    return name.startswith("localckpt-test-") and os.environ[_RUN] not in name
+    if name.startswith("localckpt-test-"):
+        return os.environ[_RUN] not in name
+    # The name of a staging buffer tells the process that made it, and when it started.
+    maker = re.search(r"-(\d+)-\d+\.[0-9a-f]+\.(\d+|lock)$", name)
+    try:
+        run = psutil.Process(int(maker[1])).environ().get(_RUN) if maker else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return run is not None and run != os.environ[_RUN]
 
 
 def _processes_of_this_run() -> list[str]:

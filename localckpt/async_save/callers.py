@@ -20,6 +20,7 @@ from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProces
 from localckpt.async_save.request import AsyncRequest, CallReport, function_name, judge
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
+from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
     from localckpt.coordination import Coordinator
@@ -47,7 +48,7 @@ class PendingCall:
         self.then_fn: Callable[[], None] | None = None
         """What follows it in the trainer; see :class:`AsyncCall`."""
         self.then_runs = False
-        self._over = threading.Event()
+        self._over = Latch()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -57,7 +58,7 @@ class PendingCall:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it came in time."""
-        return self._over.wait(max(0.0, timeout_s))
+        return self._over.wait(timeout_s)
 
     @property
     def error(self) -> BaseException | None:
@@ -97,8 +98,8 @@ class AsyncCaller(ABC):
         self._lock = threading.Lock()
         self._waiting: deque[PendingCall] = deque()
         self._running: PendingCall | None = None
-        self._runner: threading.Thread | None = None
-        self._left_behind: list[threading.Thread] = []
+        self._runner: Task[None] | None = None
+        self._left_behind: list[Task[None]] = []
         self._latest = PendingCall(function_name(None))
         self._latest.settle(None)
         self._scheduled = 0
@@ -215,7 +216,7 @@ class AsyncCaller(ABC):
                 waiting = False
                 if not call.then_runs and call.stop():
                     return True
-                self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
+                self._left_behind = [task for task in self._left_behind if not task.done()]
                 if self._runner is not None:
                     self._left_behind.append(self._runner)
                 self._runner = self._running = None
@@ -285,16 +286,14 @@ class AsyncCaller(ABC):
         call.release()
 
     def _start_runner(self) -> None:
+        runner = self._runner = Task(lambda: self._run_waiting(runner))
         # Not a daemon: the interpreter must not take the memory away that a call writes from.
-        self._runner = threading.Thread(
-            target=self._run_waiting, name=f"localckpt {type(self).__name__}", daemon=False
-        )
-        self._runner.start()
+        runner.start(f"localckpt {type(self).__name__}", daemon=False)
 
-    def _run_waiting(self) -> None:
+    def _run_waiting(self, runner: Task[None]) -> None:
         while True:
             with self._lock:
-                if threading.current_thread() is not self._runner:
+                if self._runner is not runner:
                     return
                 self._running = None
                 if not self._waiting:
@@ -328,13 +327,8 @@ class AsyncCaller(ABC):
 
     def _join(self, deadline: float) -> bool:
         with self._lock:
-            threads = [*self._left_behind, self._runner]
-        for thread in threads:
-            if thread is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    return False
-        return True
+            runners = [*self._left_behind, self._runner]
+        return all(runner is None or runner.wait(deadline - time.monotonic()) for runner in runners)
 
 
 class ThreadAsyncCaller(AsyncCaller):

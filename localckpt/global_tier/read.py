@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, close_read
-from localckpt.threads import join_all
+from localckpt.threads import Task, end_all, run_interruptibly
 
 __all__ = ["READ_NBYTES", "FileReads", "Run"]
 
@@ -94,19 +95,15 @@ class FileReads:
             CorruptShardError: A file is damaged, or of another save.
             StorageError: A file cannot be read.
         """
-        threads: list[threading.Thread] = []
-        for _ in range(min(_THREADS, len(self._waiting)) - 1):
-            thread = threading.Thread(target=self._work, name="localckpt-read", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                break
-            threads.append(thread)
+        others = [Task(self._work) for _ in range(min(_THREADS, len(self._waiting)) - 1)]
         try:
-            self._work()
+            with contextlib.suppress(RuntimeError):
+                for task in others:
+                    task.start("localckpt-read", daemon=True)
+            run_interruptibly(self._work, self._give_up)
         finally:
             # They fill the caller's tensors.
-            join_all(threads, lambda: self._fail(KeyboardInterrupt()))
+            end_all(others, self._give_up)
         if self._error is not None:
             raise self._error
 
@@ -131,6 +128,9 @@ class FileReads:
             file.pending -= 1
             if not file.pending:
                 file.close()
+
+    def _give_up(self) -> None:
+        self._fail(KeyboardInterrupt())
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -164,7 +164,7 @@ class _DataFile:
         self._save_id = save_id
         self._lock = threading.Lock()
         self._file: OpenFile | None = None
-        self._direct: int | None = None
+        self._direct: io.FileIO | None = None
         self._trailer: Trailer | None = None
         self._hasher: BlockHasher | None = None
 
@@ -209,9 +209,11 @@ class _DataFile:
         """Read and verify ``[start, stop)`` into whole pages."""
         assert self._file is not None
         with storage_errors("read", self.path):
-            fd = self._direct
             wanted = stop - start
-            self._file.read_into(start, view if fd is not None else view[:wanted], wanted, fd=fd)
+            if self._direct is None:
+                self._file.read_into(start, view[:wanted])
+            else:
+                self._file.read_into(start, view, wanted, fd=self._direct.fileno())
         if self._trailer is not None:
             assert self._hasher is not None
             digests = memoryview(self._trailer.digests)

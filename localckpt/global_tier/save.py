@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.root import BegunSave
 from localckpt.global_tier.write import FileWrite
+from localckpt.threads import Latch, Task
 
 __all__ = ["SaveUnderWay"]
 
@@ -30,7 +31,8 @@ class SaveUnderWay:
         committed: The checkpoint is there, as far as the first rank knows.
         error: What it failed with.
         over: Set when it is, well or badly.
-        thread: What does the rest of it.
+        task: The rest of it, in a thread of its own.
+        thread: That thread.
     """
 
     begun: BegunSave
@@ -44,7 +46,8 @@ class SaveUnderWay:
     staging_error: BaseException | None = None
     committed: bool = False
     error: CheckpointingException | None = None
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Latch = field(default_factory=Latch)
+    task: Task[None] | None = None
     thread: threading.Thread | None = None
 
     @property
@@ -54,8 +57,7 @@ class SaveUnderWay:
     @property
     def has_begun(self) -> bool:
         """Whether :meth:`start` has come so far that the save will be over."""
-        is_running = self.thread is not None and self.thread.ident is not None
-        return is_running or self.over.is_set()
+        return self.over.is_set() or not (self.task is None or self.task.call_off())
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None]) -> None:
         """Have the rest of it done by a thread; what ``work`` raises is the save's error.
@@ -64,6 +66,7 @@ class SaveUnderWay:
         """
 
         def run() -> None:
+            self.thread = threading.current_thread()
             try:
                 work()
             except CheckpointingException as error:
@@ -77,13 +80,13 @@ class SaveUnderWay:
                 self.over.set()
                 afterwards()
 
-        # Not a daemon: the interpreter must not take the memory away that is being written.
-        self.thread = threading.Thread(target=run, name="localckpt-global", daemon=False)
+        self.task = Task(run)
         try:
-            self.thread.start()
+            # Not a daemon: the interpreter must not take the memory away that is being written.
+            self.task.start("localckpt-global", daemon=False)
         except RuntimeError:
             # No thread can be had: training waits for this save.
-            run()
+            self.task.run()
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is over, well or badly.

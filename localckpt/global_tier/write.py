@@ -12,9 +12,8 @@ import io
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,9 @@ from localckpt.state_dict.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHashe
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import sync_folder, write_range
-from localckpt.threads import join_all
+from localckpt.threads import Task, end_all
 
 __all__ = [
     "FileWrite",
@@ -197,16 +197,14 @@ def _write(
     write: FileWrite, flag: int, put: Callable[[int, FileWrite], list[Stream]]
 ) -> list[Stream]:
     write.path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | flag
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
     # The umask says who may read it: it outlives the job, and others load it.
-    fd = os.open(write.path, flags, 0o666)
+    file = open_owned(write.path, flags, 0o666)
     try:
-        try:
-            streams = put(fd, write)
+        with file:
+            streams = put(file.fileno(), write)
             if write.sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+                os.fsync(file.fileno())
     except BaseException:
         write.path.unlink(missing_ok=True)
         raise
@@ -301,29 +299,18 @@ class _HashedFile(io.RawIOBase):
 
 def _side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     """What each call returns; the first error, once none of them runs any more."""
-    outcomes: list[Future[T]] = [Future() for _ in calls]
-
-    def make(call: Callable[[], T], outcome: Future[T]) -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
-            outcome.set_exception(error)
-
-    # No executor: those take no work while the interpreter is leaving, and saves end then, too.
-    threads = []
-    here = list(zip(calls, outcomes, strict=True))
-    while len(here) > 1:
-        thread = threading.Thread(target=make, args=here[-1], name="localckpt-file")
-        try:
-            thread.start()
-        except RuntimeError:
-            break
-        threads.append(thread)
-        here.pop()
-    for call, outcome in here:
-        make(call, outcome)
-    join_all(threads)
-    return [outcome.result() for outcome in outcomes]
+    tasks = [Task(call) for call in calls]
+    try:
+        # No executor: those take no work while the interpreter is leaving, and saves end then, too.
+        with suppress(RuntimeError):
+            for task in tasks[1:]:
+                task.start("localckpt-file", daemon=False)
+        for task in tasks:
+            # Those that no thread has begun.
+            task.run()
+    finally:
+        end_all(tasks)
+    return [task.take_result() for task in tasks]
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -336,9 +323,8 @@ def write_durably(path: Path, data: bytes) -> None:
     with storage_errors("write", path):
         fresh.unlink(missing_ok=True)
         try:
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-                file.write(data)
-                file.flush()
+            with open_owned(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666) as file:
+                write_range(file.fileno(), memoryview(data), 0, len(data), direct=False)
                 os.fsync(file.fileno())
             os.rename(fresh, path)
             sync_folder(path.parent)

@@ -7,7 +7,6 @@ empty holds nothing of it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from localckpt.replication.transport import HostTransport
 from localckpt.state_dict.parity_image import head_nbytes
 from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import ShardSource
+from localckpt.threads import Task
 
 __all__ = ["Redundancy", "missing_copies", "shards_away"]
 
@@ -103,7 +103,7 @@ class Redundancy:
         self._timeout_s = coordinator.timeout_s
         self._saving = saving
         self._known = known
-        self._thread: threading.Thread | None = None
+        self._under_way: Task[None] | None = None
         self._transport: HostTransport | None = None
         self._ring: HostTransport | None = None
 
@@ -166,10 +166,8 @@ class Redundancy:
             logger.warning("%d shards stay with fewer copies: %s", len(missing), error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
-        self._thread = threading.Thread(
-            target=self._make_all, args=(work,), name="localckpt-redundancy"
-        )
-        self._thread.start()
+        self._under_way = Task(lambda: self._make_all(work))
+        self._under_way.start("localckpt-redundancy", daemon=False)
 
     def finish(self) -> None:
         """Return when nothing is under way any more.
@@ -177,24 +175,20 @@ class Redundancy:
         Raises:
             CheckpointingException: It does not come to an end.
         """
-        if self._thread is None:
-            return
-        if self._thread.ident is None:
-            # An interrupt kept it from starting.
-            self._thread = None
+        if self._under_way is None:
             return
         deadline_s = _STEPS * self._timeout_s
-        self._thread.join(deadline_s)
-        if self._thread.is_alive():
+        # An interrupt may have kept it from starting.
+        if not (self._under_way.call_off() or self._under_way.wait(deadline_s)):
             raise CheckpointingException(
                 f"making copies of the loaded checkpoint has not ended after {deadline_s:g} s: is "
                 f"the disk of this node stuck?"
             )
-        self._thread = None
+        self._under_way = None
 
     def cancel(self) -> None:
         """Give up what is under way; :meth:`finish` then does not wait for other ranks."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._under_way is not None and not self._under_way.done():
             self._coordinator.stop_waiting()
             for transport in (self._transport, self._ring):
                 if transport is not None:

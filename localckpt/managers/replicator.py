@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from functools import partial
 
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import CkptID, ParityGroup, ShardIdentity
@@ -20,6 +19,7 @@ from localckpt.replication.agreement import Attempt, forget_frames
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 from localckpt.state_dict.parity_image import ParityRoom
 from localckpt.state_dict.parity_of import ParityOf
+from localckpt.threads import SerialThread, Task
 
 __all__ = ["Replicator"]
 
@@ -49,7 +49,7 @@ class Replicator:
         self._background = background
         self._strict = strict
         # Made when needed: a manager that has none can be handed to another process.
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: SerialThread | None = None
 
     @property
     def is_behind_training(self) -> bool:
@@ -74,24 +74,28 @@ class Replicator:
             error: Why not; the others of the clique are told.
         """
         turn = self._strategy.take_turn()
+        copies = save.copies = Task(partial(self._replicate, turn, save, shelf, own, error))
         if self.is_behind_training:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "localckpt-replicate")
+                self._thread = SerialThread("localckpt-replicate")
             try:
-                save.copies = self._thread.submit(self._replicate, turn, save, shelf, own, error)
-            except RuntimeError:
-                # The interpreter is leaving, or the manager is closed: nobody is to wait for it.
-                turn.end()
+                self._thread.submit(copies)
+            except BaseException:
+                # No thread can be had, as while the interpreter ends, or an interrupt.
+                if copies.call_off():
+                    save.copies = None
+                    turn.end()
                 raise
             save.copies_come_later = True
             return
-        save.copies = Future()
-        try:
-            save.copies.set_result(self._replicate(turn, save, shelf, own, error))
-        except BaseException as failure:
-            save.copies.set_exception(failure)
-            if own is not None or not isinstance(failure, Exception):
-                raise
+        copies.run()
+        failure = copies.error
+        if failure is not None and (own is not None or not isinstance(failure, Exception)):
+            try:
+                raise failure
+            finally:
+                # Else the error would keep itself by these variables.
+                del failure, copies
 
     def finish(self, save: SaveUnderWay) -> list[StagedShard]:
         """Other ranks' shards that have come here and are to be kept.
@@ -118,7 +122,7 @@ class Replicator:
     def settle(self, save: SaveUnderWay) -> None:
         """Return when nothing is being sent or received for a save, or its deadlines are past."""
         if (copies := save.copies) is not None:
-            wait_for_futures([copies], STEPS * self._timeout_s)
+            copies.wait(STEPS * self._timeout_s)
 
     def cancel(self) -> None:
         """End what is under way; the other ranks may not come any more."""
@@ -127,7 +131,7 @@ class Replicator:
     def close(self) -> None:
         """Wait for what is under way."""
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.close()
 
     def _replicate(
         self,

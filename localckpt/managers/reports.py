@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from localckpt.async_save.foreign import ForeignOutcome
 from localckpt.async_save.request import Ticket
 from localckpt.ids import ParityGroup, Series, ShardIdentity
 from localckpt.managers.shelf import StagedShard
+from localckpt.threads import Task
 
 __all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
 
@@ -150,7 +150,7 @@ class SaveUnderWay:
     called: float
     previous_iteration: int
     shards: list[StagedShard] = field(default_factory=list)
-    copies: Future[list[StagedShard]] | None = None
+    copies: Task[list[StagedShard]] | None = None
     copies_come_later: bool = False
     kept: list[int] = field(default_factory=list)
     group: ParityGroup | None = None
@@ -160,7 +160,7 @@ class SaveUnderWay:
     is_told: bool = False
     is_finalized: bool = False
     outcome: ForeignOutcome | None = None
-    here: Future[None] | None = None
+    here: Task[None] | None = None
     error: str | None = None
     staged: float = 0.0
     replicate_s: float | None = None

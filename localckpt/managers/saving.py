@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -29,6 +27,7 @@ from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
 from localckpt.replication.agreement import Attempt
 from localckpt.state_dict.basic import wrapped
+from localckpt.threads import SerialThread, Task
 
 __all__ = ["Saving"]
 
@@ -64,7 +63,7 @@ class Saving:
         self._by_process = by_process
         self._timeout_s = timeout_s
         # Made when needed: a manager that has none can be handed to another process.
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: SerialThread | None = None
         self._outcomes: list[ForeignOutcome] = []
 
     def begin(self, save: SaveUnderWay, state: Any) -> None:
@@ -125,8 +124,9 @@ class Saving:
             keep, args = self._work(save)
             work = partial(keep, *args)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "localckpt-foreign")
-        save.here = self._thread.submit(self._do_here, save, save.outcome, work)
+            self._thread = SerialThread("localckpt-foreign")
+        save.here = Task(partial(self._do_here, save, save.outcome, work))
+        self._thread.submit(save.here)
         return function
 
     def _do_here(
@@ -151,7 +151,7 @@ class Saving:
         if save.outcome is None or save.here is None:
             return
         # Less than the other ranks wait for this one, so that they hear the reason from it.
-        wait_for_futures([save.here], OWN_WORK * self._timeout_s)
+        save.here.wait(OWN_WORK * self._timeout_s)
         save.error = save.error or save.outcome.error
         self._outcomes.remove(save.outcome)
         save.outcome.close()
@@ -221,7 +221,7 @@ class Saving:
         if self._replicator is not None:
             self._replicator.close()
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.close()
         for outcome in self._outcomes:
             outcome.close()
         self._outcomes.clear()

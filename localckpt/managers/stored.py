@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from localckpt.state_dict.targets import find_targets
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.store import Store
 from localckpt.storage.write import Digests, ShardWrite, write_shards
+from localckpt.threads import SerialThread, Task, end_all
 
 __all__ = ["StoreShelf"]
 
@@ -81,10 +81,10 @@ class StoreShelf(Shelf):
         self._timeout_s = timeout_s
         self._copier = Copier(staging_threads)
         self._guard = Guard(guard, self._hold_back_training)
-        self._sealer = ThreadPoolExecutor(1, "localckpt-seal")
+        self._sealer = SerialThread("localckpt-seal")
         self._streams = SideStreams(timeout_s)
         self._copies: list[CopiesUnderWay] = []
-        self._sealings: list[Future[None]] = []
+        self._sealings: dict[ShardIdentity, Task[None]] = {}
         # Other ranks' shards are taken in by other threads.
         self._lock = threading.Lock()
         self._begun: list[_Begun] = []
@@ -136,7 +136,8 @@ class StoreShelf(Shelf):
         # Another process may have written it, with digests of its own, before those are here that
         # nobody got to send: they would be put into the next image. Computing them waits for
         # nothing but copies of a GPU, which have a deadline.
-        wait_for_futures(self._sealings)
+        for sealing in tuple(self._sealings.values()):
+            sealing.wait()
         with self._lock:
             sent = [begun.buffer for begun in self._begun if begun.identity == identity]
         for buffer in sent:
@@ -145,7 +146,7 @@ class StoreShelf(Shelf):
     def wait_sealed(self) -> None:
         self.wait_staged()
         # Others compute theirs while they write.
-        for sealing in self._sealings:
+        for sealing in tuple(self._sealings.values()):
             sealing.result()
 
     def check(self, state: TensorAwareStateDict) -> None:
@@ -169,10 +170,13 @@ class StoreShelf(Shelf):
         self._copies = [*(c for c in self._copies if not c.over), copies]
         source = None
         if travels:
-            sealing: Future[None] | None = None
+            sealing: Task[None] | None = None
             if not written.sealed:
-                sealing = self._sealer.submit(_seal_once_over, copies, image, covered, identity)
-                self._sealings = [*(s for s in self._sealings if not s.done()), sealing]
+                sealing = Task(partial(_seal_once_over, copies, image, covered, identity))
+                under_way = {i: s for i, s in self._sealings.items() if not s.done()}
+                # Known before it can begin: after an interrupt it is ended by `take_back`.
+                self._sealings = {**under_way, identity: sealing}
+                self._sealer.submit(sealing)
             source = _StagedSource(image, capture, covered, sealing)
             # Until was_sent: this node may have written it long before.
             buffer.is_being_sent = True
@@ -209,7 +213,7 @@ class StoreShelf(Shelf):
         self, shards: Sequence[StagedShard]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # Training does not wait for digests that are still being computed here.
-        sealed = all(s.done() and s.exception() is None for s in self._sealings)
+        sealed = all(s.done() and s.error is None for s in self._sealings.values())
         writes: list[ShardWrite] = [shard.payload for shard in shards]
         if not sealed:
             writes = [replace(w, digests="compute") if w.digests == "done" else w for w in writes]
@@ -237,6 +241,7 @@ class StoreShelf(Shelf):
     def take_back(self, iteration: int) -> None:
         """Remove everything that the failed save of an iteration left here."""
         self._copier.settle()
+        end_all([s for i, s in self._sealings.items() if i.iteration == iteration])
         failed = self._take_begun(lambda b: b.identity.iteration == iteration)
         with self._lock:
             identities = {i for i in self._unsettled if i.iteration == iteration}
@@ -320,7 +325,7 @@ class StoreShelf(Shelf):
         with ExitStack() as closing:
             closing.callback(self.store.close, self._unsettled)
             closing.callback(self._copier.close)
-            closing.callback(self._sealer.shutdown)
+            closing.callback(self._sealer.close)
             closing.callback(self._guard.close)
             try:
                 self.wait_staged()
@@ -370,7 +375,7 @@ class _StagedSource(MemorySource):
         image: memoryview,
         capture: Capture,
         covered_nbytes: int,
-        sealing: Future[None] | None,
+        sealing: Task[None] | None,
     ) -> None:
         super().__init__(image)
         self._capture = capture

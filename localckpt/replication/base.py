@@ -6,7 +6,6 @@ into images and back at the edge.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -24,6 +23,7 @@ from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.parity_image import ParityRoom
 from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.threads import Latch
 
 __all__ = ["STEPS", "Accept", "AcceptParity", "ReplicationStrategy", "Turn"]
 
@@ -47,11 +47,11 @@ class Turn:
         before: Is set when the one before it is over; ``None`` for the first.
     """
 
-    def __init__(self, before: threading.Event | None) -> None:
+    def __init__(self, before: Latch | None) -> None:
         self._before = before
         self.is_taken_up = False
         """Whether somebody makes this replication, who then ends the turn."""
-        self.over = threading.Event()
+        self.over = Latch()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for all before it; whether they are over."""

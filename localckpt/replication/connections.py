@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from localckpt.job_store import ask_store, default_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import first_line
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.threads import Task
 
 __all__ = ["NEVER", "HostConnections", "as_tensor", "nothing", "views_last"]
 
@@ -201,9 +201,7 @@ class _AskingStore(Store):
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
-def _unless_given_up(
-    outcome: Future[Any], timeout_s: float, is_given_up: Callable[[], bool]
-) -> Any:
+def _unless_given_up(outcome: Task[Any], timeout_s: float, is_given_up: Callable[[], bool]) -> Any:
     """What comes of a call in another thread.
 
     Raises:
@@ -211,7 +209,7 @@ def _unless_given_up(
     """
     deadline = time.monotonic() + timeout_s
     while not outcome.done() and time.monotonic() < deadline and not is_given_up():
-        wait([outcome], _LOOK_ROUND_S)
+        outcome.wait(_LOOK_ROUND_S)
     try:
         return outcome.result(0)
     finally:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
+
+from localckpt.threads import Latch
 
 __all__ = ["Pacer"]
 
@@ -20,7 +21,7 @@ class Pacer:
     def __init__(self, rate_limit: float | None = None) -> None:
         self._rate = math.inf if rate_limit is None else rate_limit
         self._next_at = 0.0
-        self._stopped = threading.Event()
+        self._stopped = Latch()
 
     def wait(self, nbytes: int) -> None:
         """Return when so many bytes may be sent, or at once when pauses were ended."""

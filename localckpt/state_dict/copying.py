@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from localckpt.threads import Task, end_all
 
 __all__ = ["Copier", "default_copy_threads"]
 
@@ -37,8 +39,9 @@ class Copier:
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or default_copy_threads()
-        self._pool: ThreadPoolExecutor | None = None
-        self._shares: Sequence[_Share[Any]] = ()
+        self._pool = _LastingThreads()
+        self._shares: Sequence[Task[None]] = ()
+        self._left: Iterator[Any] = iter(())
 
     def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
         """Carry out ``(destination address, source address, bytes)`` copies; returns when done.
@@ -64,23 +67,20 @@ class Copier:
         """
         self.settle()
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
-        left = iter(list(pieces))
+        left = self._left = iter(list(pieces))
         if self._threads == 1:
             work(left)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, "localckpt-copy")
+        parts = range(self._threads - 1)
         # Known before the first one begins: what is interrupted here is settled all the same.
-        shares = self._shares = [_Share(work, left, keep) for _ in range(self._threads - 1)]
+        shares = self._shares = [Task(partial(_take_part, work, left, keep)) for _ in parts]
         try:
-            for share in shares:
-                self._pool.submit(share.run)
+            self._pool.submit(shares)
             work(left)
         finally:
             self.settle()
         for share in shares:
-            if share.error is not None:
-                raise share.take_error()
+            share.take_result()
 
     def settle(self) -> None:
         """Begin no further piece, and return when no thread works any more.
@@ -88,75 +88,51 @@ class Copier:
         Raises:
             BaseException: The interrupt that came meanwhile, once no thread works any more.
         """
-        interrupt: BaseException | None = None
-        while self._shares:
-            try:
-                for share in self._shares:
-                    share.end()
-                self._shares = ()
-            except BaseException as error:  # noqa: BLE001 - raised once no thread works any more
-                interrupt = interrupt or error
-        if interrupt is not None:
-            try:
-                raise interrupt
-            finally:
-                # Else it would keep itself, and what is copied, by this variable.
-                del interrupt
+        deque(self._left, maxlen=0)
+        end_all(self._shares)
+        self._shares = ()
 
     def close(self) -> None:
         """End the threads."""
         self.settle()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.close()
+        self._pool = _LastingThreads()
 
 
-class _Share(Generic[T]):
-    """One thread's part in work that several do.
+class _LastingThreads:
+    """A few threads that wait for tasks. They do not keep the interpreter from ending."""
 
-    Args:
-        work, left, keep: What :meth:`Copier.share` was given.
-    """
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Task[None] | None] = SimpleQueue()
+        self._threads: list[Task[None]] = []
 
-    def __init__(self, work: Callable[[Iterator[T]], None], left: Iterator[T], keep: Any) -> None:
-        self.error: BaseException | None = None
-        self._work = work
-        self._left = left
-        self._keep = keep
-        # Filled once, by whoever comes first; unlike a lock it can be asked again.
-        self._begun: dict[str, bool] = {}
-        # Held until it is over. Not an event: an interrupt makes other errors of waits for those.
-        self._at_work = threading.Lock()
-        self._at_work.acquire()
+    def submit(self, tasks: Sequence[Task[None]]) -> None:
+        """Have tasks carried out, by as many threads. A task that no thread takes is not begun."""
+        while len(self._threads) < len(tasks):
+            # Noted first, so that an interrupt leaves no thread that :meth:`close` does not end.
+            self._threads.append(Task(self._serve))
+            self._threads[-1].start("localckpt-copy", daemon=True)
+        for task in tasks:
+            self._tasks.put(task)
 
-    def run(self) -> None:
-        """Do the part, in a thread of the pool, unless :meth:`end` was called before."""
-        if self._begun.setdefault("begun", True):
-            try:
-                self._work(self._left)
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that shares
-                self.error = error
-                deque(self._left, maxlen=0)
-            finally:
-                self._at_work.release()
+    def close(self) -> None:
+        """End the threads."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        end_all(self._threads)
 
-    def take_error(self) -> BaseException:
-        """The error of this part, which it does not keep: its frames keep the part."""
-        assert self.error is not None
-        error, self.error = self.error, None
-        try:
-            return error
-        finally:
-            del error
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            del task
 
-    def end(self) -> None:
-        """Return when the part is over; it begins no further piece. May be called again."""
-        deque(self._left, maxlen=0)
-        if self._begun.setdefault("begun", False):
-            with self._at_work:
-                pass
-        # A pool that has not come to this part yet must not keep the memory.
-        self._keep = None
+
+def _take_part(work: Callable[[Iterator[T]], None], left: Iterator[T], keep: Any) -> None:
+    try:
+        work(left)
+    except BaseException:
+        deque(left, maxlen=0)
+        raise
 
 
 def _pieces(job: tuple[int, int, int]) -> Sequence[tuple[int, int, int]]:

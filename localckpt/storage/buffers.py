@@ -26,6 +26,7 @@ from localckpt.state_dict.host_memory import (
 )
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import open_owned
 
 if TYPE_CHECKING:
     import torch
@@ -237,11 +238,12 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
     Raises:
         StorageError: There is no room, or the file cannot be had.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
     with storage_errors("map shared memory in", path):
-        fd = os.open(path, flags, 0o600)
+        file = open_owned(path, flags)
         try:
-            try:
+            with file:
+                fd = file.fileno()
                 if os.fstat(fd).st_size < nbytes:
                     os.ftruncate(fd, nbytes)
                 memory = map_memory(nbytes, fd)
@@ -256,8 +258,6 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
                     # Else the error would keep the pages by this variable.
                     del memory
                     raise
-            finally:
-                os.close(fd)
         except BaseException:
             if create:
                 os.unlink(path)

@@ -66,7 +66,7 @@ class FileSource:
                 nbytes = sum(map(len, parts))
                 # Past the end of the file the last page is not filled, nor looked at.
                 pages = slot[: round_up(nbytes, PAGE_NBYTES)]
-                self._file.read_into(start, pages, nbytes, fd=direct)
+                self._file.read_into(start, pages, nbytes, fd=direct.fileno())
                 scatter(slot[:nbytes], parts)
             finally:
                 free.put(slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +19,12 @@ from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, SPARE
+from localckpt.storage.open_file import open_owned
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
 from localckpt.storage.store import Store, one_at_a_time
 from localckpt.storage.write import Digests, ShardWrite
+from localckpt.threads import Task
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ class MemoryStore(Store):
         self._num_buffers = num_buffers
         self._keep_last = keep_last
         self._series: set[Series] = set()
-        self._preparing: threading.Thread | None = None
+        self._preparing: Task[None] | None = None
         # Files by their name as dirty or committed (by identity) or as spare (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._spares: dict[str, _MappedFile] = {}
@@ -103,13 +104,11 @@ class MemoryStore(Store):
     def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
         self._series.add(series)
         wanted = (self._keep_last + 1) * len(self._series)
-        if self._preparing is not None and self._preparing.is_alive():
+        if self._preparing is not None and not self._preparing.done():
             return
         if len(self.images()) < wanted:
-            preparing = threading.Thread(
-                target=self._make_spare, args=(nbytes, pin), name="localckpt-prepare", daemon=True
-            )
-            preparing.start()
+            preparing = Task(lambda: self._make_spare(nbytes, pin))
+            preparing.start("localckpt-prepare", daemon=True)
             # Once it runs: one that an interrupt kept from starting could not be waited for.
             self._preparing = preparing
 
@@ -216,7 +215,7 @@ class MemoryStore(Store):
         preparing = self._preparing
         if preparing is not None:
             # A spare that comes later still is mapped by the save that claims it.
-            preparing.join(_PREPARING_S)
+            preparing.wait(_PREPARING_S)
 
     def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
         buffer = self._staged.pop(identity, None)
@@ -261,15 +260,14 @@ class _MappedFile(Buffer):
             # CUDA would go on to use the pages that the file had when it was pinned.
             self._unpin()
         self._path, self._nbytes = path, nbytes
-        with storage_errors("reserve shared memory in", path):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if nbytes > before:
-                    # Only what is new: the kernel looks at every page that it is asked for.
-                    os.posix_fallocate(fd, before, nbytes - before)
-                os.ftruncate(fd, nbytes)
-            finally:
-                os.close(fd)
+        with (
+            storage_errors("reserve shared memory in", path),
+            open_owned(path, os.O_RDWR | os.O_NOFOLLOW) as file,
+        ):
+            if nbytes > before:
+                # Only what is new: the kernel looks at every page that it is asked for.
+                os.posix_fallocate(file.fileno(), before, nbytes - before)
+            os.ftruncate(file.fileno(), nbytes)
         self._view = self._map[:nbytes]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from localckpt.errors import MismatchError
 from localckpt.lineage import Lineage
 from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.names import EPOCH_NAME, OWNER_NAME
+from localckpt.storage.open_file import open_owned
 from localckpt.storage.owner import Owner
 
 __all__ = ["epoch_note", "owner_of", "read_note", "write_note"]
@@ -54,14 +55,12 @@ def write_note(path: Path, text: str) -> None:
 def read_note(path: Path) -> str:
     """The text of a note; empty for what is no plain file, or not there."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return ""
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return ""
-        return os.read(fd, PAGE_NBYTES).decode(errors="replace")
-    finally:
-        os.close(fd)
+        return os.read(file.fileno(), PAGE_NBYTES).decode(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import mmap
 import os
 import stat
@@ -13,9 +14,28 @@ from localckpt.errors import CorruptShardError
 from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 
-__all__ = ["OpenFile", "close_read"]
+__all__ = ["OpenFile", "close_read", "open_owned"]
 
 _PROBES = 16
+
+
+def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
+    """Open a file as an object that closes the descriptor when nothing refers to it any more.
+
+    An interrupt that comes right after ``os.open`` would lose the descriptor, and with it the space
+    of a file that is removed.
+
+    Args:
+        path: The file, which is no directory.
+        flags, mode: As for ``os.open``; close-on-exec is added.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    # Iterators, because an interrupt can come between any two instructions of Python, and all of
+    # this is one. The mode that the object is given changes nothing about the descriptor.
+    opening = map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,))
+    return next(map(io.FileIO, opening, ("rb",)))
 
 
 class OpenFile:
@@ -32,17 +52,20 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with storage_errors("open", path):
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CorruptShardError(f"{path} is no regular file")
         self.nbytes = status.st_size
 
+    @property
+    def fd(self) -> int:
+        """The descriptor."""
+        return self._file.fileno()
+
     def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            close_read(fd)
+        close_read(self._file)
 
     def read_into(
         self, offset: int, view: memoryview, wanted: int | None = None, *, fd: int | None = None
@@ -79,23 +102,24 @@ class OpenFile:
                 return error.errno == errno.EOPNOTSUPP
         return True
 
-    def open_direct(self) -> int | None:
-        """Another descriptor, to read past the page cache; ``None`` where that cannot be."""
-        fd = -1
+    def open_direct(self) -> io.FileIO | None:
+        """Open the file again, to read past the page cache; ``None`` where that cannot be."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
-            with mmap.mmap(-1, PAGE_NBYTES) as page:
-                os.preadv(fd, [page], 0)
+            file = open_owned(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+            try:
+                with mmap.mmap(-1, PAGE_NBYTES) as page:
+                    os.preadv(file.fileno(), [page], 0)
+            except BaseException:
+                close_read(file)
+                raise
         except OSError as error:
-            if fd >= 0:
-                os.close(fd)
             if error.errno == errno.EINVAL:
                 return None
             raise
-        return fd
+        return file
 
 
-def close_read(fd: int) -> None:
-    """Whatever it says, the descriptor is gone, and what was read is verified."""
+def close_read(file: io.FileIO) -> None:
+    """Close a file that was read: whatever closing says, what was read is verified."""
     with contextlib.suppress(OSError):
-        os.close(fd)
+        file.close()

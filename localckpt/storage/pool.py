@@ -15,6 +15,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.state_dict.host_memory import HUGE_PAGE_NBYTES
 from localckpt.state_dict.layout import round_up
 from localckpt.storage.buffers import Buffer
+from localckpt.threads import Task
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ class BufferPool:
         self._depth = depth
         self._lock = threading.Lock()
         self._buffers: dict[Hashable, list[Buffer]] = {}
-        self._preparing: dict[Hashable, threading.Thread] = {}
+        self._preparing: dict[Hashable, Task[None]] = {}
         self._closed = False
         self._process = os.getpid()
 
@@ -58,19 +59,14 @@ class BufferPool:
             there = len(self._buffers.setdefault(purpose, []))
             if self._closed or purpose in self._preparing or there >= self._depth:
                 return
-            thread = threading.Thread(
-                target=self._prepare,
-                args=(purpose, nbytes, pin),
-                name="localckpt-prepare",
-                daemon=True,
-            )
+            preparing = Task(lambda: self._prepare(purpose, nbytes, pin))
             try:
-                thread.start()
+                preparing.start("localckpt-prepare", daemon=True)
             except RuntimeError as error:
                 # The save that wants it makes it itself.
                 logger.warning("a staging buffer could not be made ahead of time: %s", error)
             else:
-                self._preparing[purpose] = thread
+                self._preparing[purpose] = preparing
 
     def is_busy(self, purpose: Hashable) -> bool:
         """Whether :meth:`take` would have to wait for an older save."""
@@ -145,8 +141,8 @@ class BufferPool:
         with self._lock:
             self._closed = True
             preparing = list(self._preparing.values())
-        for thread in preparing:
-            thread.join(_CLOSE_S)
+        for task in preparing:
+            task.wait(_CLOSE_S)
         with self._lock:
             for buffers in self._buffers.values():
                 for buffer in buffers:

@@ -12,6 +12,7 @@ from pathlib import Path
 from localckpt.errors import StorageError
 from localckpt.state_dict.layout import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
 __all__ = ["IN_MEMORY", "check_room", "check_shared_memory", "file_system", "try_out"]
@@ -150,9 +151,8 @@ def check_shared_memory(
 
 
 def _write_page(path: Path, flag: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flag
-    fd = os.open(path, flags, 0o600)
-    try:
+    with open_owned(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flag) as file:
+        fd = file.fileno()
         direct = bool(flag & os.O_DIRECT)
         reserve(fd, _PROBE_NBYTES)
         # Not closed by hand: an error holds views of it until it has been handled.
@@ -160,5 +160,3 @@ def _write_page(path: Path, flag: int) -> None:
         write_range(fd, page, 0, _PROBE_NBYTES, direct=direct)
         os.ftruncate(fd, _PROBE_NBYTES)
         os.fsync(fd)
-    finally:
-        os.close(fd)

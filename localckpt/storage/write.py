@@ -7,8 +7,8 @@ process without torch. After any error the file is dead: it is removed, never wr
 from __future__ import annotations
 
 import errno
+import io
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from localckpt.state_dict.digests import BlockHasher
 from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
-from localckpt.threads import join_all
+from localckpt.storage.open_file import open_owned
+from localckpt.threads import Task, end_all
 
 __all__ = ["Digests", "ShardWrite", "reserve", "sync_folder", "write_range", "write_shards"]
 
@@ -148,42 +149,22 @@ class _DigestsBeside:
     """Digests of an image, computed or checked by a thread beside the write."""
 
     def __init__(self, write: ShardWrite, image: memoryview) -> None:
-        self._error: BaseException | None = None
+        self._task = Task(lambda: _settle_digests(write, image))
         # No executor: those take no work while the interpreter is leaving, and saves end then, too.
-        self._thread = threading.Thread(
-            target=self._settle, args=(write, image), name="localckpt-hash"
-        )
         try:
-            self._thread.start()
+            self._task.start("localckpt-hash", daemon=False)
         except RuntimeError:
-            self._settle(write, image)
-        except BaseException:
-            # An interrupt, when the thread may have begun.
-            self.end()
-            raise
+            self._task.run()
+        except BaseException as interrupt:  # noqa: BLE001 - raised once it does not run
+            end_all([self._task], None, interrupt)
 
     def wait(self) -> None:
         """Return when the digests are there, or raise what was wrong with them."""
-        self.end()
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # A variable of a call in its traceback would make the error keep itself.
-                del error
+        self._task.take_result()
 
     def end(self) -> None:
-        """Return when nothing reads the image any more."""
-        if self._thread.ident is not None:
-            # It may write into a buffer that others get next.
-            join_all([self._thread])
-
-    def _settle(self, write: ShardWrite, image: memoryview) -> None:
-        try:
-            _settle_digests(write, image)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._error = error
+        """Return when nothing reads the image, or writes digests into it, any more."""
+        end_all([self._task])
 
 
 def _settle_digests(write: ShardWrite, image: memoryview) -> None:
@@ -196,9 +177,10 @@ def _settle_digests(write: ShardWrite, image: memoryview) -> None:
 
 def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[], None]) -> None:
     with storage_errors("write", write.dirty):
-        fd = _open_dirty(write)
+        file = _open_dirty(write)
         try:
-            try:
+            with file:
+                fd = file.fileno()
                 # First of all, so that a full disk is an error before anything is overwritten.
                 reserve(fd, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
@@ -207,8 +189,6 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
                 write_range(fd, view, written, write.nbytes, direct=write.direct)
                 os.ftruncate(fd, write.nbytes)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
             os.rename(write.dirty, write.final)
             sync_folder(write.final.parent)
         except BaseException:
@@ -226,14 +206,14 @@ def _commit_in_place(write: ShardWrite, digests_settled: Callable[[], None]) -> 
             raise
 
 
-def _open_dirty(write: ShardWrite) -> int:
-    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if write.direct else 0)
+def _open_dirty(write: ShardWrite) -> io.FileIO:
+    flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_DIRECT if write.direct else 0)
     if not write.recycled:
-        return os.open(write.dirty, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        return open_owned(write.dirty, flags | os.O_CREAT | os.O_EXCL)
     try:
         # The name it was committed under must be gone for good before the bytes change.
         sync_folder(write.dirty.parent)
-        return os.open(write.dirty, flags)
+        return open_owned(write.dirty, flags)
     except OSError:
         write.dirty.unlink(missing_ok=True)
         raise

@@ -6,6 +6,7 @@ reference cycle then keeps the variables of all calls that it came through, the 
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import weakref
@@ -52,9 +53,17 @@ def no_collector() -> Iterator[None]:
 
 
 def _fill_up(root: Path) -> None:
-    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
     with open(root / "filler", "wb") as filler:
-        os.posix_fallocate(filler.fileno(), 0, free - _MIB // 2)
+        while True:
+            free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+            try:
+                os.posix_fallocate(filler.fileno(), 0, max(1, free - _MIB // 2))
+            except OSError as error:
+                # The manager makes memory for the next save meanwhile.
+                if error.errno != errno.ENOSPC:
+                    raise
+            else:
+                return
 
 
 def _kept_after_error(call: Callable[[Any], object], argument: Callable[[], Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -271,7 +272,8 @@ def test_a_member_that_stops_is_named_and_the_next_save_works_once_it_is_back() 
         group.kill(1, signal.SIGCONT)
         (told, took), (peer_told, _) = group.join()
 
-    assert "rank 1 (0 of 301,000 bytes came from it" in told
+    # A process that stops itself may first finish a message, in another of its threads.
+    assert re.search(r"rank 1 \((0|301,000) of 301,000 bytes came from it", told)
     assert took < 15.0
     assert "rank 0 (" in peer_told
 

@@ -1,0 +1,199 @@
+"""Waits for other threads, and descriptors, when the main thread is interrupted at any moment."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from localckpt.storage.open_file import open_owned
+from localckpt.threads import Latch, SerialThread, Task, end_all, run_interruptibly
+from tests.interrupts import Interrupter
+
+_PATIENCE_S = 20.0
+
+
+class _Data:
+    pass
+
+
+def test_a_latch_is_seen_by_all_who_wait_and_by_those_who_come_later() -> None:
+    latch = Latch()
+    waits = [Task(lambda: latch.wait(_PATIENCE_S)) for _ in range(3)]
+    for wait in waits:
+        wait.start("wait", daemon=True)
+
+    assert not latch.is_set()
+    assert not latch.wait(0.01)
+    latch.set()
+    latch.set()
+
+    assert latch.is_set()
+    assert latch.wait(0.0)
+    assert [wait.result(_PATIENCE_S) for wait in waits] == [True] * 3
+
+
+def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
+    """Interrupt a call before its ``number``-th instruction; whether it has so many."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_instruction_of_a_wait_harms_neither_the_setter_nor_later_waits() -> (
+    None
+):
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        number += 1
+        latch = Latch()
+        setter = threading.Timer(0.002, latch.set)
+        setter.start()
+
+        is_interrupted = _interrupted_at(number, partial(latch.wait, _PATIENCE_S))
+
+        setter.join(_PATIENCE_S)
+        assert not setter.is_alive()
+        later = Task(partial(latch.wait, _PATIENCE_S))
+        later.start("later", daemon=True)
+        assert later.result(_PATIENCE_S)
+    assert number > 10
+
+
+def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never_begins() -> None:
+    interrupter, running, begun_late = Interrupter(5), [0], 0
+
+    def work() -> None:
+        running[0] += 1
+        time.sleep(0.0005)
+        running[0] -= 1
+
+    for _ in range(300):
+        task = Task(work)
+
+        def own(task: Task[None] = task) -> None:
+            try:
+                task.start("work", daemon=True)
+                task.wait()
+            finally:
+                end_all([task])
+
+        interrupter.call("own", own)
+        if not task.done():
+            # The interrupt came between two instructions of the call above.
+            end_all([task])
+        assert running == [0]
+        begun_late += task.call_off() is False
+    assert begun_late == 0
+    assert interrupter.interrupts > 30
+
+
+def test_a_thread_for_one_task_after_another_survives_interrupts_of_those_who_submit() -> None:
+    interrupter, thread, done = Interrupter(9), SerialThread("tasks"), list[int]()
+    for number in range(300):
+        task = Task(lambda number=number: done.append(number))
+        interrupter.call("submit", lambda task=task: (thread.submit(task), task.wait()))
+        last = Task(lambda: done.append(-1))
+        thread.submit(last)
+        assert last.wait(_PATIENCE_S)
+
+    thread.close()
+
+    numbers = [number for number in done if number >= 0]
+    assert numbers == sorted(set(numbers))
+    assert done.count(-1) == 300
+    assert not [t for t in threading.enumerate() if t.name == "tasks" and t.is_alive()]
+
+
+def test_a_task_raises_its_error_once_or_every_time_and_keeps_nothing_of_its_work() -> None:
+    def fail(data: _Data) -> None:
+        raise ValueError(f"{type(data).__name__} is bad")
+
+    def raised(take: bool) -> weakref.ref[_Data]:
+        data = _Data()
+        task = Task(lambda: fail(data))
+        task.run()
+        for _ in range(1 if take else 2):
+            with pytest.raises(ValueError, match="is bad"):
+                task.take_result() if take else task.result()
+        assert (task.error is None) == take
+        return weakref.ref(data)
+
+    gc.disable()
+    try:
+        assert raised(take=True)() is None
+    finally:
+        gc.enable()
+    raised(take=False)
+
+
+def test_a_task_that_is_not_over_in_time_says_so() -> None:
+    hold = Latch()
+    task = Task(lambda: hold.wait(_PATIENCE_S))
+    task.start("held", daemon=True)
+
+    with pytest.raises(TimeoutError):
+        task.result(0.01)
+    hold.set()
+
+    assert task.result(_PATIENCE_S)
+
+
+def test_work_that_hangs_in_a_library_is_stopped_by_the_first_interrupt() -> None:
+    interrupter, stops = Interrupter(1), 0
+    for _ in range(20):
+        hang = Latch()
+
+        def work(hang: Latch = hang) -> bool:
+            return hang.wait(_PATIENCE_S)
+
+        began = time.monotonic()
+        interrupter.call("hang", lambda w=work, h=hang: run_interruptibly(w, h.set))
+        stops += hang.is_set()
+
+        assert time.monotonic() - began < _PATIENCE_S / 2
+    assert interrupter.interrupts == 20
+    assert stops > 10
+
+
+def test_a_file_that_is_opened_when_an_interrupt_comes_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    interrupter, before = Interrupter(2), len(os.listdir("/proc/self/fd"))
+
+    def open_many() -> None:
+        for _ in range(50):
+            open_owned(path, os.O_RDONLY).close()
+
+    for _ in range(200):
+        interrupter.call("open", open_many)
+        gc.collect()
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert interrupter.interrupts > 30

@@ -30,12 +30,18 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
         flags, mode: As for ``os.open``; close-on-exec is added.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened; ``IsADirectoryError`` if it is a directory.
     """
     # Iterators, because an interrupt can come between any two instructions of Python, and all of
     # this is one. The mode that the object is given changes nothing about the descriptor.
     opening = map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,))
-    return next(map(io.FileIO, opening, ("rb",)))
+    try:
+        return next(map(io.FileIO, opening, ("rb",)))
+    except IsADirectoryError as error:
+        # The object refuses the descriptor of a directory, and leaves it open.
+        if isinstance(error.filename, int):
+            os.close(error.filename)
+        raise
 
 
 class OpenFile:
@@ -52,7 +58,10 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with storage_errors("open", path):
-            self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                self._file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except IsADirectoryError as error:
+                raise CorruptShardError(f"{path} is no regular file") from error
             status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()

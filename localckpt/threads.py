@@ -95,7 +95,7 @@ class Task(Generic[T]):
             RuntimeError: No thread can be had; :meth:`run` does it in this one.
             BaseException: An interrupt; :func:`end_all` returns when the task does not run.
         """
-        threading.Thread(target=self.run, name=name, daemon=daemon).start()
+        _Thread(target=self.run, name=name, daemon=daemon).start()
 
     def run(self) -> None:
         """Carry it out in this thread, unless another one has begun to, or it was called off."""
@@ -163,6 +163,25 @@ class Task(Generic[T]):
         return self.done()
 
 
+class _Thread(threading.Thread):
+    """A thread that begins even when the start of it is interrupted.
+
+    Its starter waits for it to begin, and it says so, by an event: with the one of the standard
+    library an interrupt of the starter could leave the thread waiting there for ever.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._started = _Begun()
+
+
+class _Begun(Latch):
+    """A latch in the place of a thread's event."""
+
+    def _at_fork_reinit(self) -> None:
+        self._waits.clear()
+
+
 def end_all(
     tasks: Sequence[Task[Any]],
     stop: Callable[[], None] | None = None,
@@ -217,24 +236,26 @@ class SerialThread:
             RuntimeError: No thread can be had. The task was not submitted.
         """
         with self._lock:
-            idle = self._runner is None
+            self._waiting.append(task)
             try:
-                self._waiting.append(task)
-                if idle:
-                    runner = self._runner = Task(lambda: self._run_waiting(runner))
-                    # Not a daemon: the interpreter must not take memory away that is in use.
-                    runner.start(self._name, daemon=False)
-            except BaseException:
-                # A thread that begins all the same needs the lock to take a task.
-                self._waiting = deque(t for t in self._waiting if t is not task)
-                if idle:
-                    self._runner = None
+                self._have_runner()
+            except RuntimeError:
+                self._waiting.remove(task)
                 raise
 
     def close(self) -> None:
         """Return when all that was submitted is over."""
         while (runner := self._runner) is not None:
+            with self._lock:
+                self._have_runner()
             runner.wait()
+
+    def _have_runner(self) -> None:
+        # One whose start was interrupted is called off: it may never begin.
+        if self._runner is None or self._runner.call_off():
+            runner = self._runner = Task(lambda: self._run_waiting(runner))
+            # Not a daemon: the interpreter must not take memory away that is in use.
+            runner.start(self._name, daemon=False)
 
     def _run_waiting(self, runner: Task[None]) -> None:
         while True:

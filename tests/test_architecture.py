@@ -27,24 +27,20 @@ _ARROWS = {
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
     "threads": set[str](),
-    "deadline": {"errors", "threads"},
-    "job_store": {"errors", "deadline", "threads"},
-    "coordination": {"errors", "failure_texts", "threads", "job_store"},
+    "ranks": {"errors", "failure_texts", "threads"},
     "state_dict": {"errors", "failure_texts", "ids", "lineage", "threads"},
     "storage": {"errors", "ids", "lineage", "threads", "state_dict"},
     "replication": {
-        *("errors", "failure_texts", "ids", "deadline", "threads", "job_store"),
-        "coordination",
+        *("errors", "failure_texts", "ids", "threads", "ranks"),
         "state_dict",
     },
-    "async_save": {"errors", "failure_texts", "ids", "threads", "coordination"},
+    "async_save": {"errors", "failure_texts", "ids", "threads", "ranks"},
     "managers": {
-        *("errors", "failure_texts", "ids", "lineage", "threads", "coordination"),
+        *("errors", "failure_texts", "ids", "lineage", "threads", "ranks"),
         *("state_dict", "storage", "replication", "async_save"),
     },
     "global_tier": {
-        *("errors", "failure_texts", "ids", "lineage", "deadline", "threads", "job_store"),
-        "coordination",
+        *("errors", "failure_texts", "ids", "lineage", "threads", "ranks"),
         *("state_dict", "storage", "async_save"),
     },
     "cli": {
@@ -52,7 +48,7 @@ _ARROWS = {
         "global_tier",
     },
     "integrations": {
-        *("errors", "ids", "coordination", "state_dict", "storage", "replication", "async_save"),
+        *("errors", "ids", "ranks", "state_dict", "storage", "replication", "async_save"),
         *("managers", "global_tier"),
     },
 }

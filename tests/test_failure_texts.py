@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from localckpt.async_save.request import CallReport, judge
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError, StorageError
 from localckpt.failure_texts import described, ranks_named, said_by, short, with_short_texts
 from localckpt.ids import Generation
 from localckpt.managers.coverage import SaveOutcome, save_problems
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
 
 _LONG = "x" * (9 << 20)
@@ -67,19 +67,16 @@ def test_texts_are_cut_wherever_they_stand_in_a_record() -> None:
 
 
 def _tell_long_texts(rank: int, world_size: int) -> list[str]:
-    coordinator = Coordinator("long", None, timeout_s=30.0)
+    coordinator = Ranks("long", None, timeout_s=30.0)
     told = []
     with Attempt() as trying:
         raise ValueError(_LONG)
     with pytest.raises(CheckpointingException) as joint:
-        agree(coordinator, "try", trying)
+        coordinator.settle("try", trying)
     told.append(str(joint.value))
-    told.append(str(coordinator.all_gather("tell", {"rank": rank, "text": _LONG})))
-    if rank == 0:
-        with pytest.raises(MismatchError, match="bytes to tell the others"):
-            coordinator.post("tell too much", list(range(2 << 20)))
-    else:
-        coordinator.post("tell too much", 1)
+    told.append(str(coordinator.gather("tell", {"rank": rank, "text": _LONG})))
+    with pytest.raises(MismatchError, match=r"rank 0: .* bytes to tell the others"):
+        coordinator.gather("tell too much", list(range(2 << 20)) if rank == 0 else 1)
     coordinator.barrier("the store answers")
     return told
 

@@ -28,9 +28,9 @@ from localckpt import (
     MismatchError,
     PeerLostError,
 )
-from localckpt.coordination import Coordinator
 from localckpt.global_tier.rounds import Meeting
-from localckpt.job_store import default_store
+from localckpt.ranks.job_store import default_store
+from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
 from tests.ranks import node_store, run_ranks
 
@@ -61,9 +61,9 @@ def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list
 
     try:
         point("start")
-        coordinator = Coordinator("test", timeout_s=timeout_s)
+        coordinator = Ranks("test", timeout_s=timeout_s)
         point("opening")
-        said = [coordinator.all_gather("meet", [rank, number]) for number in range(3)]
+        said = [coordinator.gather("meet", [rank, number]) for number in range(3)]
         coordinator.report("it is over")
         point("gathering")
         meeting = Meeting("test", timeout_s=timeout_s)
@@ -106,11 +106,11 @@ def _remake(rank: int, world_size: int, port: int) -> list[int]:
     counts = []
     for number in range(4):
         _join(rank, world_size, port)
-        before = Coordinator("test", timeout_s=_TIMEOUT_S)
-        assert before.all_gather("meet", number) == [number] * world_size
+        before = Ranks("test", timeout_s=_TIMEOUT_S)
+        assert before.gather("meet", number) == [number] * world_size
         # One rank has made more than the others when the group is made anew.
         if rank == 0:
-            Coordinator("test", timeout_s=_HANG_S)
+            Ranks("test", timeout_s=_HANG_S)
         dist.destroy_process_group()
         counts.append(before.world_size)
     return counts
@@ -126,7 +126,7 @@ def _open_when_all_are_there(rank: int, world_size: int) -> str:
     if rank == 2:
         time.sleep(2.0)
     told = ""
-    coordinator = Coordinator("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
+    coordinator = Ranks("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
     coordinator.timeout_s = _TIMEOUT_S
     until = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < until:
@@ -149,7 +149,7 @@ def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_w
 
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
     _join(rank, world_size, port)
-    coordinator, meeting = Coordinator("test", timeout_s=20.0), Meeting("test", timeout_s=20.0)
+    coordinator, meeting = Ranks("test", timeout_s=20.0), Meeting("test", timeout_s=20.0)
     coordinator.barrier("meet")
     dist.destroy_process_group()
     # What is under way when a group is destroyed may end.
@@ -219,8 +219,8 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
 
 def _leave_nothing_to_others(rank: int, world_size: int) -> int:
     for number in range(6):
-        coordinator = Coordinator("test", timeout_s=_TIMEOUT_S)
-        assert coordinator.all_gather("meet", number) == [number] * world_size
+        coordinator = Ranks("test", timeout_s=_TIMEOUT_S)
+        assert coordinator.gather("meet", number) == [number] * world_size
         coordinator.close()
         coordinator.close()
         if number == 2:

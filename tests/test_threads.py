@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import sys
@@ -9,9 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -43,15 +44,30 @@ def test_a_latch_is_seen_by_all_who_wait_and_by_those_who_come_later() -> None:
     assert [wait.result(_PATIENCE_S) for wait in waits] == [True] * 3
 
 
+@cache
+def _moments(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which Python may handle a signal.
+
+    It looks for signals when a function begins, after calls, and when a loop goes round.
+    """
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith("CALL") or instruction.opname in ("RESUME", "JUMP_BACKWARD"):
+            found.add(instruction.offset)
+        before = instruction.opname
+    return frozenset(found)
+
+
 def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
-    """Interrupt a call before its ``number``-th instruction; whether it has so many."""
+    """Interrupt a call at the ``number``-th moment that it can be; whether it has so many."""
     left = number
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
         nonlocal left
         frame.f_trace_opcodes = True
-        left -= event == "opcode"
+        left -= event == "opcode" and frame.f_lasti in _moments(frame.f_code)
         if left == 0:
+            left = -1
             raise KeyboardInterrupt
         return trace
 
@@ -66,9 +82,7 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
     return False
 
 
-def test_an_interrupt_at_any_instruction_of_a_wait_harms_neither_the_setter_nor_later_waits() -> (
-    None
-):
+def test_an_interrupt_at_any_moment_of_a_wait_harms_neither_the_setter_nor_later_waits() -> None:
     number, is_interrupted = 0, True
     while is_interrupted:
         number += 1
@@ -83,7 +97,48 @@ def test_an_interrupt_at_any_instruction_of_a_wait_harms_neither_the_setter_nor_
         later = Task(partial(latch.wait, _PATIENCE_S))
         later.start("later", daemon=True)
         assert later.result(_PATIENCE_S)
-    assert number > 10
+    assert number > 5
+
+
+def _running(name: str) -> list[threading.Thread]:
+    deadline = time.monotonic() + _PATIENCE_S
+    # In a thread that waits to say that it began, is_alive() is not true.
+    while (left := [t for t in threading.enumerate() if t.name == name and t.ident]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.001)
+    return left
+
+
+def test_an_interrupt_at_any_moment_of_starting_a_thread_leaves_none_that_does_not_end() -> None:
+    number, is_interrupted, begun = 0, True, 0
+    while is_interrupted:
+        number += 1
+        task = Task(lambda: time.sleep(0.001))
+
+        is_interrupted = _interrupted_at(number, lambda t=task: t.start("started", daemon=True))
+
+        end_all([task])
+        begun += task.done()
+    assert not _running("started")
+    assert number > 5
+    assert begun == number
+
+
+def test_an_interrupt_at_any_moment_of_submitting_harms_no_later_task() -> None:
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        number += 1
+        thread, first, later = SerialThread("serial"), Task(lambda: 1), Task(lambda: 2)
+
+        is_interrupted = _interrupted_at(number, lambda t=thread, f=first: t.submit(f))
+
+        thread.submit(later)
+        assert later.result(_PATIENCE_S) == 2
+        thread.close()
+        assert first.done() or first.call_off()
+    assert not _running("serial")
+    assert number > 20
 
 
 def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never_begins() -> None:
@@ -128,10 +183,7 @@ def test_a_thread_for_one_task_after_another_survives_interrupts_of_those_who_su
     numbers = [number for number in done if number >= 0]
     assert numbers == sorted(set(numbers))
     assert done.count(-1) == 300
-    deadline = time.monotonic() + _PATIENCE_S
-    while any(t.name == "tasks" and t.is_alive() for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    assert not _running("tasks")
 
 
 def test_a_task_raises_its_error_once_or_every_time_and_keeps_nothing_of_its_work() -> None:

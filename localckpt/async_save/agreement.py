@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from localckpt.async_save.request import CallReport
-from localckpt.coordination import Coordinator
 from localckpt.errors import PeerLostError
+from localckpt.ranks.ranks import Ranks
 
 __all__ = ["Agreement"]
 
@@ -32,7 +32,7 @@ class Agreement:
         timeout_s: The longest that all waits for one call take together, in seconds.
     """
 
-    def __init__(self, ranks: Coordinator, timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._settled = 0
@@ -107,7 +107,7 @@ class Agreement:
         number, was_asked = self._settled, not self.is_ahead
         self._go_on()
         self._set_deadline(start + self._timeout_s)
-        records = self._ranks.all_gather(f"agree on async call {number}", [ready, report.to_json()])
+        records = self._ranks.gather(f"agree on async call {number}", [ready, report.to_json()])
         if self._ranks.rank == 0 and was_asked:
             # Who takes part in the gathering has read and reported all it will.
             self._ranks.forget(_question(number))

@@ -23,7 +23,7 @@ from localckpt.failure_texts import described
 from localckpt.threads import Latch, Task
 
 if TYPE_CHECKING:
-    from localckpt.coordination import Coordinator
+    from localckpt.ranks.ranks import Ranks
 
 __all__ = [
     "OWN_WORK",
@@ -103,7 +103,7 @@ class AsyncCaller(ABC):
         self._latest = PendingCall(function_name(None))
         self._latest.settle(None)
         self._scheduled = 0
-        self._ranks: Coordinator | None = None
+        self._ranks: Ranks | None = None
         self._closed = False
 
     @abstractmethod
@@ -174,7 +174,7 @@ class AsyncCaller(ABC):
         is_alive = error is None and not is_over
         own = None if is_alive else CallReport.of(self._scheduled, call.name, error).to_json()
         ranks = self._all_ranks()
-        records = ranks.all_gather("ask for an async call", own)
+        records = ranks.gather("ask for an async call", own)
         if None in records:
             return False
         failed = judge([CallReport.from_json(record) for record in records], ranks.global_ranks)
@@ -193,7 +193,7 @@ class AsyncCaller(ABC):
             PeerLostError: Some rank did not ask in time.
         """
         self._check_fork()
-        return not any(self._all_ranks().all_gather("ask who is alive", bool(is_alive)))
+        return not any(self._all_ranks().gather("ask who is alive", bool(is_alive)))
 
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
@@ -221,7 +221,7 @@ class AsyncCaller(ABC):
                     self._left_behind.append(self._runner)
                 self._runner = self._running = None
                 if self._waiting:
-                    self._start_runner()
+                    self._have_runner()
         if waiting:
             call.release()
         return waiting
@@ -252,31 +252,34 @@ class AsyncCaller(ABC):
                 f"make one here"
             )
 
-    def _all_ranks(self) -> Coordinator:
+    def _all_ranks(self) -> Ranks:
         if self._ranks is None:
             # Here only: who asks no other rank does without torch.
-            from localckpt.coordination import Coordinator
+            from localckpt.ranks.ranks import Ranks
 
-            self._ranks = Coordinator("async caller", timeout_s=self._timeout_s)
+            self._ranks = Ranks("async caller", timeout_s=self._timeout_s)
         return self._ranks
 
     def _enqueue(self, call: PendingCall) -> None:
         with self._lock:
-            idle = self._runner is None
+            self._waiting.append(call)
             try:
-                self._waiting.append(call)
-                if idle:
-                    self._start_runner()
-            except BaseException:
-                # No thread can be had, or an interrupt. A runner needs the lock to take the call.
-                self._waiting = deque(c for c in self._waiting if c is not call)
-                if idle:
-                    self._runner = None
+                self._have_runner()
+            except RuntimeError:
+                # No thread can be had.
+                self._waiting.remove(call)
                 raise
+
+    def look_after(self, call: PendingCall) -> None:
+        """See to it that a call comes to an end, whatever moment of scheduling was interrupted."""
+        if not call.done():
+            self._settle_unless_begun(call, KeyboardInterrupt())
 
     def _settle_unless_begun(self, call: PendingCall, error: BaseException) -> None:
         """Count a call as failed that nobody is going to carry out."""
         with self._lock:
+            if call in self._waiting:
+                self._have_runner()
             if call is self._running or call in self._waiting or call.done():
                 return
         if not isinstance(error, Exception):
@@ -285,7 +288,10 @@ class AsyncCaller(ABC):
         call.settle(error)
         call.release()
 
-    def _start_runner(self) -> None:
+    def _have_runner(self) -> None:
+        # One whose start was interrupted is called off: it may never begin.
+        if self._runner is not None and not self._runner.call_off():
+            return
         runner = self._runner = Task(lambda: self._run_waiting(runner))
         # Not a daemon: the interpreter must not take the memory away that a call writes from.
         runner.start(f"localckpt {type(self).__name__}", daemon=False)
@@ -327,6 +333,8 @@ class AsyncCaller(ABC):
 
     def _join(self, deadline: float) -> bool:
         with self._lock:
+            if self._waiting:
+                self._have_runner()
             runners = [*self._left_behind, self._runner]
         return all(runner is None or runner.wait(deadline - time.monotonic()) for runner in runners)
 

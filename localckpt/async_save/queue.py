@@ -36,8 +36,8 @@ from localckpt.async_save.request import (
     run_failure_fns,
     run_stop_fns,
 )
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -104,10 +104,12 @@ class AsyncCallsQueue:
         self._entries: deque[_Entry] = deque()
         self._scheduled = 0
         self._closed = False
-        self._ranks: Coordinator | None = None
+        self._ranks: Ranks | None = None
         self._agreement: Agreement | None = None
         self._lost_ranks = False
         self._is_agreeing = False
+        # Stays so when an interrupt comes before a call is scheduled.
+        self._is_scheduling = False
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +149,7 @@ class AsyncCallsQueue:
         self._check_usable()
         if self._ranks is None:
             # Not when the queue is made, which may be before the process group is.
-            self._ranks = Coordinator("async calls", self._process_group, self._timeout_s)
+            self._ranks = Ranks("async calls", self._process_group, self._timeout_s)
             self._agreement = Agreement(self._ranks, self._timeout_s)
         request = AsyncRequest.of(request).scheduled(self._scheduled)
         # What the call works on is not kept until it is finalized.
@@ -157,6 +159,8 @@ class AsyncCallsQueue:
             async_fn_kwargs={},
             preload_fn=None,
         )
+
+        self._is_scheduling = True
 
         def note(call: PendingCall, caller: AsyncCaller | None) -> None:
             self._entries.append(_Entry(rest, call, caller))
@@ -175,6 +179,7 @@ class AsyncCallsQueue:
             scheduled_fn(
                 Ticket(lambda: self._are_over(number), lambda: self._finalize_until(number))
             )
+        self._is_scheduling = False
         return number
 
     def maybe_finalize_async_calls(
@@ -330,6 +335,11 @@ class AsyncCallsQueue:
 
     def _finalize_oldest(self, blocking: bool, no_dist: bool = False) -> bool:
         """Finalize the oldest call if it is over on all ranks; whether it was."""
+        if self._is_scheduling:
+            for entry in self._entries:
+                if entry.caller is not None:
+                    entry.caller.look_after(entry.call)
+            self._is_scheduling = False
         entry = self._entries[0]
         if entry.finalize_fns is None:
             reports = self._agree(entry, blocking, no_dist)

@@ -20,7 +20,7 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named, said_by, with_class
 
 if TYPE_CHECKING:
-    from localckpt.coordination import Coordinator
+    from localckpt.ranks.ranks import Ranks
 
 __all__ = [
     "AsyncCall",
@@ -239,7 +239,7 @@ class AsyncRequest(NamedTuple):
             args = (args[0], staged, *args[2:])
         return self._replace(preload_fn=None, async_fn_args=args)
 
-    def execute_sync(self, coordinator: Coordinator | None = None) -> None:
+    def execute_sync(self, coordinator: Ranks | None = None) -> None:
         """Do here and now what a queue would do behind training, in the same order.
 
         Args:
@@ -251,9 +251,9 @@ class AsyncRequest(NamedTuple):
         """
         if coordinator is None:
             # Here only, so that a process which merely carries out calls does without torch.
-            from localckpt.coordination import Coordinator
+            from localckpt.ranks.ranks import Ranks
 
-            coordinator = Coordinator("execute_sync")
+            coordinator = Ranks("execute_sync")
         name, error = function_name(self.async_fn), None
         try:
             request = self.preload()
@@ -265,7 +265,7 @@ class AsyncRequest(NamedTuple):
             error = failure
         own = CallReport.of(self.call_idx, name, error)
         try:
-            records = coordinator.all_gather(f"agree on {name}", own.to_json())
+            records = coordinator.gather(f"agree on {name}", own.to_json())
         except CheckpointingException as lost:
             run_failure_fns(self, lost)
             raise

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from localckpt import errors
-from localckpt.deadline import within
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.failure_texts import described
 from localckpt.global_tier.framing import Frame, frame_of
@@ -34,6 +33,7 @@ from localckpt.global_tier.objects import load_object
 from localckpt.global_tier.read import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.torch_dcp import METADATA_NAME, StorageInfo
 from localckpt.global_tier.values import Values, copy_part
+from localckpt.ranks.deadline import within
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.side_streams import await_training
 from localckpt.storage.failures import storage_errors

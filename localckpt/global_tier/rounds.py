@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from localckpt import errors
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.failure_texts import described
-from localckpt.job_store import StorePart, ask_store, back_off, if_there
+from localckpt.ranks.job_store import Group, StorePart, ask_store, back_off
+from localckpt.ranks.values import if_there
 
 __all__ = ["Meeting"]
 
@@ -60,8 +61,9 @@ class Meeting:
         self.coordinator = coordinator
         self._rounds = 0
         self._last: _Round | None = None
-        self._part = StorePart(name, process_group, timeout_s, remove_keys=_remove_keys)
-        self.rank, self.global_ranks = self._part.rank, self._part.ranks
+        group = Group.of(process_group)
+        self._part = StorePart(name, group, timeout_s, remove_keys=_remove_keys)
+        self.rank, self.global_ranks = group.rank, list(group.ranks)
         self.world_size = len(self.global_ranks)
 
     @property

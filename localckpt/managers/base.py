@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from localckpt.async_save.request import AsyncRequest
-from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
     MismatchError,
@@ -63,7 +62,8 @@ from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import LoadReport, SaveReport, SaveUnderWay
 from localckpt.managers.saving import Saving
 from localckpt.managers.shelf import LoadOptions, Shelf
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.replication.survival import LossChance
 from localckpt.state_dict.base import TensorAwareStateDict
@@ -145,7 +145,7 @@ class BaseCheckpointManager(ABC):
         self.degraded_saves = 0
         self.repl_strategy = repl_strategy
         # Without the session in its name: ranks with different ones must meet, to be told.
-        self._coordinator = Coordinator("manager", process_group, timeout)
+        self._coordinator = Ranks("manager", process_group, timeout)
         self._rank, self._world_size = self._coordinator.rank, self._coordinator.world_size
         self._strategy = repl_strategy or NoReplication(timeout, process_group)
         self._strategy.take_timeout(timeout)
@@ -371,7 +371,7 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         self._join()
         mine = [from_iteration, lineage and lineage.to_json()]
-        judge_resumed(self._coordinator.all_gather("begin", mine))
+        judge_resumed(self._coordinator.gather("begin", mine))
         if self._lineage is not None:
             # It has saved since it looked.
             self._known.seen = None
@@ -629,7 +629,7 @@ class BaseCheckpointManager(ABC):
             state = wrapped(state)
             self._shelf.check(state)
         phase = f"save iteration {iteration}"
-        agree(self._coordinator, phase, checking, grace_s=self._coordinator.timeout_s)
+        self._coordinator.settle(phase, checking, grace_s=self._coordinator.timeout_s)
         self._states_are_good = True
         return state
 
@@ -788,7 +788,7 @@ class BaseCheckpointManager(ABC):
         lineage = begin_lineage(self._generation.epoch_id, resumed, seen, self._known.lineages)
         with Attempt() as noting:
             self._shelf.note_lineage(lineage)
-        agree(self._coordinator, "note what the job resumed from", noting)
+        self._coordinator.settle("note what the job resumed from", noting)
         self._generation = self._generation._replace(epoch=lineage.epoch.number)
         self._known.began(lineage)
         self._lineage, self._left = lineage, []
@@ -806,7 +806,7 @@ class BaseCheckpointManager(ABC):
         iteration = save.identity.iteration
         mine = self._saving.outcome(save, self._known.copies_wanted(self.rank))
         save.is_told = self.world_size > 1
-        gathered = self._coordinator.all_gather(f"finalize iteration {iteration}", mine.to_json())
+        gathered = self._coordinator.gather(f"finalize iteration {iteration}", mine.to_json())
         outcomes = [SaveOutcome.from_json(fields) for fields in gathered]
         # What find_latest saw while this save was under way is out of date.
         self._forget_latest()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from localckpt.coordination import Coordinator
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation
 from localckpt.managers.coverage import JoinRecord, judge_join
 from localckpt.managers.explanation import Explanation, explain, ranges
 from localckpt.managers.holdings import Holdings, ranks_by_node, tell
 from localckpt.managers.shelf import Shelf
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import FORMAT_VERSION
 
@@ -25,7 +25,7 @@ _DRAWS = 2**32
 
 
 def join(
-    coordinator: Coordinator, shelf: Shelf, strategy: ReplicationStrategy, session_id: str
+    coordinator: Ranks, shelf: Shelf, strategy: ReplicationStrategy, session_id: str
 ) -> tuple[list[str], Generation]:
     """Check that all ranks belong together, and begin a new attempt; all ranks call it.
 
@@ -49,7 +49,7 @@ def join(
             shelf.owner,
             secrets.randbelow(_DRAWS),
         ).to_json()
-    gathered = agree(coordinator, JOINING, looking, mine)
+    gathered = coordinator.settle(JOINING, looking, mine)
     records = [JoinRecord(*fields) for fields in gathered]
     judge_join(records)
     domains = [record.failure_domain for record in records]
@@ -60,15 +60,13 @@ def join(
     # shards of both would pass for one checkpoint later.
     with Attempt() as noting:
         shelf.begin_epoch(epoch, [record.owner for record in records])
-    agree(coordinator, "begin a new attempt", noting)
+    coordinator.settle("begin a new attempt", noting)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
     return domains, Generation(epoch, records[0].draw * SAVES_AN_ATTEMPT)
 
 
-def gather_explanation(
-    coordinator: Coordinator, shelf: Shelf, domains: Sequence[str]
-) -> Explanation:
+def gather_explanation(coordinator: Ranks, shelf: Shelf, domains: Sequence[str]) -> Explanation:
     """What all nodes have, and what a restart makes of it; all ranks call it, and get the same.
 
     Raises:
@@ -81,7 +79,7 @@ def gather_explanation(
     with Attempt() as looking:
         if _speaks(coordinator, holdings):
             bad = shelf.bad_copies()
-    gathered = agree(coordinator, "tell what cannot be used", looking, bad)
+    gathered = coordinator.settle("tell what cannot be used", looking, bad)
     nodes = holdings.ranks_on
     return explain(
         holdings, coordinator.world_size, {node: gathered[holdings.speaker(node)] for node in nodes}
@@ -97,7 +95,7 @@ def node_labels(domains: Sequence[str]) -> list[str]:
     return [labels[domain] for domain in domains]
 
 
-def gather_holdings(coordinator: Coordinator, shelf: Shelf, nodes: Sequence[str]) -> Holdings:
+def gather_holdings(coordinator: Ranks, shelf: Shelf, nodes: Sequence[str]) -> Holdings:
     """What each node holds, the same on all ranks; all ranks call it.
 
     One rank of each node tells the others.
@@ -117,11 +115,11 @@ def gather_holdings(coordinator: Coordinator, shelf: Shelf, nodes: Sequence[str]
         found = shelf.inventory()
         if _speaks(coordinator, holdings):
             mine = tell(found, shelf.noted_lineages())
-    gathered = agree(coordinator, "find the latest checkpoint", looking, mine)
+    gathered = coordinator.settle("find the latest checkpoint", looking, mine)
     for node in holdings.ranks_on:
         holdings.hear(node, gathered[holdings.speaker(node)])
     return holdings
 
 
-def _speaks(coordinator: Coordinator, holdings: Holdings) -> bool:
+def _speaks(coordinator: Ranks, holdings: Holdings) -> bool:
     return holdings.speaker(holdings.node_of(coordinator.rank)) == coordinator.rank

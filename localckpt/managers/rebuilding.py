@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -33,7 +32,8 @@ from localckpt.managers.repairs import (
 )
 from localckpt.managers.shelf import Shelf
 from localckpt.managers.watched import WatchedSource
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.chains import Chain
 from localckpt.replication.parity.encode_group import layout_of
@@ -67,7 +67,7 @@ class Rebuilding:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         shelf: Shelf,
         checkpoint: Checkpoint,
         session_id: str,
@@ -136,7 +136,7 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        told = agree(self._coordinator, phase, looking, [new_name(), mine])
+        told = self._coordinator.settle(phase, looking, [new_name(), mine])
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, (_, found) in enumerate(told):
             for number, fields in found:
@@ -181,7 +181,7 @@ class Rebuilding:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"
         with Attempt() as sharing:
             self._for_each_group(lambda group: self._share_heads(name, group, opened))
-        agree(self._coordinator, f"connect to {what}", sharing)
+        self._coordinator.settle(f"connect to {what}", sharing)
         if any(group.findings.doubtful for group in self._groups):
             self._settle_doubts()
         for group in self._groups:
@@ -197,11 +197,11 @@ class Rebuilding:
             if self._rank in sizes:
                 mine = self._identity(Kind.IMAGE, self._rank)
                 self.room = self._shelf.make_room(mine, sizes[self._rank])
-        agree(self._coordinator, f"make room to {what}", accepting)
+        self._coordinator.settle(f"make room to {what}", accepting)
         with Attempt() as rebuilding:
             self._for_each_group(self._rebuild)
         try:
-            agree(self._coordinator, what, rebuilding, grace_s=self._coordinator.timeout_s)
+            self._coordinator.settle(what, rebuilding, grace_s=self._coordinator.timeout_s)
         except PeerLostError:
             raise
         except CheckpointingException as error:
@@ -267,7 +267,7 @@ class Rebuilding:
                 if group.repair.images[rank] == self._rank and rank in group.heads
             ]
         phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
-        for found in agree(self._coordinator, phase, looking, mine):
+        for found in self._coordinator.settle(phase, looking, mine):
             for number, rank, blocks in found:
                 group = self._groups[number]
                 bad = group.findings.left.bad_blocks
@@ -332,7 +332,7 @@ class Rebuilding:
             for (kind, owner), source in group.sources.items()
             if source.refused is not None
         ]
-        told = self._coordinator.all_gather(f"say why it failed to {what}", refused)
+        told = self._coordinator.gather(f"say why it failed to {what}", refused)
         self.gone = [
             (Kind(kind), owner, rank, why)
             for rank, found in enumerate(told)

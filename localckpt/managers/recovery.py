@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from localckpt import errors
-from localckpt.coordination import Coordinator
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -31,7 +30,8 @@ from localckpt.managers.rebuilding import Rebuilding
 from localckpt.managers.repairs import Repair, plan_repairs, reader_on
 from localckpt.managers.shelf import LoadOptions, Shelf
 from localckpt.managers.watched import WatchedSource
-from localckpt.replication.agreement import forget_frames
+from localckpt.ranks.failure import forget_frames
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 from localckpt.replication.parity.stripes import Kind
 from localckpt.replication.strategies import ReplicationStrategy
@@ -112,7 +112,7 @@ class Recovery:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         strategy: ReplicationStrategy,
         shelf: Shelf,
         holdings: Holdings,
@@ -352,7 +352,7 @@ class Recovery:
         self, phase: str, mine: _Outcome, checkpoint: Checkpoint, session_id: str
     ) -> bool:
         """Tell each other how it went, and leave out the copies that were bad."""
-        gathered = self._coordinator.all_gather(phase, mine.to_json())
+        gathered = self._coordinator.gather(phase, mine.to_json())
         outcomes = [_Outcome.from_json(fields) for fields in gathered]
         refusals = {rank: o.refused for rank, o in enumerate(outcomes) if o.refused}
         if refusals:

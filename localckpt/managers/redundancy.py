@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Checkpoint, CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.holdings import Holdings
@@ -21,7 +20,8 @@ from localckpt.managers.parity_coverage import least_losses
 from localckpt.managers.recovery import plan_shards
 from localckpt.managers.saving import Saving
 from localckpt.managers.stored import StoreShelf
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
 from localckpt.replication.retrieval import carry_out, new_name, ranks_of
@@ -92,7 +92,7 @@ class Redundancy:
         shelf: StoreShelf,
         strategy: ReplicationStrategy,
         session_id: str,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         saving: Saving,
         known: KnownCheckpoints,
     ) -> None:
@@ -197,7 +197,7 @@ class Redundancy:
     def _connect(self, work: _Work) -> None:
         """Connect the ranks that take part; beforehand, so that :meth:`cancel` can cut them off."""
         coordinator = self._coordinator
-        name = coordinator.all_gather("name the connections for copies", new_name())[0]
+        name = coordinator.gather("name the connections for copies", new_name())[0]
         self._transport = self._ring = None
 
         def connect(name: str, ranks: Sequence[int]) -> HostTransport:
@@ -212,7 +212,7 @@ class Redundancy:
             if (group := work.group_of(coordinator.rank)) is not None:
                 self._ring = connect(f"{name}/{group.ranks[0]}", group.ranks)
         try:
-            agree(coordinator, "connect the ranks that make copies", connecting)
+            coordinator.settle("connect the ranks that make copies", connecting)
         except BaseException:
             self._disconnect()
             raise
@@ -256,7 +256,7 @@ class Redundancy:
             if self._coordinator.rank in work.rebuilt:
                 self._receive(work, work.identity(self._coordinator.rank, self._session_id))
         phase = f"keep what was computed of iteration {work.checkpoint.iteration}"
-        told = self._coordinator.all_gather(phase, keeping.told)
+        told = self._coordinator.gather(phase, keeping.told)
         for owner in work.rebuilt:
             if told[owner]:
                 node = work.holdings.node_of(owner)
@@ -281,7 +281,7 @@ class Redundancy:
             for id_ in received:
                 self._receive(work, identity(id_))
         phase = f"restore the copies of iteration {work.checkpoint.iteration}"
-        told = self._coordinator.all_gather(phase, copying.told)
+        told = self._coordinator.gather(phase, copying.told)
         _add_copies(work.checkpoint, work.missing, told, work.holdings)
         return [text for text in told if text]
 
@@ -298,7 +298,7 @@ class Redundancy:
                     opened.callback(source.close)
                     sizes = [source.nbytes, head_nbytes(source)]
             phase = f"see whether parity of iteration {iteration} can be made"
-            told = coordinator.all_gather(phase, [opening.told, sizes])
+            told = coordinator.gather(phase, [opening.told, sizes])
             problems = [text for text, _ in told if text]
             # Members of a group to which one has nothing to add do not begin.
             able = [g for g in work.groups if not any(told[r][0] for r in g.ranks)]
@@ -306,7 +306,7 @@ class Redundancy:
                 if group in able and group is not None and source is not None:
                     of = ParityOf(group, tuple(told[r][1][0] for r in group.ranks))
                     self._encode_group(work, of, source, [told[r][1][1] for r in group.ranks])
-        outcomes = coordinator.all_gather(f"make parity of iteration {iteration}", encoding.told)
+        outcomes = coordinator.gather(f"make parity of iteration {iteration}", encoding.told)
         for done in able:
             for owner in done.ranks:
                 if not outcomes[owner]:

@@ -15,7 +15,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ids import CkptID, ParityGroup, ShardIdentity
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
-from localckpt.replication.agreement import Attempt, forget_frames
+from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
 from localckpt.state_dict.parity_image import ParityRoom
 from localckpt.state_dict.parity_of import ParityOf

@@ -25,7 +25,7 @@ from localckpt.managers.coverage import SaveOutcome
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reports import SaveUnderWay
 from localckpt.managers.shelf import Shelf, StagedShard
-from localckpt.replication.agreement import Attempt
+from localckpt.ranks.failure import Attempt
 from localckpt.state_dict.basic import wrapped
 from localckpt.threads import SerialThread, Task
 

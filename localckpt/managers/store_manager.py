@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ids import CkptID, Series, ShardIdentity
 from localckpt.managers.base import BaseCheckpointManager
@@ -22,7 +21,7 @@ from localckpt.managers.redundancy import Redundancy
 from localckpt.managers.reports import MemoryPlan, SaveUnderWay
 from localckpt.managers.shelf import LoadOptions
 from localckpt.managers.stored import StoreShelf
-from localckpt.replication.agreement import give_up
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.basic import wrapped
 from localckpt.storage.store import Store
@@ -92,7 +91,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
             strict=strict,
         )
         # Here, so that all ranks have made as many, whatever becomes of their stores.
-        self._copying = Coordinator("redundancy", process_group, timeout)
+        self._copying = Ranks("redundancy", process_group, timeout)
         self.keep_last = keep_last
         self.num_buffers = num_buffers
         self.on_busy = on_busy
@@ -106,7 +105,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         except Exception as error:
             # If they cannot be told, the other ranks end at their deadline; what matters is why.
             with suppress(PeerLostError):
-                give_up(self._coordinator, JOINING, error)
+                self._coordinator.post_failure(JOINING, error)
             raise
         self._stored = StoreShelf(
             store, self._allowed, self.timeout, self._staging_threads, self._guard
@@ -179,7 +178,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         if self.on_busy == "wait" or not is_async:
             self._wait_for_older(iteration)
             return True
-        told = self._coordinator.all_gather(
+        told = self._coordinator.gather(
             "see whether buffers are free", [self._stored.is_busy(), self._in_flight.over()]
         )
         # What is over on all ranks is finalized here, before anything is skipped because of it.

@@ -12,9 +12,9 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from localckpt.coordination import Coordinator
 from localckpt.ids import CkptID, Generation, ShardIdentity
-from localckpt.replication.agreement import Attempt
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.retrieval import carry_out
@@ -89,7 +89,7 @@ class ReplicationStrategy(ABC):
         self.rate_limit: float | None = None
         """How many bytes a second a rank may send behind training; ``None`` for any number."""
         self._process_group = process_group
-        self._everyone: Coordinator | None = None
+        self._everyone: Ranks | None = None
         self._last_turn: Turn | None = None
 
     def take_turn(self) -> Turn:
@@ -219,7 +219,7 @@ class ReplicationStrategy(ABC):
         number_of = {id_: number for number, id_ in enumerate(sorted(ids, key=_plain_repr))}
         # Numbers, since any hashable may be an ID, and what JSON brings back is not what it was.
         told = [number_of.get(id_, _plain_repr(id_)) for id_ in wanted]
-        records = self._world().all_gather("say which shards are wanted", told)
+        records = self._world().gather("say which shards are wanted", told)
         named = {number: id_ for id_, number in number_of.items()}
         # A shard that nobody holds ends in an error that names it; it is never looked up.
         by_rank: dict[int, list[Any]] = {
@@ -289,9 +289,9 @@ class ReplicationStrategy(ABC):
             **{id_: self._unpack(images, id_) for id_ in received},
         }
 
-    def _world(self) -> Coordinator:
+    def _world(self) -> Ranks:
         if self._everyone is None:
-            self._everyone = Coordinator("retrieval", self._process_group, self.load_timeout_s)
+            self._everyone = Ranks("retrieval", self._process_group, self.load_timeout_s)
         return self._everyone
 
     def _identity(self, id_: tuple[int, int, str]) -> ShardIdentity:

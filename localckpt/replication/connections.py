@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.deadline import begin
 from localckpt.errors import MismatchError, PeerLostError
-from localckpt.job_store import ask_store, default_store
+from localckpt.ranks.deadline import begin
+from localckpt.ranks.job_store import ask_store, default_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import first_line
 from localckpt.state_dict.source import MemorySource, ShardSource

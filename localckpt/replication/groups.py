@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 
@@ -20,12 +20,14 @@ from localckpt.errors import (
     MismatchError,
     SameMachineReplicationException,
 )
+from localckpt.failure_texts import ranks_named
 
 __all__ = [
     "GroupWrapper",
     "check_failure_domains",
     "default_replication_jump",
     "parse_group_sequence",
+    "require_same",
 ]
 
 _NAMED_AT_MOST = 8
@@ -297,4 +299,22 @@ def _devices_of(config: str) -> frozenset[str]:
     pairs = (entry.split(":", 1) for entry in config.split(","))
     return frozenset(
         device for device, backend in pairs if device == "cpu" or backend != dist.Backend.GLOO
+    )
+
+
+def require_same(what: str, values: Mapping[int, str]) -> None:
+    """Refuse to go on unless all ranks said the same.
+
+    Raises:
+        MismatchError: It names the ranks on either side.
+    """
+    if len(set(values.values())) == 1:
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    said = "; ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in ranks_of.items())
+    raise MismatchError(
+        f"ranks that replicate together must agree on {what}: {said}. Nothing was sent, and what "
+        f"was saved before stands. Let all ranks call it with the same {what}."
     )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
-from localckpt.replication.agreement import forget_frames
+from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import (
     NEVER,
     HostConnections,

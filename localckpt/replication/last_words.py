@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 
-from localckpt.job_store import ask_store
+from localckpt.ranks.job_store import ask_store
 
 __all__ = ["LastWord", "ask_whom_to_blame", "leave_word", "whom_to_blame"]
 

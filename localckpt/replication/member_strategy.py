@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import GRACE_S, require_same
+from localckpt.ranks.ranks import GRACE_S
 from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
+from localckpt.replication.groups import require_same
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.ledger import CHUNK_NBYTES
 from localckpt.replication.membership import Membership
@@ -160,7 +161,7 @@ class MemberStrategy(ReplicationStrategy):
             head_nbytes=head_nbytes,
             chunk_nbytes=self._chunk_nbytes,
         )
-        told = self._members.coordinator.all_gather(
+        told = self._members.coordinator.gather(
             f"announce iteration {ckpt_id.iteration} for replication", asdict(mine)
         )
         announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]

@@ -13,14 +13,14 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.replication.agreement import require_same
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.groups import (
     GroupWrapper,
     check_failure_domains,
     default_replication_jump,
     parse_group_sequence,
+    require_same,
 )
 from localckpt.replication.placement import keepers_in, place_cliques
 
@@ -51,7 +51,7 @@ class Membership:
 
     def __init__(
         self,
-        everyone: Callable[[], Coordinator],
+        everyone: Callable[[], Ranks],
         group: GroupWrapper | None,
         *,
         jump: int | None,
@@ -76,7 +76,7 @@ class Membership:
         self._agreed = False
         self._group: GroupWrapper | None = None
         self._placed_on: list[int] | None = None
-        self._coordinator: Coordinator | None = None
+        self._coordinator: Ranks | None = None
         self._cliques: list[list[int]] | None = None
         self.owns_group = False
         """Whether the clique's process group was made here."""
@@ -110,7 +110,7 @@ class Membership:
         return self._group
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> Ranks:
         """For messages within the clique."""
         ranks = self.group.ranks
         assert self._coordinator is not None, f"ranks {ranks} are a group without a coordinator"
@@ -155,7 +155,7 @@ class Membership:
         """All cliques of the job, as places among its ranks; all ranks call it together."""
         if self._cliques is None:
             # Explicit groups are known to their members only; all ranks must come to one answer.
-            told = self._everyone().all_gather("compare cliques", self.group.ranks)
+            told = self._everyone().gather("compare cliques", self.group.ranks)
             self._cliques = _places(told, self._everyone().global_ranks)
         return self._cliques
 
@@ -167,9 +167,7 @@ class Membership:
         if self._group is not None:
             if self._coordinator is not None:
                 self._coordinator.close()
-            self._coordinator = Coordinator(
-                "clique", None, self._timeout_s, ranks=self._group.ranks
-            )
+            self._coordinator = Ranks("clique", None, self._timeout_s, ranks=self._group.ranks)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for good."""
@@ -209,9 +207,7 @@ class Membership:
         """Compare what the ranks were given; once."""
         if self._agreed:
             return
-        told = self._everyone().all_gather(
-            "agree on cliques", [self._parameters, self._failure_domain]
-        )
+        told = self._everyone().gather("agree on cliques", [self._parameters, self._failure_domain])
         require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
         outer = [domain for _, domain in told]
         without = [rank for rank, domain in enumerate(outer) if domain is None]
@@ -252,7 +248,7 @@ class Membership:
                 f"the clique of rank {group.my_global_rank} has no other member, so its shard "
                 f"would have no replica; pass repl_strategy=None to save without replication"
             )
-        self._coordinator = Coordinator("clique", None, self._timeout_s, ranks=group.ranks)
+        self._coordinator = Ranks("clique", None, self._timeout_s, ranks=group.ranks)
         self.keepers_here = {
             owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
         }

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport
 from localckpt.state_dict.source import ShardSource
@@ -23,7 +23,7 @@ _DEADLINES = 2
 
 
 def carry_out(
-    everyone: Coordinator,
+    everyone: Ranks,
     plan: ExchangePlan[IdT],
     open_source: Callable[[IdT], ShardSource],
     accept: Callable[[IdT, int], memoryview],
@@ -48,7 +48,7 @@ def carry_out(
                 sources[id_] = open_source(id_)
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-        offers = agree(everyone, "open shards for other ranks", opening, [sizes, new_name()])
+        offers = everyone.settle("open shards for other ranks", opening, [sizes, new_name()])
         views: list[tuple[int, memoryview]] = []
         with Attempt() as accepting:
             announced = {sender: iter(sizes) for sender, (sizes, _) in enumerate(offers)}
@@ -57,7 +57,7 @@ def carry_out(
                 if entry.receiver == rank:
                     view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
                     views.append((entry.sender, view))
-        agree(everyone, "make room for shards of other ranks", accepting)
+        everyone.settle("make room for shards of other ranks", accepting)
         with Attempt() as exchanging:
             ranks = ranks_of(plan)
             if rank in ranks:
@@ -70,8 +70,7 @@ def carry_out(
                     opened.callback(transport.close)
                 transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
         # Others may be in the middle of theirs, and go on together with this rank.
-        agree(
-            everyone,
+        everyone.settle(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException
 from localckpt.ids import CkptID
-from localckpt.replication.agreement import GRACE_S, Attempt, agree
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import GRACE_S
 from localckpt.replication.base import Accept, AcceptParity, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.ledger import CHUNK_NBYTES
@@ -184,7 +185,7 @@ class CliqueReplicationStrategy(MemberStrategy):
             views = [
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
-        agree(clique, f"make room for replicas of {what}", accepting)
+        clique.settle(f"make room for replicas of {what}", accepting)
 
         started = time.monotonic()
         over_device = all(peer.over_device for peer in announced)
@@ -202,7 +203,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
-        agree(clique, f"replicate {what}", exchanging, grace_s=grace_s, others_s=self._others_s)
+        clique.settle(f"replicate {what}", exchanging, grace_s=grace_s, others_s=self._others_s)
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
             what, source.nbytes if source else 0, len(announced) - 1, took_s,

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest
 from localckpt.async_save.request import runs_in_trainer
-from localckpt.coordination import Coordinator
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.ranks.ranks import Ranks
 from tests.async_save import work
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
@@ -562,7 +562,7 @@ def test_a_preload_that_fails_on_one_rank_is_raised_on_all() -> None:
 
 def _sync(rank: int, world_size: int, bad: int | None, own_coordinator: bool) -> Any:
     seen: list[Any] = []
-    coordinator = Coordinator("mine", timeout_s=PATIENCE_S) if own_coordinator else None
+    coordinator = Ranks("mine", timeout_s=PATIENCE_S) if own_coordinator else None
 
     def check_that_all_have_worked() -> None:
         seen.append(_get_default_store().check([f"worked/{r}" for r in range(world_size)]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from localckpt import CheckpointingException, PeerLostError, StorageError
 from localckpt.global_tier.rounds import Meeting
-from localckpt.job_store import default_store
+from localckpt.ranks.job_store import default_store
 from tests.managers.jobs import error_of
 from tests.ranks import announce, await_announced, run_ranks
 

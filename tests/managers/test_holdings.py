@@ -319,15 +319,15 @@ def test_what_is_complete_is_what_a_search_of_all_that_was_told_finds(
 
 
 def _listen(manager: Any, heard: list[tuple[str, list[Any]]]) -> None:
-    """Note what all ranks tell in each of a manager's gatherings."""
-    gather = manager._coordinator.all_gather
+    """Note what all ranks tell in each of a manager's decisions."""
+    settle = manager._coordinator.settle
 
-    def gather_and_note(phase: str, record: Any, **options: Any) -> list[Any]:
-        records: list[Any] = gather(phase, record, **options)
-        heard.append((phase, records))
-        return records
+    def settle_and_note(what: str, *args: Any, **options: Any) -> Any:
+        verdict = settle(what, *args, **options)
+        heard.append((what, verdict))
+        return verdict
 
-    manager._coordinator.all_gather = gather_and_note
+    manager._coordinator.settle = settle_and_note
 
 
 def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[list[Any]]:
@@ -340,7 +340,7 @@ def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[list[Any]
         assert resume(manager, rank, 7) == "own node"
         manager.explain()
         looks = ("find the latest checkpoint", "tell what cannot be used")
-        return [[told for _, told in records] for phase, records in heard if phase in looks]
+        return [records for what, records in heard if what in looks]
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])

@@ -260,8 +260,7 @@ def test_a_member_that_dies_is_named_on_the_others() -> None:
 
     for rank in (0, 2):
         told, took = results[rank]
-        assert "rank 1 (last seen: replicate iteration 1)" in told or "rank 1 (" in told
-        assert "did not come" in told
+        assert "rank 1 (" in told
         assert took < 15.0
 
 

@@ -14,7 +14,7 @@ from localckpt.ids import CkptID
 from localckpt.integrations.nvrx.changeover import find_nvrx_files, read_nvrx_file
 from localckpt.managers.local import LocalCheckpointManager as _LocalCheckpointManager
 from localckpt.managers.reports import LoadReport
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
 from localckpt.replication.strategies import ReplicationStrategy
 
 __all__ = ["LocalCheckpointManager"]
@@ -63,7 +63,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
             return self.latest_iteration
         with Attempt() as looking:
             self._theirs = find_nvrx_files(self._root, self.session_id, self.rank)
-        held = agree(self._coordinator, "look for NVRx's files", looking, sorted(self._theirs))
+        held = self._coordinator.settle("look for NVRx's files", looking, sorted(self._theirs))
         common = set(held[0]).intersection(*held)
         self._theirs = {i: path for i, path in self._theirs.items() if i in common}
         if not common and any(held):
@@ -88,7 +88,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
                 )
             state = read_nvrx_file(path, self._safe_globals)
             state.restore_tensor_device(non_blocking=False)
-        agree(self._coordinator, f"load NVRx's iteration {iteration}", loading)
+        self._coordinator.settle(f"load NVRx's iteration {iteration}", loading)
         if not self.read_only:
             self.begin(iteration)
         seconds = time.monotonic() - called

@@ -14,7 +14,7 @@ from localckpt.errors import (
     SameMachineReplicationException,
 )
 from localckpt.ids import MOST_MEMBERS, MOST_PARITIES, CkptID, ParityGroup
-from localckpt.replication.agreement import Attempt, agree
+from localckpt.ranks.failure import Attempt
 from localckpt.replication.base import Accept, AcceptParity
 from localckpt.replication.member_strategy import Announcement, MemberStrategy
 from localckpt.replication.membership import Membership
@@ -122,13 +122,13 @@ class ParityReplicationStrategy(MemberStrategy):
             )
             parity_nbytes = layout_of(of).parity_nbytes
             room = accept_parity(of, heads_nbytes(of.group, ckpt_id.rank, heads), parity_nbytes)
-        agree(clique, f"make room for the parity of {what}", accepting)
+        clique.settle(f"make room for the parity of {what}", accepting)
 
         started = time.monotonic()
         with Attempt() as encoding:
             assert source is not None
             self._connected(announced).run(of, source, room, heads, self.timeout_s)
-        agree(clique, f"encode the parity of {what}", encoding, others_s=self._others_s)
+        clique.settle(f"encode the parity of {what}", encoding, others_s=self._others_s)
         logger.debug(
             "%d bytes of parity of %s from %d ranks in %.3f s",
             parity_nbytes, what, len(announced), time.monotonic() - started,

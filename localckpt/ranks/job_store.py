@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -25,11 +27,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from localckpt.deadline import begin, within
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.ranks.deadline import begin, within
+from localckpt.ranks.values import if_there
 from localckpt.threads import Task
 
-__all__ = ["StorePart", "ask_store", "back_off", "default_store", "if_there"]
+__all__ = ["Group", "StorePart", "ask_store", "back_off", "default_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,49 @@ _LOOK_ROUND_S = 0.02
 _LEAVING_S = 1.0
 _NAMED = 16
 _CLOSED, _CONFIRMED = "closed ", "confirmed"
-_ABSENT = "\0absent"
+# Up to so many ranks, asking again and again is cheaper than a connection to wait on.
+_FEW_RANKS = 64
+_LONGEST_NAP_OF_FEW_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that work together, and the job's store as this process sees it.
+
+    Attributes:
+        rank: This process's place among ``ranks``.
+        ranks: The ranks of the group, as ranks of the job.
+        store: The job's store; ``None`` for a process that is alone.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    store: Store | None
+
+    @classmethod
+    def of(
+        cls, process_group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
+    ) -> Group:
+        """Find the ranks of a process group; without torch.distributed a process is alone.
+
+        Args:
+            process_group: The ranks; ``None`` for all.
+            ranks: The ranks, where they have no process group.
+
+        Raises:
+            MismatchError: This process is not among the ranks, or the job has more ranks than this
+                process knows of.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            _refuse_unknown_world()
+            return cls(0, (0,), None)
+        members = ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if dist.get_rank() not in members:
+            raise MismatchError(
+                f"rank {dist.get_rank()} is not among the ranks {list(members)} that are to work "
+                f"together: make it on those alone"
+            )
+        return cls(members.index(dist.get_rank()), tuple(members), default_store())
 
 
 class StorePart:
@@ -55,64 +100,43 @@ class StorePart:
 
     Args:
         name: Keeps the part apart from others that the same ranks open at the same time.
-        process_group: The ranks; ``None`` for all.
+        group: The ranks.
         timeout_s: How long to wait for the other ranks, in seconds.
-        ranks: The ranks, where they have no process group.
         remove_keys: ``remove_keys(store, rank)`` deletes what a rank has written into a part. It is
             called for parts that were closed, and for those that an earlier process of this rank
             left.
-
-    Attributes:
-        rank: This process's rank in the group.
-        ranks: The ranks of the group, as ranks of the job.
-
-    Raises:
-        MismatchError: This process is not among the ranks, or the job has more ranks than this
-            process knows of.
     """
 
     def __init__(
         self,
         name: str,
-        process_group: dist.ProcessGroup | None,
+        group: Group,
         timeout_s: float,
-        ranks: Sequence[int] | None = None,
         *,
         remove_keys: Callable[[Store, int], None],
     ) -> None:
         self._process = os.getpid()
-        self._whole: Store | None = None
+        self._group = group
         self._store: Store | None = None
+        self._waiter: Store | None = None
         self._opening: Task[Store] | None = None
         self._closed = False
         self._remove_keys = remove_keys
         self._name = name
         self._timeout_s = timeout_s
         self._limit_s = _STORE_TIMES * timeout_s
-        if not (dist.is_available() and dist.is_initialized()):
-            _refuse_unknown_world()
-            self.rank, self.ranks = 0, [0]
+        if group.store is None or self.is_alone:
             return
-        self._whole = default_store()
-        self.ranks = list(ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        if dist.get_rank() not in self.ranks:
-            raise MismatchError(
-                f"rank {dist.get_rank()} is not among the ranks {self.ranks} that are to work "
-                f"together: make it on those alone"
-            )
-        self.rank = self.ranks.index(dist.get_rank())
-        if len(self.ranks) == 1:
-            return
-        members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
-        prefix = f"localckpt/{members}/{name}"
-        self._number = _next_number(prefix)
-        self._shared = PrefixStore(prefix, self._whole)
+        members = hashlib.sha256(repr(list(group.ranks)).encode()).hexdigest()[:16]
+        self._prefix = f"localckpt/{members}/{name}"
+        self._number = _next_number(group.store, self._prefix)
+        self._shared = PrefixStore(self._prefix, group.store)
         self._opening = begin(self._agree)
 
     @property
     def is_alone(self) -> bool:
         """Whether it has no store, since there is nobody to talk to."""
-        return len(self.ranks) == 1
+        return len(self._group.ranks) == 1
 
     @property
     def is_open(self) -> bool:
@@ -166,13 +190,13 @@ class StorePart:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
-        if self._whole is None and dist.get_world_size() > 1:
+        if self._group.store is None and dist.get_world_size() > 1:
             raise MismatchError(
                 f"this manager was made before torch.distributed.init_process_group(), as if this "
                 f"process were alone, and the job has {dist.get_world_size()} ranks: make the "
                 f"manager after the process group. Nothing was saved or read by this call"
             )
-        if self._whole is not None and default_store() is not self._whole:
+        if self._group.store is not None and default_store() is not self._group.store:
             raise MismatchError(
                 "torch.distributed was initialised anew after this manager was made: close the "
                 "manager, and make another. Nothing was saved or read by this call"
@@ -183,7 +207,7 @@ class StorePart:
 
         Another rank may be reading them still. May be called twice, and in a fork.
         """
-        if self._whole is None or self._closed or self.is_fork:
+        if self._group.store is None or self.is_alone or self._closed or self.is_fork:
             return
         opening = self._opening
         if self._store is None and (opening is None or not opening.done() or opening.error):
@@ -199,29 +223,76 @@ class StorePart:
         opening = _Opening(
             PrefixStore(f"{self._number}", self._shared),
             self._name,
-            self.rank,
-            self.ranks,
+            self._group.rank,
+            self._group.ranks,
             self._timeout_s,
         )
         self._part = f"{self._number}/{opening.agree()}"
+        if len(self._group.ranks) > _FEW_RANKS:
+            self._waiter = self._own_client()
         # All ranks have come here, so none of them is in the last call on the part before.
         self._remove_before()
         self._note(False)
         return PrefixStore(self._part, self._shared)
 
+    def await_key(self, key: str, until: float, stop: Callable[[], bool]) -> bool:
+        """Wait until a key of the part is there.
+
+        Args:
+            key: Which key.
+            until: The deadline, by the monotonic clock.
+            stop: Whether to stop waiting before that.
+
+        Returns:
+            Whether it is there.
+        """
+        assert self._store is not None
+        if self._waiter is not None and not self._store.check([key]):
+            return self._wait_blocked(key, until, stop)
+        nap_s = _SHORTEST_NAP_S
+        while not self._store.check([key]):
+            if stop() or time.monotonic() > until:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_OF_FEW_S)
+        return True
+
+    def _wait_blocked(self, key: str, until: float, stop: Callable[[], bool]) -> bool:
+        """Wait on a connection of its own: one message, however long it takes."""
+        client = self._waiter
+        assert client is not None
+        left = timedelta(seconds=max(0.001, until - time.monotonic()))
+        waiting = begin(lambda: client.wait([key], left))
+        while not waiting.wait(_LOOK_ROUND_S):
+            if stop():
+                # The connection stays busy until the deadline, so it is of no more use.
+                self._waiter = self._own_client()
+                return False
+        return not isinstance(waiting.error, dist.DistStoreError) and waiting.take_result() is None
+
+    def _own_client(self) -> Store | None:
+        """Another connection to the store; ``None`` where the store has none to give."""
+        assert self._group.store is not None
+        clone = getattr(self._group.store, "clone", None)
+        if clone is None:
+            return None
+        return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
+
     def _remove_before(self) -> None:
         """Remove this rank's keys of parts that nobody uses any more."""
         for number in (self._number - 1, self._number):
-            text = if_there(self._shared, f"part/{number}/{self.rank}")
+            text = if_there(self._shared, f"part/{number}/{self._group.rank}")
             part, closed = json.loads(text) if text else ("", False)
             # Another part of the same number is of an earlier process, or process group.
             if part and (closed or number == self._number):
-                self._remove_keys(PrefixStore(part, self._shared), self.rank)
-                self._shared.delete_key(f"part/{number}/{self.rank}")
+                self._remove_keys(PrefixStore(part, self._shared), self._group.rank)
+                self._shared.delete_key(f"part/{number}/{self._group.rank}")
 
     def _note(self, closed: bool) -> None:
         """Leave word of this part for those that will open others."""
-        self._shared.set(f"part/{self._number}/{self.rank}", json.dumps([self._part, closed]))
+        self._shared.set(
+            f"part/{self._number}/{self._group.rank}", json.dumps([self._part, closed])
+        )
 
 
 class _Opening:
@@ -379,13 +450,6 @@ def back_off() -> Iterator[float]:
         yield min(max(_SHORTEST_NAP_S, waited_s / _ASKED_AGAIN), _LONGEST_NAP_S)
 
 
-def if_there(store: Store, key: str) -> bytes | None:
-    """The value of a key; ``None`` if it is not there. Never waits."""
-    # In one step, since a ``get`` of a key that is deleted meanwhile would wait for it.
-    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
-    return None if value.decode(errors="replace") == _ABSENT else value
-
-
 def default_store() -> Store:
     """The key-value store of the default process group."""
     # torch has no public accessor for it; this is the one place that asks.
@@ -400,8 +464,8 @@ def default_store() -> Store:
 _MADE: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 
 
-def _next_number(prefix: str) -> int:
-    made = _MADE.setdefault(default_store(), Counter())
+def _next_number(store: Store, prefix: str) -> int:
+    made = _MADE.setdefault(store, Counter())
     made[prefix] += 1
     return made[prefix]
 

@@ -1,0 +1,1 @@
+"""How the ranks of a job decide together, over the job's key-value store."""

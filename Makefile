@@ -27,6 +27,9 @@ demo: $(STAMP)
 test: $(STAMP) $(UPSTREAM) test-tools
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
+# Every rank imports its tests, and every script the package: they compile it once, not each for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests wait more than they work. One file is run by one worker, which makes what its tests share.
 SIDE_BY_SIDE = --numprocesses 4 --dist loadfile
 

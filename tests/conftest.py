@@ -7,6 +7,7 @@ belongs to someone else.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import TypeVar
@@ -42,7 +43,9 @@ _left = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("localckpt")
     group.addoption(
-        "--faults", action="store_true", help="only tests of faults, in long form, and their table"
+        "--faults",
+        action="store_true",
+        help="only tests of faults and long forms, and their table",
     )
     group.addoption("--seed", type=int, help="of the random campaign of faults")
     group.addoption("--steps", type=int, help="how many steps the random campaign takes")
@@ -62,9 +65,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_environment_before] = os.environ.get("TMPDIR")
     config.stash[_shared_memory_before] = _shared_memory_names()
     os.environ[_RUN] = run
+    # Tensors of tests are small: more threads would but spin between one operation and the next.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch makes it for any DTensor, and leaves it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / _TORCHS_OWN)
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports torch and makes some thousand tests, of which nothing is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -134,8 +134,16 @@ def start(tmp_path: Path) -> Iterator[Callable[[Way, str], Trainer]]:
 @pytest.mark.parametrize(
     ("way", "end"),
     [
-        *((way, end) for way in (_from_file, _torchrun) for end in ENDS),
+        (_from_file, "left"),
+        (_torchrun, "in flight"),
         *((way, "in flight") for way in (_from_words, _from_stdin, _notebook)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                *((_from_file, end) for end in ("closed", "in flight")),
+                *((_torchrun, end) for end in ("closed", "left")),
+            ]
+        ),
     ],
 )
 def test_a_trainer_calls_what_it_imports_and_what_it_defines_and_ends(

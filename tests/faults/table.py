@@ -150,7 +150,7 @@ class FaultTable:
     over more.
 
     Args:
-        alone: Run the tests of faults and no others, and print the table.
+        alone: Run the tests of faults and the long forms of others, and print the table.
     """
 
     def __init__(self, alone: bool) -> None:
@@ -175,7 +175,8 @@ class FaultTable:
 
     def _is_run(self, item: pytest.Item) -> bool:
         is_long = item.get_closest_marker("long") is not None
-        return bool(dict(item.user_properties)[_FAULTS_MADE]) if self._alone else not is_long
+        makes_faults = bool(dict(item.user_properties)[_FAULTS_MADE])
+        return is_long or makes_faults if self._alone else not is_long
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)

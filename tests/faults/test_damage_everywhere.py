@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(
 ) -> None:
     chosen = flips(node.newest, every=long_form)
 
-    _play(node, _flipped(node, chosen if long_form else chosen[::2]), record_property)
+    _play(node, _flipped(node, chosen if long_form else chosen[::4]), record_property)
 
 
 @pytest.mark.fault("flipped-bit")
@@ -134,9 +134,9 @@ def test_a_flipped_bit_is_seen_when_it_comes_from_the_disk(
 
 @pytest.mark.fault("torn-file")
 def test_a_file_that_ends_too_early_is_seen_wherever_it_ends(
-    node: _Node, record_property: Any
+    node: _Node, long_form: bool, record_property: Any
 ) -> None:
-    _play(node, cut(node.newest), record_property)
+    _play(node, list(cut(node.newest))[:: 1 if long_form else 3], record_property)
 
 
 @pytest.mark.fault("torn-file")
@@ -185,7 +185,7 @@ def _ways(newest: bytes, older: bytes, others: bytes, every: bool) -> list[tuple
         *foreign(newest, older),
         ("another rank's", others),
     ]
-    return ways if every else ways[::4] + ways[-3:]
+    return ways if every else ways[::7] + ways[-3:]
 
 
 def _play_together(

@@ -370,7 +370,13 @@ queue.maybe_finalize_async_calls(blocking=True)
 """
 
 
-@pytest.mark.parametrize("script", [_IN_BLOCKS, _WITHOUT_BLOCKS], ids=["in blocks", "without"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(_IN_BLOCKS, id="in blocks"),
+        pytest.param(_WITHOUT_BLOCKS, id="without", marks=_LONG),
+    ],
+)
 @pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
 def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, script: str
@@ -391,7 +397,7 @@ def _start_all_again(rank: int, world_size: int, kind: str, worker: str) -> int:
 
 
 @pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
-@pytest.mark.parametrize("way", ["sys.exit(3)", "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("way", [pytest.param("sys.exit(3)", marks=_LONG), "SIGINT", "SIGTERM"])
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, way: str
 ) -> None:

@@ -115,12 +115,17 @@ def _clique_of(rank: int, params: Sequence[int], world_size: int) -> list[int]:
     ("kind", "world_size", "ranks_per_node", "params"),
     [
         ("disk", 4, 1, (1, 2)),
-        ("memory", 4, 1, (1, 2)),
-        ("disk", 4, 1, (2, 2)),
-        ("disk", 4, 1, (1, 3)),
         ("memory", 4, 1, (1, 4)),
-        ("disk", 5, 1, (1, 2)),
         ("disk", 4, 2, (2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("memory", 4, 1, (1, 2)),
+                ("disk", 4, 1, (2, 2)),
+                ("disk", 4, 1, (1, 3)),
+                ("disk", 5, 1, (1, 2)),
+            ]
+        ),
     ],
 )
 def test_a_checkpoint_survives_exactly_when_every_clique_keeps_a_member(

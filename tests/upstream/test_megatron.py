@@ -71,13 +71,15 @@ def _train_and_save(
     saved = training.tensors()
     training.step()
     trained = training.tensors()
-    _save_globally(training, shared, core)
-    queue.close()
+    forking = core.AsyncCallsQueue(persistent=False)
+    for name, each in {"forking": forking, "persistent": queue}.items():
+        _save_globally(training, shared / name, each)
+        each.close()
     manager.close()
     return saved, trained
 
 
-def _save_globally(training: Training, shared: Path, core: Any) -> None:
+def _save_globally(training: Training, shared: Path, queue: Any) -> None:
     """Save through Megatron-Core's own strategy, with our writer and our planning in its place."""
     strategy = import_module("megatron.core.dist_checkpointing.strategies.torch")
     serialization = import_module("megatron.core.dist_checkpointing.serialization")
@@ -85,23 +87,20 @@ def _save_globally(training: Training, shared: Path, core: Any) -> None:
     strategy.save_state_dict_async_plan = global_save.save_state_dict_async_plan
     strategy.save_state_dict_async_finalize = localckpt.save_state_dict_async_finalize
     how = strategy.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
-    for persistent in (False, True):
-        queue = core.AsyncCallsQueue(persistent=persistent)
-        for number in range(2):
-            folder = shared / f"{persistent}-{number}"
-            folder.mkdir(exist_ok=True)
-            request = serialization.save(
-                training.sharded_state(number), folder, how, async_sharded_save=True
-            )
-            queue.schedule_async_request(request)
-            queue.maybe_finalize_async_calls(blocking=True)
-            wanted = training.sharded_state(is_loading=True)
-            loaded = serialization.load(wanted, folder)
-            assert loaded["iteration"] == number
-            for key, value in training.model.state_dict().items():
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(loaded["model"][key], value), key
-        queue.close()
+    for number in range(2):
+        folder = shared / f"{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        request = serialization.save(
+            training.sharded_state(number), folder, how, async_sharded_save=True
+        )
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        wanted = training.sharded_state(is_loading=True)
+        loaded = serialization.load(wanted, folder)
+        assert loaded["iteration"] == number
+        for key, value in training.model.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(loaded["model"][key], value), key
 
 
 def _resume(rank: int, world_size: int) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:

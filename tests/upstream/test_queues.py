@@ -94,7 +94,12 @@ def _without_folder(session: str, rank: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("library", "kind"), [("nvrx", "disk"), ("nvrx", "memory"), ("megatron", "disk")]
+    ("library", "kind"),
+    [
+        ("nvrx", "disk"),
+        ("megatron", "disk"),
+        pytest.param("nvrx", "memory", marks=pytest.mark.long),
+    ],
 )
 def test_both_queues_of_both_libraries_save_replicate_and_say_what_failed(
     library: str, kind: str, node_dirs: Dirs, shm_roots: Dirs

@@ -371,7 +371,7 @@ class BaseCheckpointManager(ABC):
         self._finish_copies()
         self._join()
         mine = [from_iteration, lineage and lineage.to_json()]
-        judge_resumed(self._coordinator.gather("begin", mine))
+        self._coordinator.decide("begin", lambda: mine, judge_resumed)
         if self._lineage is not None:
             # It has saved since it looked.
             self._known.seen = None

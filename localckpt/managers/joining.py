@@ -49,7 +49,7 @@ def join(
             shelf.owner,
             secrets.randbelow(_DRAWS),
         ).to_json()
-    gathered = coordinator.settle(JOINING, looking, mine)
+    gathered = coordinator.share(JOINING, looking, mine)
     records = [JoinRecord(*fields) for fields in gathered]
     judge_join(records)
     domains = [record.failure_domain for record in records]
@@ -79,7 +79,7 @@ def gather_explanation(coordinator: Ranks, shelf: Shelf, domains: Sequence[str])
     with Attempt() as looking:
         if _speaks(coordinator, holdings):
             bad = shelf.bad_copies()
-    gathered = coordinator.settle("tell what cannot be used", looking, bad)
+    gathered = coordinator.share("tell what cannot be used", looking, bad)
     nodes = holdings.ranks_on
     return explain(
         holdings, coordinator.world_size, {node: gathered[holdings.speaker(node)] for node in nodes}
@@ -115,7 +115,7 @@ def gather_holdings(coordinator: Ranks, shelf: Shelf, nodes: Sequence[str]) -> H
         found = shelf.inventory()
         if _speaks(coordinator, holdings):
             mine = tell(found, shelf.noted_lineages())
-    gathered = coordinator.settle("find the latest checkpoint", looking, mine)
+    gathered = coordinator.share("find the latest checkpoint", looking, mine)
     for node in holdings.ranks_on:
         holdings.hear(node, gathered[holdings.speaker(node)])
     return holdings

@@ -136,7 +136,7 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        told = self._coordinator.settle(phase, looking, [new_name(), mine])
+        told = self._coordinator.share(phase, looking, [new_name(), mine])
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, (_, found) in enumerate(told):
             for number, fields in found:
@@ -267,7 +267,7 @@ class Rebuilding:
                 if group.repair.images[rank] == self._rank and rank in group.heads
             ]
         phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
-        for found in self._coordinator.settle(phase, looking, mine):
+        for found in self._coordinator.share(phase, looking, mine):
             for number, rank, blocks in found:
                 group = self._groups[number]
                 bad = group.findings.left.bad_blocks

@@ -72,8 +72,16 @@ class _Verdict:
         return cls(value, failure and Failure.from_json(failure), tuple(late))
 
 
-def _as_they_are(records: list[Any]) -> list[Any]:
-    return records
+def _nothing(_: list[Any]) -> None:
+    return None
+
+
+def _all(results: list[Any]) -> list[Any]:
+    return results
+
+
+# The rank of the group that judges.
+_ROOT = 0
 
 
 class Ranks:
@@ -89,7 +97,6 @@ class Ranks:
         process_group: The ranks that take part; ``None`` for all.
         timeout_s: Deadline of each call, in seconds.
         ranks: Those that take part, where they have no process group.
-        root: The rank of the group that judges.
         group: The ranks and the store, where they are known already.
 
     Attributes:
@@ -106,7 +113,6 @@ class Ranks:
         timeout_s: float = 300.0,
         *,
         ranks: Sequence[int] | None = None,
-        root: int = 0,
         group: Group | None = None,
     ) -> None:
         self.set_timeout(timeout_s)
@@ -114,17 +120,11 @@ class Ranks:
         self.in_a_hurry = False
         self._interrupted = Latch()
         self._rounds = 0
-        self._root = root
         self._counters: set[str] = set()
         group = group or Group.of(process_group, ranks)
         self.rank, self.global_ranks = group.rank, list(group.ranks)
         self.world_size = len(group.ranks)
         self._part = StorePart(name, group, timeout_s, remove_keys=self._remove_keys)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank judges."""
-        return self.rank == self._root
 
     @property
     def is_open(self) -> bool:
@@ -193,7 +193,7 @@ class Ranks:
         what: str,
         attempt: Attempt,
         result: Any = None,
-        judge: Callable[[list[Any]], Any] = _as_they_are,
+        judge: Callable[[list[Any]], Any] = _nothing,
         *,
         grace_s: float = GRACE_S,
         others_s: float = 0.0,
@@ -202,7 +202,7 @@ class Ranks:
 
         Args:
             what, grace_s: As for :meth:`decide`.
-            judge: As for :meth:`decide`; by default every rank gets all results, in rank order.
+            judge: As for :meth:`decide`; by default there is nothing to judge.
             attempt: How it ended here.
             result: What came of it, if it succeeded.
             others_s: How much longer than usual to wait: others may be in the middle of work with
@@ -224,6 +224,11 @@ class Ranks:
             # Else the errors would keep themselves by these variables.
             del failure, attempt
 
+    def share(self, what: str, attempt: Attempt, result: Any) -> list[Any]:
+        """As :meth:`settle`, and every rank gets all results, in rank order: for short ones."""
+        results: list[Any] = self.settle(what, attempt, result, _all)
+        return results
+
     def gather(self, what: str, record: Any) -> list[Any]:
         """Give every rank's record to every rank: for few ranks, or short records.
 
@@ -237,12 +242,11 @@ class Ranks:
         Raises:
             PeerLostError, MismatchError: As :meth:`decide`.
         """
-        records: list[Any] = self.settle(what, Attempt(), record)
-        return records
+        return self.share(what, Attempt(), record)
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it; raises as :meth:`decide`."""
-        self.settle(what, Attempt(), None, lambda _: None)
+        self.settle(what, Attempt())
 
     def post_failure(self, what: str, failure: BaseException) -> None:
         """Report a failure of this rank's part of a decision, without waiting for the verdict."""
@@ -313,7 +317,7 @@ class Ranks:
             self._open()
             number, report = self._next_round(), _sendable(what, report)
             patience_s = self.timeout_s + others_s
-            if self.is_root:
+            if self.rank == _ROOT:
                 verdict = self._hold(number, what, report, judge, patience_s, grace_s)
             else:
                 verdict = self._ask(
@@ -374,9 +378,9 @@ class Ranks:
         if heard is None:
             heard = meeting.hear(time.monotonic() + _AFTER_FIRST_S)
         if heard is None:
-            text = self._describe_late([self._root], {}, what, patience_s)
+            text = self._describe_late([_ROOT], {}, what, patience_s)
             return _Verdict(failure=Failure(PeerLostError.__name__, text))
-        return _Verdict.from_json(heard[0])
+        return _Verdict.from_json(heard)
 
     def _judged(self, what: str, reports: list[Any], judge: Callable[[list[Any]], Any]) -> _Verdict:
         """What the root decides when all have reported."""
@@ -407,7 +411,7 @@ class Ranks:
     def _verdict_on_missing(self, meeting: Round, what: str, waited_s: float) -> _Verdict:
         """What is decided when not all have reported in time."""
         reports = meeting.reports()
-        late = [rank for rank, report in enumerate(reports) if report is None] or [self._root]
+        late = [rank for rank, report in enumerate(reports) if report is None] or [_ROOT]
         failure = self._joint_failure(what, reports)
         if failure is None:
             named = late[:_NAMED]

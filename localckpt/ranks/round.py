@@ -25,7 +25,7 @@ Await = Callable[[str, float], bool]
 _SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
-_INLINE, _APART, _EACH = "=", "@", "#"
+_INLINE, _APART = "=", "@"
 
 
 class Round:
@@ -116,40 +116,18 @@ class Round:
                 found.append(tuple(json.loads(look(self._store, _report_key(rank, number)))))
         return max(found, key=lambda said: said[0], default=None)
 
-    def decide(self, verdict: Any, each: list[Any] | None = None) -> Any:
-        """Give the verdict, unless another rank has.
-
-        Args:
-            verdict: For all ranks.
-            each: A further part for each rank.
-
-        Returns:
-            The verdict that holds.
-        """
-        store, number = self._store, self._number
-        text = json.dumps(verdict)
-        kind = _INLINE
-        if each is not None:
-            kind = _EACH
-            for rank, part in enumerate(each):
-                put(store, f"{number}/part/{rank}", json.dumps(part).encode())
+    def decide(self, verdict: Any) -> Any:
+        """Give the verdict, unless another rank has; the one that holds."""
+        text, kind = json.dumps(verdict), _INLINE
         if len(text) > _INLINE_NBYTES:
-            put(store, f"{number}/body", text.encode())
-            text, kind = "", _APART if kind == _INLINE else _APART + _EACH
-        mine = kind + "\0" + text
-        return self._read(store.compare_set(f"{number}/verdict", "", mine))
+            put(self._store, f"{self._number}/body", text.encode())
+            text, kind = "", _APART
+        return self._read(self._store.compare_set(f"{self._number}/verdict", "", kind + text))
 
-    def hear(self, until: float) -> tuple[Any, Any] | None:
-        """Wait for the verdict: for all ranks, and for this one; ``None`` if it is not in time."""
+    def hear(self, until: float) -> Any:
+        """Wait for the verdict; ``None`` if it is not in time."""
         key = f"{self._number}/verdict"
-        if not self._await(key, until):
-            return None
-        value = self._store.get(key)
-        verdict, part = self._read(value), None
-        if _EACH.encode() in value.split(b"\0", 1)[0]:
-            part = json.loads(look(self._store, f"{self._number}/part/{self._rank}"))
-            delete(self._store, f"{self._number}/part/{self._rank}")
-        return verdict, part
+        return self._read(self._store.get(key)) if self._await(key, until) else None
 
     def is_first_to_ask(self) -> bool:
         """Whether no other rank has waited in vain for the verdict: the first one looks why."""
@@ -160,10 +138,8 @@ class Round:
         _forget_verdict(self._store, self._number - 1)
 
     def _read(self, value: bytes) -> Any:
-        kind, text = value.decode().split("\0", 1)
-        if _APART in kind:
-            text = look(self._store, f"{self._number}/body").decode()
-        return json.loads(text)
+        kind, text = value[:1].decode(), value[1:]
+        return json.loads(look(self._store, f"{self._number}/body") if kind == _APART else text)
 
 
 def remove_rounds(store: Store, rank: int, world_size: int) -> None:
@@ -173,14 +149,13 @@ def remove_rounds(store: Store, rank: int, world_size: int) -> None:
         if if_there(store, _report_key(rank, number)) is not None:
             last = max(last, json.loads(look(store, _report_key(rank, number)))[0])
             delete(store, _report_key(rank, number))
+    if rank > 0:
+        return
     for number in range(max(0, last - 1), last + 1):
-        delete(store, f"{number}/part/{rank}")
-        # Some rank does it for all.
-        if rank == 0:
-            _forget_verdict(store, number)
-            for team in range(len(_teams(world_size))):
-                store.delete_key(f"{number}/count/{team}")
-                delete(store, f"{number}/team/{team}")
+        _forget_verdict(store, number)
+        for team in range(len(_teams(world_size))):
+            store.delete_key(f"{number}/count/{team}")
+            delete(store, f"{number}/team/{team}")
 
 
 def _teams(world_size: int) -> list[range]:

@@ -48,7 +48,7 @@ def carry_out(
                 sources[id_] = open_source(id_)
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-        offers = everyone.settle("open shards for other ranks", opening, [sizes, new_name()])
+        offers = everyone.share("open shards for other ranks", opening, [sizes, new_name()])
         views: list[tuple[int, memoryview]] = []
         with Attempt() as accepting:
             announced = {sender: iter(sizes) for sender, (sizes, _) in enumerate(offers)}

@@ -63,7 +63,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
             return self.latest_iteration
         with Attempt() as looking:
             self._theirs = find_nvrx_files(self._root, self.session_id, self.rank)
-        held = self._coordinator.settle("look for NVRx's files", looking, sorted(self._theirs))
+        held = self._coordinator.share("look for NVRx's files", looking, sorted(self._theirs))
         common = set(held[0]).intersection(*held)
         self._theirs = {i: path for i, path in self._theirs.items() if i in common}
         if not common and any(held):

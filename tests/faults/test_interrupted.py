@@ -271,7 +271,9 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
 
 
-@pytest.mark.parametrize(("kind", "worker"), _TWO_WAYS)
+@pytest.mark.parametrize(
+    ("kind", "worker"), [("memory", "process"), pytest.param("disk", "thread", marks=_LONG)]
+)
 def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
 ) -> None:
@@ -397,7 +399,10 @@ def _start_all_again(rank: int, world_size: int, kind: str, worker: str) -> int:
 
 
 @pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
-@pytest.mark.parametrize("way", [pytest.param("sys.exit(3)", marks=_LONG), "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "way",
+    ["SIGINT", *(pytest.param(way, marks=_LONG) for way in ("sys.exit(3)", "SIGTERM"))],
+)
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
     start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, way: str
 ) -> None:

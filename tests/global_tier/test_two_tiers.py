@@ -75,7 +75,13 @@ def test_goes_on_from_shared_storage_if_the_nodes_have_lost_their_disks(
     assert_same(_end_of(folder), _end_of(undisturbed))
 
 
-@pytest.mark.parametrize("damaged", [(8,), (5, 8)], ids=["the newest", "all"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param((8,), id="the newest"),
+        pytest.param((5, 8), id="all", marks=pytest.mark.long),
+    ],
+)
 def test_goes_on_from_shared_storage_if_what_is_good_on_the_nodes_is_older(
     folder: Path,
     undisturbed: Path,

@@ -342,7 +342,7 @@ def _fail_on_one_rank(rank: int, manager: Any, queue: Any, replicated: bool) -> 
         ("fsspec", True, "thread"),
         ("files", True, "thread"),
         ("files", True, "process"),
-        ("files", False, "process"),
+        pytest.param("files", False, "process", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_with_hooks_replicate_fail_and_recover_together(

@@ -76,6 +76,7 @@ def _save_on_and_on(
     return held
 
 
+@pytest.mark.fault("many-saves")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("polls_every", [1, 7], ids=["polled each time", "polled rarely"])
 def test_saves_at_every_step_hold_no_more_at_the_end_than_at_the_beginning(

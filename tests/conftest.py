@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -55,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
     config.addinivalue_line("markers", "long: run with --faults only")
     config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
+    # A shell starts a command in the background with SIGINT ignored, and processes inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Python makes and removes this one by itself, so it must not be in a directory that we remove.
     multiprocessing_util.get_temp_dir()
     if not _leads(config):

@@ -171,12 +171,21 @@ def _go_between_ways_to_be_parallel(rank: int, world_size: int, root: Path) -> N
     with manager_on(root) as manager:
         for iteration, kind in enumerate(kinds):
             manager.save(make(kind, seed=iteration), iteration, is_async=True)
-        for iteration, kind in enumerate(kinds):
-            expected = gathered(make(kind, seed=iteration))
-            for other in kinds:
-                state = make(other, seed=99)
-                manager.load(state, iteration)
-                assert_same(gathered(state), expected)
+        # All values depend on the seed alone. They are compared as each rank has them, because
+        # torch 2.8 mixes up rows when it gathers strided shards of unequal sizes.
+        for iteration, other in product(range(len(kinds)), kinds):
+            state = make(other, seed=99)
+            manager.load(state, iteration)
+            assert_same(_local_parts(state), _local_parts(make(other, seed=iteration)))
+
+
+def _local_parts(state: Any) -> Any:
+    """A state with the parts of its tensors that this rank has."""
+    if isinstance(state, dict):
+        return {key: _local_parts(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_local_parts(value) for value in state)
+    return state.to_local() if isinstance(state, DTensor) else state
 
 
 def test_tensor_parallel_models_are_loaded_into_fsdp_and_back(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class Task(Generic[T]):
         self._error: BaseException | None = None
         # Filled once, by whoever comes first; unlike a lock it can be asked again.
         self._taken: dict[str, object] = {}
+        self._is_started = False
         self._over = Latch()
 
     @property
@@ -96,6 +97,7 @@ class Task(Generic[T]):
             BaseException: An interrupt; :func:`end_all` returns when the task does not run.
         """
         _Thread(target=self.run, name=name, daemon=daemon).start()
+        self._is_started = True
 
     def run(self) -> None:
         """Carry it out in this thread, unless another one has begun to, or it was called off."""
@@ -154,6 +156,15 @@ class Task(Generic[T]):
             finally:
                 del error
         return cast(T, self._result)
+
+    def begins(self) -> bool:
+        """Whether it has begun or will begin; it is called off if :meth:`start` was interrupted.
+
+        A thread that was started may take a while until it begins the task.
+        """
+        if not self._is_started:
+            self.call_off()
+        return self._is_started or self._taken["by"] is not None
 
     def call_off(self) -> bool:
         """Let it not begin; whether nothing of it runs now."""

@@ -19,7 +19,7 @@ import pytest
 
 from localckpt.storage.open_file import open_owned
 from localckpt.threads import Latch, SerialThread, Task, end_all, run_interruptibly
-from tests.interrupts import Interrupter
+from tests.interrupts import Interrupter, slow_to_begin_tasks
 
 _PATIENCE_S = 20.0
 
@@ -72,6 +72,8 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 traces instructions only if some frame has asked for it before settrace().
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()
@@ -167,6 +169,25 @@ def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never
         begun_late += task.call_off() is False
     assert begun_late == 0
     assert interrupter.interrupts > 30
+
+
+def test_a_task_whose_thread_is_slow_to_begin_it_is_not_taken_for_one_that_was_not_started() -> (
+    None
+):
+    with slow_to_begin_tasks():
+        for outcome in (True, False):
+            task = Task(lambda outcome=outcome: outcome)
+            task.start("slow", daemon=True)
+
+            assert not task.done()
+            assert task.begins()
+            assert task.result(_PATIENCE_S) is outcome
+            assert task.begins()
+    task = Task(lambda: True)
+
+    assert not task.begins()
+    task.run()
+    assert task.result(0.0) is None
 
 
 def test_a_thread_for_one_task_after_another_survives_interrupts_of_those_who_submit() -> None:

@@ -57,7 +57,7 @@ class SaveUnderWay:
     @property
     def has_begun(self) -> bool:
         """Whether :meth:`start` has come so far that the save will be over."""
-        return self.over.is_set() or not (self.task is None or self.task.call_off())
+        return self.over.is_set() or (self.task is not None and self.task.begins())
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None]) -> None:
         """Have the rest of it done by a thread; what ``work`` raises is the save's error.

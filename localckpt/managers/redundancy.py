@@ -179,7 +179,7 @@ class Redundancy:
             return
         deadline_s = _STEPS * self._timeout_s
         # An interrupt may have kept it from starting.
-        if not (self._under_way.call_off() or self._under_way.wait(deadline_s)):
+        if self._under_way.begins() and not self._under_way.wait(deadline_s):
             raise CheckpointingException(
                 f"making copies of the loaded checkpoint has not ended after {deadline_s:g} s: is "
                 f"the disk of this node stuck?"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from localckpt import CheckpointingException, CorruptShardError, UnsafeGlobalError
 from tests.global_tier.models import checkpoints_in, manager_on
+from tests.interrupts import slow_to_begin_tasks
 from tests.ranks import run_ranks
 
 
@@ -175,6 +176,15 @@ def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_not_the_manager
         _save(manager, 2)
 
         assert manager.find_latest() == 2
+
+
+def test_a_save_whose_thread_is_slow_to_begin_is_not_taken_for_one_that_was_interrupted(
+    tmp_path: Path,
+) -> None:
+    with slow_to_begin_tasks(), manager_on(tmp_path) as manager:
+        manager.save({"w": torch.ones(3)}, 1, is_async=False)
+
+        assert manager.find_latest() == 1
 
 
 def _warm_up_with_what_cannot_be_saved(rank: int, world_size: int, root: Path) -> int:

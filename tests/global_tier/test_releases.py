@@ -15,16 +15,17 @@ from tests.global_tier.states import assert_same, load_with_ours, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-# Takes away what torch 2.8 has not, before localckpt is imported.
+# Takes away what torch 2.8 has not, before localckpt is imported; nothing on torch 2.8 itself.
 _AS_TORCH_2_8 = """
 import dataclasses, sys
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
 
-del filesystem.CURRENT_DCP_VERSION
-del Metadata.version, Metadata.__annotations__["version"]
-del Metadata.__init__, Metadata.__eq__, Metadata.__repr__
-dataclasses.dataclass(Metadata)
+if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+    del filesystem.CURRENT_DCP_VERSION
+    del Metadata.version, Metadata.__annotations__["version"]
+    del Metadata.__init__, Metadata.__eq__, Metadata.__repr__
+    dataclasses.dataclass(Metadata)
 """
 
 _SAVE_AND_LOAD = """

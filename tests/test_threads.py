@@ -89,7 +89,8 @@ def test_an_interrupt_at_any_moment_of_a_wait_harms_neither_the_setter_nor_later
     while is_interrupted:
         number += 1
         latch = Latch()
-        setter = threading.Timer(0.002, latch.set)
+        # Late enough that the wait has begun, also on a busy machine: else it has few moments.
+        setter = threading.Timer(0.1, latch.set)
         setter.start()
 
         is_interrupted = _interrupted_at(number, partial(latch.wait, _PATIENCE_S))

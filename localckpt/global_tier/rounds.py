@@ -19,14 +19,12 @@ from localckpt import errors
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.failure_texts import described
 from localckpt.ranks.job_store import Group, StorePart, ask_store, back_off
-from localckpt.ranks.values import if_there
+from localckpt.ranks.values import delete, if_there, look, put
 
 __all__ = ["Meeting"]
 
 T = TypeVar("T")
 
-# A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
-_VALUE_NBYTES = 4 << 20
 _LEAVING_S = 2.0
 _NAMED = 16
 # A round waits for others, then for the answer; and for the store not much longer.
@@ -184,7 +182,7 @@ class _Round:
         rank = self._meeting.rank
 
         def post() -> None:
-            _put(self._store, f"said/{rank}", said)
+            put(self._store, f"said/{rank}", said)
             self._store.add("came", 1)
 
         self._ask(post)
@@ -207,7 +205,10 @@ class _Round:
             # From here on nobody can give it up: whoever is tired of waiting asks first.
             if self._store.compare_set("verdict", "", _COMPLETE).decode() != _COMPLETE:
                 raise _GivenUp
-            said = [_take(self._store, f"said/{rank}") for rank in range(world)]
+            keys = [f"said/{rank}" for rank in range(world)]
+            said = [look(self._store, key) for key in keys]
+            for key in keys:
+                delete(self._store, key)
             self._store.delete_key("came")
             return said
 
@@ -218,7 +219,7 @@ class _Round:
 
         def tell() -> None:
             for i, text in enumerate(answers):
-                _put(self._store, f"answer/{i}", text)
+                put(self._store, f"answer/{i}", text)
             self._store.set("outcome", json.dumps(len(answers)))
             self._store.add("state", _ANSWERED)
 
@@ -274,9 +275,9 @@ class _Round:
             answer: bytes | _Failure = _Failure(*outcome)
         else:
             mine = self._meeting.rank if outcome > 1 else 0
-            answer = _look(self._store, f"answer/{mine}")
+            answer = look(self._store, f"answer/{mine}")
             if outcome > 1:
-                _forget(self._store, f"answer/{mine}")
+                delete(self._store, f"answer/{mine}")
         self._leave(outcome)
         return answer
 
@@ -285,11 +286,10 @@ class _Round:
         if self._store.add("heard", 1) < self._meeting.world_size:
             return
         if outcome == 1:
-            _forget(self._store, "answer/0")
+            delete(self._store, "answer/0")
         left = [f"said/{rank}" for rank in range(self._meeting.world_size)] if not outcome else []
         for key in left:
-            if self._store.check([key]):
-                _forget(self._store, key)
+            delete(self._store, key)
         for key in ("verdict", "outcome", "came", "state", "heard"):
             self._store.delete_key(key)
 
@@ -337,43 +337,13 @@ class _Round:
         return ask_store(self._phase, _STORE_TIMES * self._meeting.timeout_s, call)
 
 
-def _put(store: Store, key: str, value: bytes) -> None:
-    """Set a value of any size: what does not fit into one follows under further keys."""
-    parts = [value[i : i + _VALUE_NBYTES] for i in range(0, len(value), _VALUE_NBYTES)]
-    for i, part in enumerate(parts[1:]):
-        store.set(f"{key}.{i}", part)  # type: ignore[arg-type]
-    head = len(parts[1:]).to_bytes(4, "little")
-    store.set(key, head + b"".join(parts[:1]))  # type: ignore[arg-type]
-
-
-def _look(store: Store, key: str) -> bytes:
-    """What :func:`_put` has set."""
-    value: bytes = store.get(key)
-    more = range(int.from_bytes(value[:4], "little"))
-    return b"".join([value[4:], *(store.get(f"{key}.{i}") for i in more)])
-
-
-def _take(store: Store, key: str) -> bytes:
-    """What :func:`_put` has set, which nobody else will ask for."""
-    value = _look(store, key)
-    _forget(store, key)
-    return value
-
-
-def _forget(store: Store, key: str) -> None:
-    for i in range(int.from_bytes(store.get(key)[:4], "little")):
-        store.delete_key(f"{key}.{i}")
-    store.delete_key(key)
-
-
 def _remove_keys(part: Store, rank: int) -> None:
     """Delete what a rank has left in a meeting's part of the store."""
     last = if_there(part, f"last/{rank}")
     if last:
         store = PrefixStore(json.loads(last)[0], part)
         for key in (f"said/{rank}", f"answer/{rank}"):
-            if store.check([key]):
-                _forget(store, key)
+            delete(store, key)
         for key in ("verdict", "outcome", "came", "state", "heard"):
             store.delete_key(key)
     part.delete_key(f"last/{rank}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _weakrefset
 import dis
 import gc
 import os
@@ -62,8 +63,11 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
     """Interrupt a call at the ``number``-th moment that it can be; whether it has so many."""
     left = number
 
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal left
+        if frame.f_code.co_filename == _weakrefset.__file__:
+            # Python drops what callbacks of weak references raise.
+            return None
         frame.f_trace_opcodes = True
         left -= event == "opcode" and frame.f_lasti in _moments(frame.f_code)
         if left == 0:

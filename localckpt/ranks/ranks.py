@@ -329,7 +329,7 @@ class Ranks:
             return verdict
         me = self.global_ranks[self.rank]
         if me in verdict.late and verdict.failure.kind == PeerLostError.__name__:
-            raise PeerLostError(self._describe_too_late(what))
+            raise PeerLostError(self._describe_too_late(what, verdict.late))
         raise verdict.failure.error()
 
     def _hold(
@@ -435,12 +435,15 @@ class Ranks:
             f"but slow, give the manager a longer timeout; else restart the job.{self.hint}"
         )
 
-    def _describe_too_late(self, what: str) -> str:
+    def _describe_too_late(self, what: str, late: Sequence[int]) -> str:
         me = self.global_ranks[self.rank]
         others = ranks_named(rank for rank in self.global_ranks if rank != me)
+        missing = [rank for rank in late if rank != me]
+        named = ", ".join(f"rank {rank}" for rank in missing[:_NAMED])
+        nor = f", and {named} had not come either" if missing else ""
         return (
             f"rank {me} came too late to {what}: the others ({others}) were not all waiting any "
-            f"more. What was saved before stands. If this rank is alive but slow, give the "
+            f"more{nor}. What was saved before stands. If this rank is alive but slow, give the "
             f"manager a longer timeout; else restart the job."
         )
 

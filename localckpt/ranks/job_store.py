@@ -213,6 +213,8 @@ class StorePart:
         if self._store is None and (opening is None or not opening.done() or opening.error):
             return
         self._closed = True
+        # The connection ends with it.
+        self._waiter = None
         try:
             ask_store("leave the job's store", _LEAVING_S, partial(self._note, True))
         except PeerLostError as error:

@@ -177,14 +177,8 @@ class Ranks:
                 one than when this was made.
         """
         result: T | None = None
-        try:
-            with Attempt() as attempt:
-                result = work()
-        except BaseException as interrupt:
-            # A fork that ends here has failed nothing.
-            if not self._part.is_fork:
-                self.post_failure(what, interrupt)
-            raise
+        with Attempt() as attempt:
+            result = work()
         verdict: V = self.settle(what, attempt, result, judge, grace_s=grace_s)
         return verdict
 
@@ -209,9 +203,9 @@ class Ranks:
                 a deadline of its own, and are to say how it ended.
         """
         failure, attempt.failure = attempt.failure, None
-        self._part.require_same_world()
         said = None if failure is None else Failure.of(failure).to_json()
         try:
+            self._part.require_same_world()
             verdict = self._meet(what, [short(what), said, result], judge, grace_s, others_s)
             return verdict.value
         except CheckpointingException as error:

@@ -30,8 +30,9 @@ test: $(STAMP) $(UPSTREAM) test-tools
 # Every rank imports its tests, and every script the package: they compile it once, not each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests wait more than they work. One file is run by one worker, which makes what its tests share.
-SIDE_BY_SIDE = --numprocesses 4 --dist loadfile
+# Tests wait more than they work. One file is run by one worker, which makes what its tests share;
+# the order is that of tests/conftest.py, which has the longest files first.
+SIDE_BY_SIDE = --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # An environment each under .venv-matrix, of several GB where torch comes with CUDA.
 MATRIX ?= 3.11:2.13.0 3.12:2.8.0 3.13:newest

@@ -30,6 +30,7 @@ _SECTIONS = {
     "memory": "benchmarks.memory",
     "async": "benchmarks.async_worker",
     "poll": "benchmarks.poll",
+    "training-loop": "benchmarks.training_loop",
     "control": "benchmarks.control",
     "overlaps": "benchmarks.overlaps",
     "large-worlds": "benchmarks.large_worlds",

@@ -32,9 +32,10 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Report
 from benchmarks.setup import Options
 from benchmarks.state import build_state
-from localckpt.global_tier.planning import plan_save
-from localckpt.global_tier.rounds import Meeting
-from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.global_tier.save_plan import plan_save
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.values import Message
 
 __all__ = ["measure"]
 
@@ -173,17 +174,17 @@ def _of_rank(rank: int, item: WriteItem) -> WriteItem:
 
 def _plan_ours(state: dict[str, Any], others: Sequence[bytes]) -> list[_Planned]:
     writer = FileSystemWriterAsync(_NOWHERE, writer="thread")
-    meeting = _SimulatedMeeting(others) if others else Meeting("planning")
+    ranks = _SimulatedRanks(others) if others else Ranks("planning")
 
     def plan() -> None:
         planner = DefaultSavePlanner()
-        plan_save(meeting, state, planner, writer, tag="benchmark", word=lambda: None)
+        plan_save(ranks, state, planner, writer, tag="benchmark", begin=lambda: None)
 
     planned = []
     for _ in range(2):
         total_s = _timed_s(plan)
-        local_s = meeting.local_s if isinstance(meeting, _SimulatedMeeting) else 0.0
-        nbytes = writer.plans.bytes_gathered / meeting.world_size
+        local_s = ranks.local_s if isinstance(ranks, _SimulatedRanks) else 0.0
+        nbytes = writer.plans.bytes_gathered / ranks.world_size
         planned.append(_Planned(total_s, local_s, nbytes))
     writer.close()
     return planned
@@ -228,28 +229,22 @@ def _timed_s(plan: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-class _SimulatedMeeting(Meeting):
+class _SimulatedRanks(Ranks):
     """Rank 0 among others that say what rank 0 says: their plan, or that nothing has changed."""
 
     def __init__(self, others: Sequence[bytes]) -> None:
-        self.rank, self.coordinator, self.world_size = 0, 0, 1 + len(others)
+        self.rank, self.root, self.world_size = 0, 0, 1 + len(others)
         self.global_ranks = list(range(self.world_size))
         self.local_s = 0.0
         self._others = others
 
-    def hold(
-        self,
-        phase: str,
-        say: Callable[[], bytes],
-        answer: Callable[[list[bytes]], Sequence[bytes]],
-        name: str | None = None,
-    ) -> bytes:
+    def act(self, what: str, work: Callable[[], Any], act: Callable[[list[Any]], Any]) -> Any:
         began = time.perf_counter()
-        said = say()
+        said: Message = work()
         self.local_s = time.perf_counter() - began
-        tag, plan = said.split(b"\n", 1)
-        others = (tag + b"\n" + other if plan else said for other in self._others)
-        return answer([said, *others])[0]
+        others = (Message(said.record, other) if said.data else said for other in self._others)
+        planned: PerRank = act([said, *others])
+        return planned.common, planned.parts.get(0)
 
 
 class _SimulatedCollectives:

@@ -1,8 +1,9 @@
 """What it takes to find a checkpoint, and to plan who sends what, in a job of thousands of ranks.
 
-One process stands for the job: it makes what every node would tell, and then does what each rank
-does with it. Eight ranks a node, nodes in pairs that hold each other's shards, two checkpoints. The
-job's key-value store, which brings what is told to all ranks, is not measured.
+One process stands for the job: it makes what every node would tell, and then does what the root
+does with it, and what each rank does with what the root tells. Eight ranks a node, nodes in pairs
+that hold each other's shards, two checkpoints. The job's key-value store, which brings what is told
+from rank to rank, is not measured.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from typing import TypeVar
 
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from localckpt.ids import Checkpoint, CkptID, Generation, ShardRecord
+from localckpt.availability.explanation import explain
+from localckpt.availability.found import Found
+from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
+from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardRecord
 from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
-from localckpt.managers.coverage import complete_checkpoints, describe_incomplete
-from localckpt.managers.explanation import explain
-from localckpt.managers.holdings import Holdings, ranks_by_node, tell
-from localckpt.managers.recovery import plan_shards
-from localckpt.managers.redundancy import missing_copies
 from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.shard_plans import missing_copies, plan_shards
 
-__all__ = ["measure"]
+__all__ = ["World", "measure"]
 
 T = TypeVar("T")
 
@@ -46,18 +46,20 @@ _LINEAGE = Lineage(
     tuple(Point(EpochId(1233 - n, 2**32 - n - 1), 10**7 - n) for n in range(MOST_ANCESTORS)),
     is_cut=True,
 )
-_TELL, _FIND, _EXPLAIN, _MISS = _FOUND = (
+_TELL, _FIND, _SHARE, _LEARN, _EXPLAIN, _MISS = _FOUND = (
     "one node: say what it holds",
-    "find the newest complete checkpoint",
+    "the root: find the newest complete checkpoint",
+    "the root: say to all what the nodes hold",
+    "a rank: learn what the nodes hold",
     "explain it",
-    "say what is missing, a pair of nodes lost",
+    "the root: say what is missing, a pair of nodes lost",
 )
 
 
 def measure(options: Options) -> Report:
     """Medians over the rounds; in each round each world in turn."""
     report = Report("large-worlds")
-    worlds = {ranks: _World(ranks) for ranks in _WORLDS}
+    worlds = {ranks: World(ranks) for ranks in _WORLDS}
     timings = {ranks: _Timings() for ranks in _WORLDS}
     plans: dict[tuple[int, int], dict[str, ExchangePlan[CkptID]]] = {}
     for _ in range(options.rounds):
@@ -72,11 +74,12 @@ def measure(options: Options) -> Report:
     return report
 
 
-class _World:
+class World:
     """A job as it restarts, and what its nodes tell."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self.verdict_nbytes = self.shared_nbytes = 0
         self.nodes = [f"{rank // _RANKS_A_NODE:032x}" for rank in range(ranks)]
         self.checkpoints = [
             Checkpoint(Generation(1234, 2**60 - number), 10**7 - 50 * number, ranks)
@@ -105,24 +108,36 @@ class _World:
             self.clique_of(rank) for rank in range(self.ranks) if self.clique_of(rank)[0] == rank
         ]
 
+    def keepers(self) -> dict[int, list[int]]:
+        """For each rank the ranks that keep a copy of its shard."""
+        return {
+            owner: [rank for rank in clique if rank != owner]
+            for clique in self.cliques()
+            for owner in clique
+        }
+
+    def protection(self) -> dict[int, Group]:
+        """For each rank the group that protects its shard."""
+        return {owner: Group((owner, *kept), len(kept)) for owner, kept in self.keepers().items()}
+
     def values(self, lost: Collection[str] = ()) -> list[str]:
         """What each rank gives to the job's store; for lost nodes, what their replacements do."""
         speakers = {on[0]: node for node, on in ranks_by_node(self.nodes).items()}
         told = {
-            rank: tell([] if node in lost else self.records[node])
+            rank: node_report([] if node in lost else self.records[node])
             for rank, node in speakers.items()
         }
         # As the coordinator says it, with the phase and the outcome.
         phase = "find the latest checkpoint"
         return [json.dumps([phase, [None, told.get(rank)]]) for rank in range(self.ranks)]
 
-    def heard(self, values: list[str]) -> Holdings:
+    def heard(self, values: list[str]) -> Inventory:
         """What a rank knows from that."""
-        holdings = Holdings(ranks_by_node(self.nodes))
+        inventory = Inventory(ranks_by_node(self.nodes))
         gathered = [json.loads(value)[1][1] for value in values]
-        for node in holdings.ranks_on:
-            holdings.hear(node, gathered[holdings.speaker(node)])
-        return holdings
+        for node in inventory.ranks_on:
+            inventory.merge(node, gathered[inventory.leader(node)])
+        return inventory
 
     def lose(self, count: int) -> set[str]:
         """Nodes of different cliques, the same at each call."""
@@ -150,42 +165,40 @@ class _Timings:
         return f"{min(self.ms[what]):.4g} to {max(self.ms[what]):.4g} over {len(self.ms[what])}"
 
 
-def _find(world: _World, timings: _Timings) -> None:
+def _find(world: World, timings: _Timings) -> None:
     """What ``find_latest`` and ``explain`` do."""
     node = world.nodes[0]
-    timings.time(_TELL, lambda: json.dumps(tell(world.records[node])))
+    timings.time(_TELL, lambda: json.dumps(node_report(world.records[node])))
     values = world.values()
     without = world.values({world.nodes[rank] for rank in world.clique_of(0)})
 
-    def find() -> tuple[Holdings, list[Checkpoint]]:
-        holdings = world.heard(values)
-        return holdings, complete_checkpoints(holdings)
+    def find(values: list[str]) -> tuple[Inventory, Found]:
+        inventory = world.heard(values)
+        return inventory, Found.among(inventory, world.protection())
 
-    holdings, complete = timings.time(_FIND, find)
-    if complete != world.checkpoints:
+    inventory, found = timings.time(_FIND, lambda: find(values))
+    if [*found.complete] != world.checkpoints:
         raise RuntimeError("not all checkpoints were found complete")
-    timings.time(_EXPLAIN, lambda: str(explain(holdings, world.ranks)))
+    shared = timings.time(_SHARE, lambda: packed(inventory.reports()))
+    learned = Inventory(ranks_by_node(world.nodes))
+    timings.time(_LEARN, lambda: learned.merge_all(unpacked(shared)))
+    if learned.reports() != inventory.reports():
+        raise RuntimeError("a rank learned something else than the root knows")
+    world.verdict_nbytes, world.shared_nbytes = len(json.dumps(found.to_json())), len(shared)
+    timings.time(_EXPLAIN, lambda: str(explain(inventory, world.ranks)))
 
-    def miss() -> str:
-        holdings = world.heard(without)
-        return describe_incomplete(holdings) if not complete_checkpoints(holdings) else ""
-
-    if not timings.time(_MISS, miss):
+    if not timings.time(_MISS, lambda: find(without)[1].incomplete):
         raise RuntimeError("a checkpoint without a pair of nodes was found complete")
 
 
-def _plan(world: _World, count: int, timings: _Timings) -> dict[str, ExchangePlan[CkptID]]:
+def _plan(world: World, count: int, timings: _Timings) -> dict[str, ExchangePlan[CkptID]]:
     """What ``load`` decides after a loss: who sends what now, and for the copies made then."""
-    holdings = world.heard(world.values(world.lose(count)))
+    inventory = world.heard(world.values(world.lose(count)))
     newest = world.checkpoints[0]
-    keepers = {
-        owner: [rank for rank in clique if rank != owner]
-        for clique in world.cliques()
-        for owner in clique
-    }
+    keepers = world.keepers()
 
     def plan(wanted: Mapping[int, list[int]]) -> ExchangePlan[CkptID]:
-        made = plan_shards(newest, _SESSION, holdings, wanted)
+        made = plan_shards(newest, _SESSION, inventory, wanted)
         # A rank looks for its own part.
         made.sends(0)
         made.receives(0)
@@ -193,7 +206,7 @@ def _plan(world: _World, count: int, timings: _Timings) -> dict[str, ExchangePla
 
     def plan_copies() -> ExchangePlan[CkptID]:
         wanted: dict[int, list[int]] = {}
-        for owner, receivers in missing_copies(newest, holdings, keepers).items():
+        for owner, receivers in missing_copies(newest, inventory, keepers).items():
             for rank in receivers:
                 wanted.setdefault(rank, []).append(owner)
         return plan(wanted)
@@ -205,8 +218,8 @@ def _plan(world: _World, count: int, timings: _Timings) -> dict[str, ExchangePla
     }
 
 
-def _tell_figures(report: Report, world: _World, timings: _Timings) -> None:
-    told = [len(json.dumps(tell(records))) for records in world.records.values()]
+def _tell_figures(report: Report, world: World, timings: _Timings) -> None:
+    told = [len(json.dumps(node_report(records))) for records in world.records.values()]
     values = [len(value) for value in world.values()]
     report.fact(
         f"{world.ranks:,} ranks: told of each shard",
@@ -216,13 +229,15 @@ def _tell_figures(report: Report, world: _World, timings: _Timings) -> None:
         f"ranks: {sum(values) / 1e6:.3g} MB",
         _GOAL_BYTES,
     )
+    report.fact("the verdict, to each rank", world.verdict_nbytes, "bytes")
+    report.fact("what the nodes hold, to each rank at a load", world.shared_nbytes / 1e3, "kB")
     for what in _FOUND:
         report.fact(what, median(timings.ms[what]), "ms", timings.note(what), _GOAL_MS)
 
 
 def _tell_plans(
     report: Report,
-    world: _World,
+    world: World,
     lost: int,
     plans: Mapping[str, ExchangePlan[CkptID]],
     timings: _Timings,

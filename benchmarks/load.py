@@ -22,7 +22,7 @@ from benchmarks.limits import (
 from benchmarks.report import Report, compare
 from benchmarks.setup import Options, Setting, largest_file, make_setting
 from benchmarks.state import flat_tensors, state_tensors
-from localckpt.state_dict.digests import BlockHasher
+from localckpt.memory.digests import BlockHasher
 
 __all__ = ["measure"]
 

@@ -25,9 +25,9 @@ from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity import gf
 from localckpt.replication.parity.chains import schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
+from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.planning import Left, Want, plan_rebuild
 from localckpt.replication.parity.rebuild import rebuild
-from localckpt.replication.parity.relay import Relay
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import MemorySource
 
@@ -131,7 +131,7 @@ class _Rank:
         self.rank = dist.get_rank()
         self.layout = ParityLayout((_NBYTES,) * members, parity)
         ranks = range(members)
-        self.relay = Relay(HostConnections.connect("relay", ranks, self.rank, _DEADLINE_S))
+        self.pipeline = Pipeline(HostConnections.connect("pipeline", ranks, self.rank, _DEADLINE_S))
         self.transport = HostTransport.connect("fetch", ranks, self.rank, _DEADLINE_S)
         self.bare = HostConnections.connect("bare", ranks, self.rank, _DEADLINE_S)
         self.image = _buffer(_NBYTES)
@@ -170,7 +170,7 @@ class _Rank:
             work.wait(timedelta(seconds=_DEADLINE_S))
 
     def encode(self) -> None:
-        encode(self.layout, self.relay, MemorySource(self.image), self.parity, _DEADLINE_S)
+        encode(self.layout, self.pipeline, MemorySource(self.image), self.parity, _DEADLINE_S)
 
     def fetch(self) -> None:
         """Rank 1 sends rank 0 what would be its replica."""
@@ -183,7 +183,7 @@ class _Rank:
             (Kind.PARITY, self.rank): MemorySource(self.parity),
         }
         sinks = {(Kind.IMAGE, 0): self.place} if self.rank == 0 else {}
-        rebuild(self.layout, self._plan, self.relay, sources, sinks, _DEADLINE_S)
+        rebuild(self.layout, self._plan, self.pipeline, sources, sinks, _DEADLINE_S)
 
     def check(self) -> None:
         """What was rebuilt last is what was lost."""

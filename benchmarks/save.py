@@ -16,9 +16,8 @@ from benchmarks.report import Comparison, Report, compare
 from benchmarks.setup import Options, Saver, Setting, closing_all, make_setting
 from benchmarks.state import flat_tensors
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.block_copies import BlockCopies
-from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.digests import BlockHasher
+from localckpt.memory.copying import BlockCopies, Copier
+from localckpt.memory.digests import BlockHasher
 from localckpt.state_dict.image import ImagePlanner
 
 __all__ = ["measure"]
@@ -62,7 +61,6 @@ def _measure_copy_loop(report: Report, setting: Setting, options: Options) -> No
     hashing = report.compared("the same, hashing each block", _COPY, setting.nbytes)
     loops = [(alone, lambda: copy_loop_s(None)), (hashing, lambda: copy_loop_s(hasher))]
     compare(options.rounds, setting.copy_flat_s, loops)
-    copier.close()
 
 
 def _measure_ours(report: Report, setting: Setting, file: RecycledFile, options: Options) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from localckpt.async_save.queue import AsyncCallsQueue as AsyncCallsQueue
     from localckpt.async_save.request import AsyncCall as AsyncCall
     from localckpt.async_save.request import AsyncRequest as AsyncRequest
+    from localckpt.availability.explanation import Explanation as Explanation
+    from localckpt.checkpointer.cadence import Every as Every
+    from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import FormatVersionError as FormatVersionError
@@ -31,22 +34,21 @@ if TYPE_CHECKING:
     from localckpt.errors import StorageError as StorageError
     from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
     from localckpt.errors import WorkerDiedError as WorkerDiedError
-    from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
+    from localckpt.global_tier.load import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
-    from localckpt.global_tier.reader import (
-        CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
-    )
-    from localckpt.global_tier.saver import (
+    from localckpt.global_tier.save import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
-    from localckpt.global_tier.saver import (
+    from localckpt.global_tier.save import (
         save_state_dict_async_plan as save_state_dict_async_plan,
     )
-    from localckpt.global_tier.writer import FileSystemWriterAsync as FileSystemWriterAsync
+    from localckpt.global_tier.storage_reader import (
+        CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
+    )
+    from localckpt.global_tier.storage_writer import FileSystemWriterAsync as FileSystemWriterAsync
     from localckpt.ids import CkptID as CkptID
     from localckpt.lineage import Lineage as Lineage
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
-    from localckpt.managers.explanation import Explanation as Explanation
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
@@ -66,8 +68,8 @@ if TYPE_CHECKING:
     from localckpt.replication.survival import Survival as Survival
     from localckpt.replication.survival import loss_of_groups as loss_of_groups
     from localckpt.replication.survival import survivability as survivability
-    from localckpt.state_dict.base import TensorAwareStateDict as TensorAwareStateDict
     from localckpt.state_dict.basic import BasicTensorAwareStateDict as BasicTensorAwareStateDict
+    from localckpt.state_dict.basic import TensorAwareStateDict as TensorAwareStateDict
 
 __version__ = "0.1.0"
 
@@ -78,14 +80,16 @@ _HOMES = {
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
     "BasicTensorAwareStateDict": "state_dict.basic",
-    "CachedMetadataFileSystemReader": "global_tier.reader",
+    "CachedMetadataFileSystemReader": "global_tier.storage_reader",
     "CheckpointingException": "errors",
+    "Checkpointer": "checkpointer.checkpointer",
     "CkptID": "ids",
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
+    "Every": "checkpointer.cadence",
     "ExchangePlan": "replication.exchange",
-    "Explanation": "managers.explanation",
-    "FileSystemWriterAsync": "global_tier.writer",
+    "Explanation": "availability.explanation",
+    "FileSystemWriterAsync": "global_tier.storage_writer",
     "FormatVersionError": "errors",
     "GlobalCheckpointManager": "global_tier.manager",
     "GroupWrapper": "replication.groups",
@@ -99,7 +103,7 @@ _HOMES = {
     "PeerLostError": "errors",
     "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",
-    "ReshardingLoadPlanner": "global_tier.load_planner",
+    "ReshardingLoadPlanner": "global_tier.load",
     "RestoreError": "errors",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
@@ -107,14 +111,14 @@ _HOMES = {
     "StorageError": "errors",
     "Survival": "replication.survival",
     "TemporalAsyncCaller": "async_save.callers",
-    "TensorAwareStateDict": "state_dict.base",
+    "TensorAwareStateDict": "state_dict.basic",
     "ThreadAsyncCaller": "async_save.callers",
     "UnsafeGlobalError": "errors",
     "WorkerDiedError": "errors",
     "loss_of_groups": "replication.survival",
     "parse_group_sequence": "replication.groups",
-    "save_state_dict_async_finalize": "global_tier.saver",
-    "save_state_dict_async_plan": "global_tier.saver",
+    "save_state_dict_async_finalize": "global_tier.save",
+    "save_state_dict_async_plan": "global_tier.save",
     "survivability": "replication.survival",
 }
 

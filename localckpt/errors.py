@@ -34,7 +34,24 @@ class StorageError(CheckpointingException):
 
 
 class CorruptShardError(CheckpointingException):
-    """A shard's bytes are not the bytes that were saved, or are not a shard at all."""
+    """A shard's bytes are not the bytes that were saved, or are not a shard at all.
+
+    Args:
+        message: What is wrong.
+        shard: What the shard says that it is, in words. Where its header is not verified, that may
+            be a part of the damage.
+
+    Attributes:
+        shard: The same; empty if unknown.
+        damage: What is wrong, without the shard's name.
+    """
+
+    shard = damage = ""
+
+    def __init__(self, message: str = "", shard: str = "") -> None:
+        super().__init__(f"{shard} is damaged: {message}" if shard else message)
+        if shard:
+            self.shard, self.damage = shard, message
 
 
 class FormatVersionError(CorruptShardError):

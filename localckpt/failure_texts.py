@@ -1,6 +1,6 @@
-"""Texts of failures, as other ranks are told them and as they are told of many ranks.
+"""Texts of failures, as they go to other ranks, and as the texts of many ranks are joined.
 
-A rank's text goes to every other rank, so it is never long; and what many ranks say alike is said
+A rank's text goes to every other rank, so it is never long; a text that many ranks have is given
 once.
 """
 
@@ -23,7 +23,7 @@ _CUT = " (cut)"
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """A text as it is told to other ranks."""
+    """Cut a text to the length that goes to other ranks."""
     return text if len(text) <= longest else f"{text[: longest - len(_CUT)]}{_CUT}"
 
 
@@ -51,15 +51,15 @@ def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:
 
 
 def said_by(texts: Mapping[int, str]) -> str:
-    """Join the texts of ranks: each text once, after the ranks that say it."""
+    """Join the texts of ranks: each text once, after the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks.setdefault(texts[rank].rstrip("."), []).append(rank)
-    said = [f"{ranks_named(those)}: {text}" for text, those in ranks.items()]
-    if len(said) > _MOST_TEXTS:
+    parts = [f"{ranks_named(those)}: {text}" for text, those in ranks.items()]
+    if len(parts) > _MOST_TEXTS:
         others = [rank for those in list(ranks.values())[_MOST_TEXTS:] for rank in those]
-        said[_MOST_TEXTS:] = [f"{ranks_named(others)}: others, told in the logs of those ranks"]
-    return "; ".join(said)
+        parts[_MOST_TEXTS:] = [f"{ranks_named(others)}: others, told in the logs of those ranks"]
+    return "; ".join(parts)
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a shard is called.
+"""Names of shards and other pieces.
 
 Plain values, without torch: they cross process borders, stand in file headers and in the small
 records that ranks exchange.
@@ -14,15 +14,14 @@ from localckpt.lineage import MOST_DIGITS, EpochId, Lineage
 
 __all__ = [
     "MOST_DIGITS",
-    "MOST_MEMBERS",
-    "MOST_PARITIES",
     "MOST_RANKS",
     "SAVES_AN_ATTEMPT",
+    "SHARD_KIND",
     "Checkpoint",
     "CkptID",
     "Generation",
-    "ParityGroup",
-    "Series",
+    "Group",
+    "Piece",
     "ShardIdentity",
     "ShardRecord",
 ]
@@ -33,11 +32,8 @@ SAVES_AN_ATTEMPT = 2**28
 MOST_RANKS = 1 << 20
 """Far above any job: whoever looks for the shards of all ranks counts up to what is claimed."""
 
-MOST_MEMBERS = 255
-"""No parity group has more: so many different powers x has in the field of its arithmetic."""
-
-MOST_PARITIES = 2
-"""No parity group has more."""
+SHARD_KIND = "shard"
+"""Kind of a piece that is the shard itself."""
 
 
 class CkptID(NamedTuple):
@@ -49,11 +45,11 @@ class CkptID(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Which attempt of the job wrote a shard.
+    """Attempt of the job that wrote a shard.
 
     ``epoch`` is more than the highest that any store knew when the job (re)started, ``sequence``
     counts the saves of that job, from a number that is drawn when it starts. Neither orders
-    checkpoints of different attempts: see ``managers/ordering.py``.
+    checkpoints of different attempts: see ``availability/ordering.py``.
     """
 
     epoch: int
@@ -73,22 +69,28 @@ class Generation(NamedTuple):
         return f"{self.epoch}.{self.sequence % SAVES_AN_ATTEMPT}"
 
 
-class Series(NamedTuple):
-    """What a rank keeps at every save: one rank's shard, or its own parity.
+class Piece(NamedTuple):
+    """One thing that a node can hold of a checkpoint: a rank's shard, or what it keeps for others.
 
-    Images of one series are of about one size, and use each other's memory.
+    A kind is a lowercase word: ``"shard"``, or the name of a redundancy scheme's own pieces. Images
+    of the same piece at different iterations are of about one size, and use each other's memory.
     """
 
     rank: int
-    is_parity: bool = False
+    kind: str = SHARD_KIND
+
+    @property
+    def is_shard(self) -> bool:
+        """True if it is the rank's shard."""
+        return self.kind == SHARD_KIND
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Everything that tells one shard from another; kept in the image's header.
+    """Everything that tells one piece of a checkpoint from another; kept in the image's header.
 
-    The parity that a rank keeps for its group has an identity of the same form. The lineage of the
-    epoch travels with it, and tells nothing apart; files of earlier versions have none.
+    The lineage of the epoch travels with it, and tells nothing apart; files of earlier versions
+    have none.
     """
 
     session_id: str
@@ -96,7 +98,7 @@ class ShardIdentity:
     iteration: int
     rank: int
     world_size: int
-    is_parity: bool = False
+    kind: str = SHARD_KIND
     lineage: Lineage | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -105,28 +107,32 @@ class ShardIdentity:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What it is a shard of."""
+        """Checkpoint that it belongs to."""
         return Checkpoint(self.generation, self.iteration, self.world_size)
 
     @property
-    def series(self) -> Series:
-        """What it is one of."""
-        return Series(self.rank, self.is_parity)
+    def piece(self) -> Piece:
+        """The piece that this is, at one iteration."""
+        return Piece(self.rank, self.kind)
 
     @property
-    def parity(self) -> ShardIdentity:
-        """The parity that its rank keeps beside it."""
-        return replace(self, is_parity=True)
+    def is_shard(self) -> bool:
+        """True if it is the shard of its rank."""
+        return self.kind == SHARD_KIND
+
+    def of_kind(self, kind: str) -> ShardIdentity:
+        """Identity of another piece of the same rank and checkpoint."""
+        return replace(self, kind=kind)
 
     @property
     def seed(self) -> str:
         """Seeds the digests of its blocks."""
         generation = f"{self.generation.epoch}.{self.generation.sequence}"
-        kind = "parity/" if self.is_parity else ""
+        kind = "" if self.is_shard else f"{self.kind}/"
         return f"{kind}{generation}/{self.iteration}/{self.rank}/{self.session_id}"
 
     def __str__(self) -> str:
-        kind = "the parity of " if self.is_parity else ""
+        kind = "" if self.is_shard else f"the {self.kind} of "
         return (
             f"{kind}iteration {self.iteration} of rank {self.rank} (session {self.session_id!r}, "
             f"generation {self.generation})"
@@ -142,60 +148,54 @@ class Checkpoint:
     world_size: int
 
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
-        """What one rank's shard of it is."""
+        """Identity of one rank's shard."""
         return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
-class ParityGroup:
-    """Ranks that keep parity of each other's shards.
+class Group:
+    """Ranks that protect each other's shards.
 
     Args:
-        ranks: In the order of their ring.
-        parity: How many of them may be lost.
+        ranks: The members, in an order that the redundancy scheme gives them.
+        spare: Number of members that may be lost, whichever they are.
+        kind: Kind of the pieces by which they do.
 
     Raises:
-        MismatchError: No group can be so.
+        MismatchError: No group has such numbers.
     """
 
     ranks: tuple[int, ...]
-    parity: int
+    spare: int
+    kind: str = SHARD_KIND
 
     def __post_init__(self) -> None:
         # JSON's true is an int to Python.
-        if set(map(type, (*self.ranks, self.parity))) != {int}:
-            raise MismatchError("the ranks of a parity group, and its parities, are whole numbers")
-        most = min(MOST_PARITIES, len(self.ranks) - 2)
-        if not 1 <= self.parity <= most or len(self.ranks) > MOST_MEMBERS:
+        if set(map(type, (*self.ranks, self.spare))) != {int}:
             raise MismatchError(
-                f"a group of {len(self.ranks)} ranks with {self.parity} parities cannot be: there "
-                f"are at most {MOST_PARITIES} parities, at least two ranks more than these, and at "
-                f"most {MOST_MEMBERS}"
+                "the ranks of a group, and how many of them may be lost, are whole numbers"
+            )
+        # Only whoever is alone protects nothing.
+        if not min(1, len(self.ranks) - 1) <= self.spare < len(self.ranks):
+            raise MismatchError(
+                f"it says that {self.spare} of a group of {len(self.ranks)} ranks may be lost"
             )
         if len(set(self.ranks)) < len(self.ranks) or not (
             0 <= min(self.ranks) <= max(self.ranks) < MOST_RANKS
         ):
             raise MismatchError(
-                f"a parity group has different ranks, from 0 to {MOST_RANKS - 1}: not "
-                f"{self.ranks!r:.200}"
+                f"it says that a group has the ranks {self.ranks!r:.200}: they must be different, "
+                f"and from 0 to {MOST_RANKS - 1}"
             )
-
-    def behind(self, rank: int) -> tuple[int, ...]:
-        """The ranks that come before a member in the ring, the nearest first: one a parity.
-
-        It keeps what is needed to tell that their shards are what was lost.
-        """
-        place = self.ranks.index(rank)
-        return tuple(self.ranks[place - step] for step in range(1, self.parity + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A shard that is kept somewhere, and the size of its image.
+    """A piece that is kept somewhere, and the size of its image.
 
-    For parity, the group that it is of.
+    For a piece that is no shard, the group that it protects.
     """
 
     identity: ShardIdentity
     nbytes: int
-    group: ParityGroup | None = None
+    group: Group | None = None

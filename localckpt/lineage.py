@@ -2,7 +2,7 @@
 
 Plain values, without torch. Every image's header, the epoch note of every node and the commit
 record of a shared checkpoint carry the lineage of the epoch that wrote them, so that any surviving
-part is enough to order checkpoints (``managers/ordering.py``).
+part is enough to order checkpoints (``availability/ordering.py``).
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ class Lineage:
             raise MismatchError(f"no epoch comes from {self.origin!r:.80}, cut {self.is_cut!r:.80}")
 
     def gives_up(self, epoch: EpochId, iteration: int) -> bool:
-        """Whether the job went back from a checkpoint to begin this epoch, or an ancestor of it."""
+        """Return whether the job went back from a checkpoint for this epoch, or for an ancestor."""
         return self.resumed_at < iteration and any(
             of == epoch and iteration <= up_to for of, up_to in self.given_up
         )
 
     def descends_from(self, epoch: EpochId, iteration: int) -> bool:
-        """Whether a checkpoint of another epoch is an ancestor of this one's, as far as named."""
+        """Return whether a checkpoint of another epoch is one of the ancestors that are named."""
         return any(of == epoch and iteration <= left_at for of, left_at in self.ancestors)
 
     def left(self, iteration: int) -> Point:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["Latch", "SerialThread", "Task", "end_all", "interrupt_behind", "run_interruptibly"]
+__all__ = [
+    "Latch",
+    "SerialThread",
+    "Task",
+    "end_all",
+    "interrupt_behind",
+    "run_interruptibly",
+    "wait_for_any",
+]
 
 T = TypeVar("T")
 
@@ -29,7 +37,7 @@ class Latch:
         self._waits: deque[threading.Lock] = deque()
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Return whether the latch was set."""
         return self._is_set
 
     def set(self) -> None:
@@ -49,19 +57,31 @@ class Latch:
         Returns:
             Whether it has happened.
         """
-        if self._is_set:
-            return True
-        held = threading.Lock()
-        held.acquire()
-        # Before the second look: whoever sets the latch after that look finds the lock.
-        self._waits.append(held)
-        try:
-            if not self._is_set:
-                held.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
-        finally:
+        return wait_for_any([self], timeout_s)
+
+
+def wait_for_any(latches: Sequence[Latch], timeout_s: float | None = None) -> bool:
+    """Wait until one of several events happens; see :meth:`Latch.wait`."""
+    if _is_any_set(latches):
+        return True
+    held = threading.Lock()
+    held.acquire()
+    try:
+        # Before the second look: whoever sets a latch after that look finds the lock.
+        for latch in latches:
+            latch._waits.append(held)
+        if not _is_any_set(latches):
+            held.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+    finally:
+        for latch in latches:
             with suppress(ValueError):
-                self._waits.remove(held)
-        return self._is_set
+                latch._waits.remove(held)
+    return _is_any_set(latches)
+
+
+def _is_any_set(latches: Sequence[Latch]) -> bool:
+    # No generator: an interrupt that comes when one is dropped is lost.
+    return True in [latch._is_set for latch in latches]
 
 
 class Task(Generic[T]):
@@ -78,11 +98,12 @@ class Task(Generic[T]):
         # Filled once, by whoever comes first; unlike a lock it can be asked again.
         self._taken: dict[str, object] = {}
         self._is_started = False
-        self._over = Latch()
+        self.over = Latch()
+        """Set once it is over, well or badly, or called off."""
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with; ``None`` while it is not over, too."""
+        """Error that the work raised; ``None`` while the task is not over, too."""
         return self._error
 
     def start(self, name: str, *, daemon: bool) -> None:
@@ -110,20 +131,20 @@ class Task(Generic[T]):
         finally:
             if self._taken.get("by") is me:
                 self._work = None
-                self._over.set()
+                self.over.set()
             # Else the error would keep itself, and what was worked on, by these variables.
             del self, work
 
     def done(self) -> bool:
-        """Whether it is over, well or badly, or called off."""
-        return self._over.is_set()
+        """Return whether the task is over, well or badly, or called off."""
+        return self.over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its end, in seconds; whether it came in time."""
-        return self._over.wait(timeout_s)
+        return self.over.wait(timeout_s)
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What the work returned.
+        """Return what the work returned.
 
         Args:
             timeout_s: The longest wait for its end, in seconds; ``None`` for any.
@@ -143,7 +164,7 @@ class Task(Generic[T]):
             del self
 
     def take_result(self, timeout_s: float | None = None) -> T:
-        """As :meth:`result`, once: after it the task does not keep the error.
+        """Return what the work returned, and keep no error, so that this can be called once.
 
         For callers who keep the task in a variable, which the frames of the error keep.
         """
@@ -158,7 +179,7 @@ class Task(Generic[T]):
         return cast(T, self._result)
 
     def begins(self) -> bool:
-        """Whether it has begun or will begin; it is called off if :meth:`start` was interrupted.
+        """Return whether it has begun or will begin; call it off if :meth:`start` was interrupted.
 
         A thread that was started may take a while until it begins the task.
         """
@@ -170,7 +191,7 @@ class Task(Generic[T]):
         """Let it not begin; whether nothing of it runs now."""
         if self._taken.setdefault("by", None) is None:
             self._work = None
-            self._over.set()
+            self.over.set()
         return self.done()
 
 
@@ -226,7 +247,7 @@ def end_all(
 
 
 class SerialThread:
-    """Carries out tasks one after another, in a thread that lives only while there is work.
+    """Thread that carries out tasks one after another, and lives only while there is work.
 
     An idle one holds no thread, and the interpreter's exit waits for the tasks that were submitted.
 

@@ -8,6 +8,7 @@ belongs to someone else.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import shutil
@@ -19,26 +20,46 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.faults.table import FaultTable
 
 T = TypeVar("T")
 
+_TESTS = Path(__file__).parent
 _SHARED_MEMORY = Path("/dev/shm")
 _RUN = "LOCALCKPT_TEST_RUN"
 # A worker process may still be finishing the save that a killed rank had handed to it.
 _GRACE_S = float(os.environ.get("LOCALCKPT_TEST_GRACE_S", "10"))
 
 _TORCHS_OWN = "torchs-own"
+# Files that take half a minute or more. One worker runs a file, so at the end of a run all others
+# would wait for the one that began last.
+_LONGEST = (
+    *("faults/test_refused.py", "managers/test_behind_training.py", "faults/test_network.py"),
+    *("faults/test_interrupted.py", "faults/test_killed.py", "test_restarts.py"),
+    *("faults/test_campaign.py", "managers/test_failed_saves.py", "upstream/test_queues.py"),
+    *("global_tier/test_saver_ranks.py", "global_tier/test_manager_failures.py"),
+    *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
+    *("state_dict/test_large.py", "integrations/test_nvrx.py", "managers/test_worlds.py"),
+    *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
+    *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),
+    "upstream/test_megatron.py",
+)
 
 _our_temporary_directory = pytest.StashKey[Path]()
 _environment_before = pytest.StashKey[str | None]()
 _shared_memory_before = pytest.StashKey[set[str]]()
 _left = pytest.StashKey[list[str]]()
+
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("localckpt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("localckpt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,10 +73,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--steps", type=int, help="how many steps the random campaign takes")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    order = {_TESTS / name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
     config.addinivalue_line("markers", "long: run with --faults only")
     config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
+    # torch's stores look up a name for the address of each connection, for log messages only. It
+    # takes seconds where no name server answers.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     # A shell starts a command in the background with SIGINT ignored, and processes inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -96,6 +126,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     else:
         os.environ["TMPDIR"] = before
     shutil.rmtree(config.stash[_our_temporary_directory], ignore_errors=True)
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layouts of images that are computed during the test."""
+    made: list[Any] = []
+    image = importlib.import_module("localckpt.state_dict.image")
+    lay_out = image.lay_out
+
+    def note(slots: Any) -> Any:
+        made.append(lay_out(slots))
+        return made[-1]
+
+    monkeypatch.setattr(image, "lay_out", note)
+    return made
 
 
 @pytest.fixture(scope="session", autouse=True)

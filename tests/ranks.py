@@ -28,6 +28,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from benchmarks.stores import serve_store
+
 __all__ = [
     "DeadRank",
     "RankGroup",
@@ -126,7 +128,7 @@ def start_ranks(
     """
     if store_per_node is not None and not 1 <= len(store_per_node) <= world_size:
         raise ValueError(f"{len(store_per_node)} nodes for {world_size} ranks")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as logs:
         group = RankGroup(world_size, Path(logs), dist.PrefixStore("test", store))

@@ -26,26 +26,34 @@ _ARROWS = {
     "failure_texts": {"errors"},
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
+    "options": {"errors"},
     "threads": set[str](),
-    "ranks": {"errors", "failure_texts", "threads"},
-    "state_dict": {"errors", "failure_texts", "ids", "lineage", "threads"},
-    "storage": {"errors", "ids", "lineage", "threads", "state_dict"},
+    "waiting": set[str](),
+    "ranks": {"errors", "failure_texts", "threads", "waiting"},
+    "memory": {"errors", "threads", "waiting"},
+    "state_dict": {"errors", "failure_texts", "ids", "lineage", "threads", "memory"},
+    "storage": {"errors", "ids", "lineage", "threads", "waiting", "memory", "state_dict"},
+    "availability": {"errors", "failure_texts", "ids", "lineage", "storage"},
     "replication": {
-        *("errors", "failure_texts", "ids", "threads", "ranks"),
-        "state_dict",
+        *("errors", "failure_texts", "ids", "threads", "waiting", "ranks"),
+        *("memory", "state_dict", "storage", "availability"),
     },
     "async_save": {"errors", "failure_texts", "ids", "threads", "ranks"},
     "managers": {
-        *("errors", "failure_texts", "ids", "lineage", "threads", "ranks"),
-        *("state_dict", "storage", "replication", "async_save"),
+        *("errors", "failure_texts", "ids", "lineage", "options", "threads", "ranks"),
+        *("memory", "state_dict", "storage", "replication", "availability", "async_save"),
+    },
+    "checkpointer": {
+        *("errors", "failure_texts", "ids", "threads", "ranks", "state_dict", "replication"),
+        *("async_save", "managers", "global_tier"),
     },
     "global_tier": {
         *("errors", "failure_texts", "ids", "lineage", "threads", "ranks"),
-        *("state_dict", "storage", "async_save"),
+        *("memory", "state_dict", "storage", "async_save"),
     },
     "cli": {
-        *("errors", "ids", "lineage", "state_dict", "storage", "managers", "replication"),
-        "global_tier",
+        *("errors", "ids", "lineage", "state_dict", "storage", "replication"),
+        *("availability", "global_tier"),
     },
     "integrations": {
         *("errors", "ids", "ranks", "state_dict", "storage", "replication", "async_save"),
@@ -119,7 +127,19 @@ def test_the_allowed_arrows_have_no_cycle() -> None:
     assert not waiting
 
 
-@pytest.mark.parametrize("room", ["errors", "ids", "state_dict", "storage"])
+def test_only_its_own_modules_know_that_there_is_parity() -> None:
+    may = {
+        # The name of the strategy, the table of schemes, and what compares them before a job.
+        *("localckpt", "localckpt.replication.schemes", "localckpt.replication.redundancy"),
+        *("localckpt.replication.survival", "localckpt.cli.surviving"),
+    }
+
+    naming = {name for name, path in _MODULES.items() if "parity" in path.read_text().lower()}
+
+    assert {name for name in naming if not _allowed(name, {"localckpt.replication.parity"})} == may
+
+
+@pytest.mark.parametrize("room", ["errors", "ids", "memory", "state_dict", "storage"])
 def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
     modules = [name for name in _MODULES if _allowed(name, {f"localckpt.{room}"})]
 
@@ -138,7 +158,7 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
     "module",
     [
         *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
-        *("localckpt.storage.catalog", "localckpt.managers.explanation", "localckpt.cli"),
+        *("localckpt.storage.catalog", "localckpt.availability.explanation", "localckpt.cli"),
         *("localckpt.replication.survival", "localckpt.integrations.nvrx"),
     ],
 )

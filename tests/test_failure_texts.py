@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from localckpt.async_save.request import CallReport, judge
+from localckpt.availability.coverage import SaveOutcome, save_problems
 from localckpt.errors import CheckpointingException, MismatchError, StorageError
 from localckpt.failure_texts import described, ranks_named, said_by, short, with_short_texts
 from localckpt.ids import Generation
-from localckpt.managers.coverage import SaveOutcome, save_problems
-from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ends import CallEnd, failure_of
+from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
 
@@ -39,24 +39,28 @@ def test_an_error_with_an_empty_text_is_told_by_its_class() -> None:
     assert described(ValueError("why")) == "ValueError: why"
     assert described(StorageError("full")) == "full"
     assert described(StorageError()) == "StorageError"
-    assert CallReport.of(1, "f", MemoryError()).text == "MemoryError"
+    end = CallEnd.of(1, "f", MemoryError())
+    assert end.failure is not None
+    assert end.failure.text == "MemoryError"
 
 
 def test_an_error_that_a_thousand_ranks_have_is_a_short_text() -> None:
     told = "StorageError: " + "the disk is full " * 20
-    reports = [CallReport(3, "write", "StorageError", told)] * 1024
+    ends = [CallEnd(3, "write", Failure("StorageError", told))] * 1024
     outcomes = [SaveOutcome(7, Generation(1, 1), told, ())] * 1024
-    odd = [CallReport(3, "write", "StorageError", f"{told} {rank}") for rank in range(1024)]
+    odd = [CallEnd(3, "write", Failure("StorageError", f"{told} {rank}")) for rank in range(1024)]
 
-    joint = judge(reports, range(1024))
+    joint = failure_of(ends, range(1024))
     problems = save_problems(outcomes)
-    odd_joint = judge(odd, range(1024))
+    odd_joint = failure_of(odd, range(1024))
 
-    assert "failed on ranks 0 to 1023: StorageError: the disk is full" in str(joint)
-    assert type(joint) is StorageError
-    assert len(str(joint)) < 1000
+    assert joint is not None
+    assert odd_joint is not None
+    assert "failed on ranks 0 to 1023: StorageError: the disk is full" in joint.text
+    assert type(joint.error()) is StorageError
+    assert len(joint.text) < 1000
     assert len("".join(problems)) < 1000
-    assert len(str(odd_joint)) < 5000
+    assert len(odd_joint.text) < 5000
 
 
 def test_texts_are_cut_wherever_they_stand_in_a_record() -> None:
@@ -77,7 +81,7 @@ def _tell_long_texts(rank: int, world_size: int) -> list[str]:
     told.append(str(coordinator.gather("tell", {"rank": rank, "text": _LONG})))
     with pytest.raises(MismatchError, match=r"rank 0: .* bytes to tell the others"):
         coordinator.gather("tell too much", list(range(2 << 20)) if rank == 0 else 1)
-    coordinator.barrier("the store answers")
+    coordinator.gather("the store answers", None)
     return told
 
 

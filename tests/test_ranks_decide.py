@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from tests.ranks import run_ranks
@@ -16,20 +17,19 @@ from tests.ranks import run_ranks
 
 def _come_late(rank: int, world_size: int) -> list[str]:
     told = []
-    coordinator = Ranks("late", None, timeout_s=0.3)
+    coordinator = Ranks("late", None, timeout_s=30.0)
     for late_s in (0.0, 1.0, 0.0):
         if rank == 1:
             time.sleep(late_s)
         began = time.monotonic()
         try:
-            told.append(str(coordinator.gather("meet", rank)))
+            deadline = Deadline.after(0.3)
+            told.append(str(coordinator.settle("meet", Attempt(), rank, list, deadline=deadline)))
         except PeerLostError as error:
             told.append(str(error))
         assert time.monotonic() - began < 20.0
         # All start the next one together.
-        coordinator.timeout_s = 30.0
-        coordinator.barrier("wait for all")
-        coordinator.timeout_s = 0.3
+        coordinator.gather("wait for all", None)
     return told
 
 
@@ -48,12 +48,12 @@ def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
     coordinator = Ranks("race", None, timeout_s=30.0)
     moments = random.Random(rank)
     for _ in range(rounds):
-        coordinator.timeout_s = 30.0
-        coordinator.barrier("wait for all")
-        coordinator.timeout_s = 0.02
+        coordinator.gather("wait for all", None)
         time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
         try:
-            assert coordinator.gather("meet", rank) == [0, 1, 2]
+            deadline = Deadline.after(0.02)
+            told = coordinator.settle("meet", Attempt(), rank, list, deadline=deadline)
+            assert told == [0, 1, 2]
             outcomes.append(True)
         except PeerLostError:
             outcomes.append(False)
@@ -94,12 +94,14 @@ def test_ranks_that_come_late_hear_why_another_failed_and_not_only_that_they_wer
 
 def _succeed_and_wait(rank: int, world_size: int) -> str:
     coordinator = Ranks("patience", None, timeout_s=1.0)
-    coordinator.barrier("wait for all")
+    coordinator.gather("wait for all", None)
     with Attempt() as exchanging:
         if rank == 0:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
-    return _outcome(lambda: coordinator.settle("exchange", exchanging, others_s=30.0))
+    return _outcome(
+        lambda: coordinator.settle("exchange", exchanging, deadline=Deadline.after(31.0))
+    )
 
 
 def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost() -> None:

@@ -23,12 +23,14 @@ import torch.distributed as dist
 from localckpt import (
     AsyncCallsQueue,
     CliqueReplicationStrategy,
+    FileSystemWriterAsync,
     GlobalCheckpointManager,
     LocalCheckpointManager,
     MismatchError,
     PeerLostError,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
 )
-from localckpt.global_tier.rounds import Meeting
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
@@ -64,13 +66,12 @@ def _talk(rank: int, world_size: int, port: int, dies_after: str | None) -> list
         coordinator = Ranks("test", timeout_s=timeout_s)
         point("opening")
         said = [coordinator.gather("meet", [rank, number]) for number in range(3)]
-        coordinator.report("it is over")
+        assert coordinator.attend("agree behind training", rank, len) == world_size
         point("gathering")
-        meeting = Meeting("test", timeout_s=timeout_s)
-        heard = meeting.hold("meet", lambda: bytes([rank]), lambda words: [b"".join(words)])
-        point("meeting")
-        said.append(list(heard))
-        coordinator.barrier("end")
+        behind = Ranks("behind", timeout_s=timeout_s)
+        said.append(behind.act("act", lambda: rank, lambda all_: all_))
+        point("acting")
+        coordinator.gather("end", None)
         return said
     except PeerLostError:
         _die()
@@ -83,7 +84,7 @@ def job_store() -> dist.TCPStore:
 
 
 def test_an_attempt_works_wherever_a_rank_died_in_those_before(job_store: dist.TCPStore) -> None:
-    for point in ("start", "opening", "gathering", "meeting", None):
+    for point in ("start", "opening", "gathering", "acting", None):
         dead = range(3) if point else ()
 
         told = run_ranks(_talk, 3, job_store.port, point, init_group=False, expect_dead=dead)
@@ -127,12 +128,12 @@ def _open_when_all_are_there(rank: int, world_size: int) -> str:
         time.sleep(2.0)
     told = ""
     coordinator = Ranks("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
-    coordinator.timeout_s = _TIMEOUT_S
+    coordinator.set_timeout(_TIMEOUT_S)
     until = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < until:
         began = time.monotonic()
         try:
-            coordinator.barrier("meet")
+            coordinator.gather("meet", None)
             return told
         except PeerLostError as error:
             assert time.monotonic() - began < _TIMEOUT_S / 2
@@ -149,16 +150,16 @@ def test_an_opening_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_w
 
 def _use_what_is_older(rank: int, world_size: int, port: int) -> None:
     _join(rank, world_size, port)
-    coordinator, meeting = Ranks("test", timeout_s=20.0), Meeting("test", timeout_s=20.0)
-    coordinator.barrier("meet")
+    coordinator = Ranks("test", timeout_s=20.0)
+    coordinator.gather("meet", None)
     dist.destroy_process_group()
     # What is under way when a group is destroyed may end.
-    coordinator.barrier("meet again")
+    coordinator.gather("meet again", None)
     _join(rank, world_size, port)
 
     for call in (
-        lambda: coordinator.barrier("meet in another group"),
-        lambda: meeting.hold("meet", lambda: b"", lambda words: words),
+        lambda: coordinator.gather("meet in another group", None),
+        lambda: coordinator.act("act in another group", list, list),
     ):
         assert "initialised anew after this manager was made" in error_of(call, MismatchError)
 
@@ -258,6 +259,33 @@ def test_managers_that_are_closed_leave_no_more_keys_than_the_last_ones(
     node_dirs: Callable[[int], list[Path]],
 ) -> None:
     for counts in run_ranks(_save_and_close, 2, store_per_node=node_dirs(2)):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def _save_together_and_close(rank: int, world_size: int, shared: Path) -> list[int]:
+    counts = []
+    for life in range(5):
+        with GlobalCheckpointManager(shared, timeout=_TIMEOUT_S) as manager:
+            for iteration in (2 * life, 2 * life + 1):
+                manager.save({f"w{rank}": torch.full((100,), 1.0)}, iteration)
+            manager.load({f"w{rank}": torch.zeros(100)})
+        writer = FileSystemWriterAsync(shared / f"own {life}", writer="thread")
+        planned = save_state_dict_async_plan({"a": 1}, writer)
+        save, preload, args = writer.get_save_function_and_args()
+        if save is not None and preload is not None:
+            save(*args[:-1], preload())
+        save_state_dict_async_finalize(*planned)
+        writer.close()
+        dist.barrier()
+        counts.append(default_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_managers_and_writers_of_shared_storage_leave_no_more_keys_than_the_last_ones(
+    tmp_path: Path,
+) -> None:
+    for counts in run_ranks(_save_together_and_close, 3, tmp_path):
         assert len(set(counts[1:])) == 1, counts
 
 

@@ -1,1 +1,1 @@
-"""How a save runs behind training; knows nothing of checkpoints."""
+"""Calls behind training, and their agreement among ranks; knows nothing of checkpoints."""

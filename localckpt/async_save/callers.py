@@ -1,4 +1,4 @@
-"""Who carries out a call: a thread of the trainer, a lasting worker process, or a forked child.
+"""Callers of functions: a thread of the trainer, a lasting worker process, or forked processes.
 
 Each runs its calls one after another, in a thread that lives only while there is work: an idle
 caller holds no thread, and interpreter exit waits for the calls that are in flight. A caller can
@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from localckpt.async_save.processes import ForkedProcess, Priority, WorkerProcess, pack_call
-from localckpt.async_save.request import AsyncRequest, CallReport, function_name, judge
+from localckpt.async_save.calls import ForkedCall, PendingCall, ThreadCall, WarmUp, WorkerCall
+from localckpt.async_save.processes import Priority, WorkerProcess
+from localckpt.async_save.request import AsyncRequest, function_name
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import described
-from localckpt.threads import Latch, Task
+from localckpt.ranks.ends import CallEnd, raise_failure
+from localckpt.threads import Task
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN_WORK",
     "AsyncCaller",
-    "PendingCall",
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
     "ThreadAsyncCaller",
@@ -36,51 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The share of a deadline in which a rank waits for its own work; in the rest it hears the others.
+# The share of a deadline in which a rank waits for its own work; the rest is for the agreement.
 OWN_WORK = 0.7
-
-
-class PendingCall:
-    """One call on this rank: whether it is over, and how it ended."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.then_fn: Callable[[], None] | None = None
-        """What follows it in the trainer; see :class:`AsyncCall`."""
-        self.then_runs = False
-        self._over = Latch()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it is over, well or badly."""
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it came in time."""
-        return self._over.wait(timeout_s)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it failed with; ``None`` while it is not over, too."""
-        return self._error
-
-    def settle(self, error: BaseException | None) -> None:
-        """Say how it ended. The first word counts."""
-        with self._lock:
-            if not self._over.is_set():
-                self._error = error
-                self._over.set()
-
-    def run(self) -> None:
-        """Carry it out, in the caller's thread; raises what it fails with."""
-
-    def stop(self) -> bool:
-        """End it from another thread; whether nothing of it runs any more."""
-        return True
-
-    def release(self) -> None:
-        """Give back what it holds; nothing runs any more."""
 
 
 class AsyncCaller(ABC):
@@ -101,7 +59,7 @@ class AsyncCaller(ABC):
         self._runner: Task[None] | None = None
         self._left_behind: list[Task[None]] = []
         self._latest = PendingCall(function_name(None))
-        self._latest.settle(None)
+        self._latest.end(None)
         self._scheduled = 0
         self._ranks: Ranks | None = None
         self._closed = False
@@ -119,8 +77,8 @@ class AsyncCaller(ABC):
 
         Args:
             request: What to call.
-            note: Told of the call right before it can begin, so that an interrupt never leaves one
-                that nobody knows of.
+            note: Called with the call right before it can begin, so that an interrupt never leaves
+                one that nobody knows of.
 
         Raises:
             CheckpointingException: This caller is closed, was made by another process, or cannot
@@ -133,7 +91,7 @@ class AsyncCaller(ABC):
         function = request.call.function
         if function is None:
             call = PendingCall(function_name(None))
-            call.settle(None)
+            call.end(None)
             note(call)
         else:
             call = self._make_call(request, function)
@@ -142,14 +100,14 @@ class AsyncCaller(ABC):
                 note(call)
                 self._enqueue(call)
             except BaseException as error:
-                self._settle_unless_begun(call, error)
+                self._end_unless_begun(call, error)
                 raise
         self._latest = call
         self._scheduled += 1
         return call
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the call that was scheduled last is over on all ranks.
+        """Ask whether the call that was scheduled last is over on all ranks.
 
         Args:
             blocking: Wait for it.
@@ -172,28 +130,22 @@ class AsyncCaller(ABC):
                 raise CheckpointingException(f"{call.name} failed: {described(error)}") from error
             return is_over
         is_alive = error is None and not is_over
-        own = None if is_alive else CallReport.of(self._scheduled, call.name, error).to_json()
+        own = None if is_alive else CallEnd.of(self._scheduled, call.name, error).to_json()
         ranks = self._all_ranks()
-        records = ranks.gather("ask for an async call", own)
-        if None in records:
-            return False
-        failed = judge([CallReport.from_json(record) for record in records], ranks.global_ranks)
-        if failed is not None:
-            try:
-                raise failed from error
-            finally:
-                # Else the errors would keep themselves by these variables.
-                del failed, error
-        return True
 
-    def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Whether no rank says that its call is alive. All ranks ask, and wait for each other.
+        def judge(ends: list[Any]) -> bool:
+            if None in ends:
+                return False
+            raise_failure([CallEnd.from_json(end) for end in ends], ranks.global_ranks)
+            return True
 
-        Raises:
-            PeerLostError: Some rank did not ask in time.
-        """
-        self._check_fork()
-        return not any(self._all_ranks().gather("ask who is alive", bool(is_alive)))
+        try:
+            return ranks.decide("ask for an async call", lambda: own, judge)
+        except CheckpointingException as failed:
+            raise failed from error
+        finally:
+            # Else the errors would keep themselves by this variable.
+            del error
 
     def give_up(self, call: PendingCall, error: BaseException) -> bool:
         """Count a call as failed and end it, if it is not over; those after it go on.
@@ -207,7 +159,7 @@ class AsyncCaller(ABC):
         with self._lock:
             if call.done():
                 return True
-            call.settle(error)
+            call.end(error)
             if call is not self._running:
                 self._waiting = deque(c for c in self._waiting if c is not call)
                 call.stop()
@@ -273,9 +225,9 @@ class AsyncCaller(ABC):
     def look_after(self, call: PendingCall) -> None:
         """See to it that a call comes to an end, whatever moment of scheduling was interrupted."""
         if not call.done():
-            self._settle_unless_begun(call, KeyboardInterrupt())
+            self._end_unless_begun(call, KeyboardInterrupt())
 
-    def _settle_unless_begun(self, call: PendingCall, error: BaseException) -> None:
+    def _end_unless_begun(self, call: PendingCall, error: BaseException) -> None:
         """Count a call as failed that nobody is going to carry out."""
         with self._lock:
             if call in self._waiting:
@@ -285,7 +237,7 @@ class AsyncCaller(ABC):
         if not isinstance(error, Exception):
             # Not the interrupt itself, whose frames hold the call, and the request with it.
             error = CheckpointingException(f"it did not begin: {type(error).__name__}")
-        call.settle(error)
+        call.end(error)
         call.release()
 
     def _have_runner(self) -> None:
@@ -311,9 +263,9 @@ class AsyncCaller(ABC):
                 if (then_fn := self._take_then_fn(call)) is not None:
                     then_fn()
             except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome gets it
-                call.settle(error)
+                call.end(error)
             else:
-                call.settle(None)
+                call.end(None)
             call.then_fn = then_fn = None
             call.release()
             del call
@@ -346,7 +298,7 @@ class ThreadAsyncCaller(AsyncCaller):
     """
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return _ThreadCall(request, function)
+        return ThreadCall(request, function)
 
 
 class PersistentAsyncCaller(AsyncCaller):
@@ -369,7 +321,7 @@ class PersistentAsyncCaller(AsyncCaller):
 
     def warm_up(self) -> None:
         """Start the worker in the background, so that the first call finds it ready."""
-        self._enqueue(_WarmUp(self._ready_worker))
+        self._enqueue(WarmUp(self._ready_worker))
 
     @property
     def worker_pid(self) -> int | None:
@@ -378,7 +330,7 @@ class PersistentAsyncCaller(AsyncCaller):
         return worker.pid if worker is not None and worker.usable() else None
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return _WorkerCall(request, function, self._ready_worker)
+        return WorkerCall(request, function, self._ready_worker)
 
     def _close(self) -> None:
         if self._worker is not None:
@@ -405,90 +357,4 @@ class TemporalAsyncCaller(AsyncCaller):
         self._priority = Priority(nice, idle_io)
 
     def _make_call(self, request: AsyncRequest, function: Callable[..., Any]) -> PendingCall:
-        return _ForkedCall(request, function, self._timeout_s, self._priority)
-
-
-class _ThreadCall(PendingCall):
-    def __init__(self, request: AsyncRequest, function: Callable[..., Any]) -> None:
-        super().__init__(function_name(function))
-        self._work: Any = (function, request.async_fn_args, request.async_fn_kwargs)
-
-    def run(self) -> None:
-        function, args, kwargs = self._work
-        function(*args, **kwargs)
-
-    def stop(self) -> bool:
-        return False
-
-    def release(self) -> None:
-        self._work = None
-
-
-class _WorkerCall(PendingCall):
-    def __init__(
-        self,
-        request: AsyncRequest,
-        function: Callable[..., Any],
-        ready_worker: Callable[[], WorkerProcess],
-    ) -> None:
-        super().__init__(function_name(function))
-        self._packed = pack_call(function, request.async_fn_args, request.async_fn_kwargs)
-        self._ready_worker: Any = ready_worker
-        self._guard = threading.Lock()
-        self._stopped = False
-        self._worker: WorkerProcess | None = None
-
-    def run(self) -> None:
-        worker = self._ready_worker()
-        with self._guard:
-            if self._stopped:
-                return
-            self._worker = worker
-        worker.call(self.name, self._packed)
-
-    def stop(self) -> bool:
-        with self._guard:
-            self._stopped = True
-            return self._worker is None or self._worker.kill()
-
-    def release(self) -> None:
-        with self._guard:
-            self._packed, self._ready_worker, self._worker = b"", None, None
-
-
-class _WarmUp(PendingCall):
-    def __init__(self, ready_worker: Callable[[], WorkerProcess]) -> None:
-        super().__init__("warm-up")
-        self._ready_worker: Any = ready_worker
-
-    def run(self) -> None:
-        try:
-            self._ready_worker()
-        except OSError:
-            logger.warning("the worker process could not be started yet", exc_info=True)
-
-    def release(self) -> None:
-        self._ready_worker = None
-
-
-class _ForkedCall(PendingCall):
-    def __init__(
-        self,
-        request: AsyncRequest,
-        function: Callable[..., Any],
-        exit_patience_s: float,
-        priority: Priority,
-    ) -> None:
-        super().__init__(function_name(function))
-        self._process = ForkedProcess(
-            function, request.async_fn_args, request.async_fn_kwargs, exit_patience_s, priority
-        )
-
-    def run(self) -> None:
-        self._process.call(self.name)
-
-    def stop(self) -> bool:
-        return self._process.kill()
-
-    def release(self) -> None:
-        self._process.release()
+        return ForkedCall(request, function, self._timeout_s, self._priority)

@@ -20,7 +20,7 @@ from typing import Any
 from localckpt.async_save.processes import pack_call
 from localckpt.async_save.worker import carry_out_packed
 
-__all__ = ["ForeignOutcome", "RunAndTell", "WaitForTrainer"]
+__all__ = ["ForeignOutcome", "RunAndReport", "WaitForTrainer"]
 
 _LONGEST_TEXT = 4000
 _WAIT_ROUND_S = 0.01
@@ -39,7 +39,7 @@ class ForeignOutcome:
         self._fd = os.memfd_create(name)
         self.place = _Place(os.getpid(), self._fd, name)
 
-    def tell(self, error: str | None) -> None:
+    def report(self, error: str | None) -> None:
         """Write the outcome: an error's text, or ``None`` for success."""
         with self._lock:
             if self._fd >= 0:
@@ -47,9 +47,9 @@ class ForeignOutcome:
 
     @property
     def error(self) -> str | None:
-        """What the call failed with; ``None`` while nobody has said so."""
-        told = os.pread(self._fd, 1 + _LONGEST_TEXT, 0)
-        return None if told in (b"", _GOOD) else told[1:].decode(errors="replace")
+        """Text of the error that the call failed with; ``None`` while none is reported."""
+        reported = os.pread(self._fd, 1 + _LONGEST_TEXT, 0)
+        return None if reported in (b"", _GOOD) else reported[1:].decode(errors="replace")
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
@@ -61,7 +61,7 @@ class ForeignOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where another process finds the memory."""
+    """Address of the memory for another process."""
 
     pid: int
     fd: int
@@ -79,7 +79,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class RunAndTell:
+class RunAndReport:
     """Carries out a call in another process and writes its outcome.
 
     Raises nothing, so that the worker of a foreign queue outlives a failed save.
@@ -95,7 +95,7 @@ class RunAndTell:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> RunAndTell:
+    ) -> RunAndReport:
         """The call as plain data.
 
         Raises:
@@ -136,7 +136,7 @@ class WaitForTrainer:
             os.close(fd)
 
     def _is_there(self) -> bool:
-        """Whether the trainer still has the memory: it closes what nobody finalizes any more."""
+        """Return whether the trainer still has the memory: it closes what nobody finalizes."""
         with contextlib.suppress(OSError):
             return self.place.name in os.readlink(f"/proc/{self.place.pid}/fd/{self.place.fd}")
         return False

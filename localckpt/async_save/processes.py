@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # How often a wait looks beyond its pipe: is the process there, is the interpreter leaving.
 _LOOK_ROUND_S = 0.5
-# A process that has answered, or was told to leave or killed, ends within this.
+# A process that has answered, or was asked to leave, or killed, ends within this.
 _LEAVE_S = 5.0
 _LARGEST_OUTPUT = 1 << 20
 _TAIL = 4000
@@ -75,7 +75,7 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """How far a process steps back behind training."""
+    """Priority of a process behind training."""
 
     nice: int
     idle_io: bool
@@ -134,7 +134,7 @@ class WorkerProcess:
         priority.give(self.pid)
 
     def usable(self) -> bool:
-        """Whether it can be given a call."""
+        """Return whether it can be given a call."""
         return self.stop.alive and not self._killed and self._process.poll() is None
 
     def call(self, name: str, packed: bytes) -> None:
@@ -152,14 +152,14 @@ class WorkerProcess:
         said = self._new_output()
         if reply is None:
             self.kill()
-            raise WorkerDiedError(_obituary(name, self.pid, self._process.poll(), said))
+            raise WorkerDiedError(_exit_message(name, self.pid, self._process.poll(), said))
         if said:
             logger.warning("the worker process said during %s:\n%s", name, said)
         if reply:
             raise pickle.loads(reply).rebuild()
 
     def kill(self) -> bool:
-        """End it now, from any thread; whoever waits in :meth:`call` hears of it.
+        """End it now, from any thread; a wait in :meth:`call` ends.
 
         Returns:
             Whether it has ended. One that is deep in the kernel may take longer.
@@ -187,7 +187,7 @@ class WorkerProcess:
 
 
 class ForkedProcess:
-    """A copy of this process, made now, that makes one call when it is told to.
+    """A copy of this process, made now, that makes one call when :meth:`call` asks for it.
 
     It sees all memory as it is at the fork, so the call needs no pickling and is not changed by
     what training does before its turn comes.
@@ -233,12 +233,12 @@ class ForkedProcess:
             reply = _await_reply(self._reply, self._is_running, self._exit_patience_s)
         if reply is None:
             self.kill()
-            raise WorkerDiedError(_obituary(name, self._process.pid, self._exit_code(), ""))
+            raise WorkerDiedError(_exit_message(name, self._process.pid, self._exit_code(), ""))
         if reply:
             raise pickle.loads(reply).rebuild()
 
     def kill(self) -> bool:
-        """As :meth:`WorkerProcess.kill`."""
+        """End it now; returns as :meth:`WorkerProcess.kill`."""
         self._process.kill()
         return self._exit_code() is not None
 
@@ -334,17 +334,17 @@ def _await_reply(fd: int, is_running: Callable[[], bool], exit_patience_s: float
         return None
 
 
-def _obituary(name: str, pid: int | None, code: int | None, said: str) -> str:
+def _exit_message(name: str, pid: int | None, code: int | None, said: str) -> str:
     if code is None:
         how = "ended in a way that could not be found out"
     elif code < 0:
         number = -code
-        known = {s.value: s.name for s in signal.Signals}
-        signal_name = known.get(number, f"signal {number}")
+        names = {s.value: s.name for s in signal.Signals}
+        signal_name = names.get(number, f"signal {number}")
         how = f"was killed ({_HINTS.get(signal_name, signal_name)})"
     else:
         how = f"ended with exit code {code}"
-    last = f". Its last words:\n{said}" if said else ""
+    last = f". Its last output:\n{said}" if said else ""
     return f"the process {pid} that carried out {name} {how} before it was done{last}"
 
 

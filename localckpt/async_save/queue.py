@@ -6,13 +6,13 @@ all ranks in the same poll or on none. No poll touches a device.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,24 +20,22 @@ from localckpt.async_save.agreement import Agreement
 from localckpt.async_save.callers import (
     OWN_WORK,
     AsyncCaller,
-    PendingCall,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
     ThreadAsyncCaller,
 )
+from localckpt.async_save.calls import PendingCall
 from localckpt.async_save.processes import NotSendableError
 from localckpt.async_save.request import (
     AsyncRequest,
-    CallReport,
     Ticket,
     function_name,
-    judge,
     must_run_in_trainer,
     run_failure_fns,
     run_stop_fns,
 )
-from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ranks.ranks import Ranks
+from localckpt.errors import CheckpointingException
+from localckpt.ranks.watch import Verdict, Watched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -52,25 +50,21 @@ class _Entry:
     request: AsyncRequest
     call: PendingCall
     caller: AsyncCaller | None
+    watched: Watched
     finalize_fns: deque[Callable[[], Any]] | None = None
     """Those that have not run yet, once all ranks have agreed that they are to run."""
 
     @property
     def name(self) -> str:
-        return f"call {self.request.call_idx} ({self.call.name})"
-
-    def report(self, trouble: BaseException | None = None) -> CallReport:
-        """What this rank says of it: its own error, or else what kept it from the others."""
-        error = self.call.error or trouble
-        return CallReport.of(self.request.call_idx, self.call.name, error)
+        return f"call {self.watched.number} ({self.watched.name})"
 
 
 class AsyncCallsQueue:
     """Runs requests behind training and finalizes them, in order, on all ranks together.
 
     All ranks schedule the same calls in the same order and poll equally often, blocking in the same
-    polls; several ranks finalize one poll after the first rank finds that all are done. Used by one
-    thread.
+    polls. A poll sends no message; several ranks finalize one or two polls after the call is over
+    on all. Used by one thread.
 
     Args:
         persistent: Send calls that can be pickled to one worker process; else fork one a call.
@@ -94,7 +88,6 @@ class AsyncCallsQueue:
     ) -> None:
         self._persistent = persistent
         self._timeout_s = timeout_s
-        self._process_group = process_group
         self._owner = os.getpid()
         # They hold no thread and no process until they get a call.
         self._thread = ThreadAsyncCaller(timeout_s=timeout_s)
@@ -104,10 +97,7 @@ class AsyncCallsQueue:
         self._entries: deque[_Entry] = deque()
         self._scheduled = 0
         self._closed = False
-        self._ranks: Ranks | None = None
-        self._agreement: Agreement | None = None
-        self._lost_ranks = False
-        self._is_agreeing = False
+        self._agreement = Agreement(process_group, timeout_s)
         # Stays so when an interrupt comes before a call is scheduled.
         self._is_scheduling = False
 
@@ -147,10 +137,7 @@ class AsyncCallsQueue:
             CheckpointingException: ``request`` is something else, or this queue is closed.
         """
         self._check_usable()
-        if self._ranks is None:
-            # Not when the queue is made, which may be before the process group is.
-            self._ranks = Ranks("async calls", self._process_group, self._timeout_s)
-            self._agreement = Agreement(self._ranks, self._timeout_s)
+        self._agreement.join()
         request = AsyncRequest.of(request).scheduled(self._scheduled)
         # What the call works on is not kept until it is finalized.
         rest = request._replace(
@@ -163,16 +150,19 @@ class AsyncCallsQueue:
         self._is_scheduling = True
 
         def note(call: PendingCall, caller: AsyncCaller | None) -> None:
-            self._entries.append(_Entry(rest, call, caller))
+            own, number = rest.call, rest.call_idx
+            watched = Watched(number, call.name, call, own.report_fn, own.judge_fn)
+            self._entries.append(_Entry(rest, call, caller, watched))
+            self._agreement.add(watched)
             self._scheduled += 1
 
         try:
             self._begin(request.preload(), note)
         except Exception as error:  # noqa: BLE001 - raised on every rank when it is finalized
-            # One that could not begin has been told so already.
+            # For one that a caller could not begin this is done already.
             if self._scheduled == request.call_idx:
                 call = PendingCall(function_name(request.async_fn))
-                call.settle(error)
+                call.end(error)
                 note(call, None)
         number = request.call_idx
         if (scheduled_fn := request.call.scheduled_fn) is not None:
@@ -199,19 +189,22 @@ class AsyncCallsQueue:
                 of the queue, and the calls after it can be finalized.
             PeerLostError: Some rank did not come in time.
         """
-        if not self._entries or self._ranks is None:
+        if not self._entries:
             return []
         self._check_fork()
+        if not no_dist:
+            self._check_in_step()
+            self._agreement.poll(blocking)
         finalized = []
         while self._entries:
-            number = self._entries[0].request.call_idx
+            number = self._entries[0].watched.number
             if not self._finalize_oldest(blocking, no_dist):
                 break
             finalized.append(number)
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls were scheduled and are not finalized."""
+        """Number of calls that were scheduled and are not finalized."""
         return len(self._entries)
 
     def check_for_errors(self) -> None:
@@ -242,7 +235,7 @@ class AsyncCallsQueue:
         """
         if self._closed or os.getpid() != self._owner:
             return
-        if self._is_agreeing:
+        if self._agreement.is_under_way:
             self._leave()
             self._check_in_step()
         self._closed = True
@@ -254,11 +247,12 @@ class AsyncCallsQueue:
                 if raised is not None:
                     logger.error("a further call failed at close: %s", error)
                 # A rank that did not come for one call will not come for the next.
-                raised, abort = raised or error, self._lost_ranks
+                raised, abort = raised or error, self._agreement.has_lost_ranks
         if abort:
             self._stop_waiting()
         for caller in self._callers:
             caller.close(abort)
+        self._agreement.close()
         while self._entries:
             entry = self._entries.popleft()
             why = f"{entry.name} was given up when its queue was closed"
@@ -269,8 +263,6 @@ class AsyncCallsQueue:
             finally:
                 # Else the error would keep itself by this variable.
                 del raised
-        if self._ranks is not None and not abort:
-            self._ranks.close()
 
     def _leave(self) -> None:
         """Close after an error of this rank: its calls end well, but the others may not come."""
@@ -280,6 +272,7 @@ class AsyncCallsQueue:
         self._stop_waiting()
         for caller in self._callers:
             caller.close()
+        self._agreement.close()
         if self._entries:
             logger.warning(
                 "%s: not finalized, because the queue was left with an error",
@@ -288,6 +281,7 @@ class AsyncCallsQueue:
             self._entries.clear()
 
     def _stop_waiting(self) -> None:
+        self._agreement.leave()
         for entry in self._entries:
             run_stop_fns(entry.request)
 
@@ -323,7 +317,7 @@ class AsyncCallsQueue:
         schedule(self._forker)
 
     def _are_over(self, last: int) -> bool:
-        """Whether all calls up to this number are over on this rank."""
+        """Return whether all calls up to this number are over on this rank."""
         entries = (entry for entry in self._entries if entry.request.call_idx <= last)
         return all(entry.call.done() for entry in entries)
 
@@ -342,11 +336,18 @@ class AsyncCallsQueue:
             self._is_scheduling = False
         entry = self._entries[0]
         if entry.finalize_fns is None:
-            reports = self._agree(entry, blocking, no_dist)
-            if reports is None:
+            if not no_dist:
+                self._check_in_step()
+            verdict = self._agreement.verdict(
+                entry.watched, blocking, no_dist, partial(self._wait_for_own_work, entry)
+            )
+            if verdict is None:
                 return False
-            self._judge(entry, reports)
+            self._raise_failure(entry, verdict)
             entry.finalize_fns = deque(entry.request.finalize_fns)
+            verdict_fn = entry.request.call.verdict_fn
+            if verdict_fn is not None and not verdict.is_own:
+                entry.finalize_fns.appendleft(partial(verdict_fn, verdict.value))
         try:
             while entry.finalize_fns:
                 # Each is taken out once it has run: after an interrupt the next poll goes on here.
@@ -359,29 +360,8 @@ class AsyncCallsQueue:
         self._entries.popleft()
         return True
 
-    def _agree(
-        self, entry: _Entry, blocking: bool, no_dist: bool
-    ) -> list[tuple[int, CallReport]] | None:
-        """What each rank says of the oldest call, or ``None`` while it is not over on all."""
-        assert self._ranks is not None
-        self._check_in_step()
-        # It stays so when an interrupt comes before all ranks have agreed.
-        self._is_agreeing = not no_dist and self._ranks.world_size > 1
-        try:
-            ranks = self._ranks.global_ranks
-            if no_dist:
-                ranks = [ranks[self._ranks.rank]]
-                reports = self._ask_own_rank(entry, blocking)
-            else:
-                reports = self._ask_all_ranks(entry, blocking)
-        except Exception:
-            self._is_agreeing = False
-            raise
-        self._is_agreeing = False
-        return None if reports is None else list(zip(ranks, reports, strict=True))
-
     def _check_in_step(self) -> None:
-        if self._is_agreeing:
+        if self._agreement.is_under_way:
             raise CheckpointingException(
                 "a poll of this queue was interrupted on this rank while the ranks agreed, and the "
                 "others may wait for it: make a new queue, and new managers, on every rank. "
@@ -392,57 +372,19 @@ class AsyncCallsQueue:
         names = [entry.name for entry in self._entries]
         return f"{', '.join(names)} {'were' if len(names) > 1 else 'was'}"
 
-    def _judge(self, entry: _Entry, told: list[tuple[int, CallReport]]) -> None:
-        ranks, reports = zip(*told, strict=True)
-        failed = judge(reports, ranks)
-        if failed is None:
+    def _raise_failure(self, entry: _Entry, verdict: Verdict) -> None:
+        if verdict.failure is None:
             return
+        self._agreement.has_lost_ranks = verdict.is_lost
+        failed = verdict.failure.error()
         # A rank that is ahead keeps its call: the others drop the one that it does not have.
-        if entry.request.call_idx == min(report.call_idx for report in reports):
+        if not verdict.is_ahead:
             self._drop(entry, failed)
         try:
             raise failed from entry.call.error
         finally:
             # Else the errors would keep themselves, and what was to be saved, by these variables.
             del failed, entry
-
-    def _ask_own_rank(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
-        if blocking:
-            self._wait_for_own_work(entry, time.monotonic())
-        if not entry.call.done():
-            return None
-        assert self._agreement is not None
-        self._agreement.leave_out()
-        return [entry.report()]
-
-    def _ask_all_ranks(self, entry: _Entry, blocking: bool) -> list[CallReport] | None:
-        """What all ranks say of their oldest call, or ``None`` while it is not over on all."""
-        assert self._agreement is not None
-        start = time.monotonic()
-        trouble: PeerLostError | None = None
-        if blocking:
-            self._wait_for_own_work(entry, start)
-        try:
-            if not self._agreement.reached(entry.call.done, blocking, start):
-                return None
-        except PeerLostError as error:
-            if not blocking:
-                raise
-            trouble = error
-        # The first rank may wait for this one, though this one came to poll only.
-        self._wait_for_own_work(entry, start)
-        trouble = trouble or self._agreement.missing_reports(start)
-        try:
-            return self._agreement.gather(entry.report(trouble), start, self._ready_after_oldest())
-        except PeerLostError as error:
-            self._lost_ranks = True
-            self._drop(entry, error)
-            raise error from trouble
-
-    def _ready_after_oldest(self) -> int:
-        """How many calls right after the oldest one are over on this rank."""
-        others = itertools.islice(self._entries, 1, None)
-        return sum(1 for _ in itertools.takewhile(lambda entry: entry.call.done(), others))
 
     def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
         patience_s = OWN_WORK * self._timeout_s

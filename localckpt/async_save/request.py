@@ -2,8 +2,7 @@
 
 A request has the seven fields that requests of NVRx and Megatron-Core have, so that their queues
 carry it out as well; whatever else belongs to a call hangs on its function (:class:`AsyncCall`).
-Whether a call stands or fails is decided by :func:`judge`, a pure function of what the ranks
-report.
+Whether a call stands or fails is decided by all ranks (:mod:`localckpt.ranks.ends`).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from localckpt import errors
-from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.failure_texts import ranks_named, said_by, with_class
+from localckpt.errors import CheckpointingException
+from localckpt.ranks.ends import NO_FUNCTION, CallEnd, raise_failure
 
 if TYPE_CHECKING:
     from localckpt.ranks.ranks import Ranks
@@ -25,11 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncCall",
     "AsyncRequest",
-    "CallReport",
     "Ticket",
     "do_nothing",
     "function_name",
-    "judge",
     "must_run_in_trainer",
     "run_failure_fns",
     "run_stop_fns",
@@ -39,8 +35,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MARK = "__localckpt_runs_in_trainer__"
-
-_NO_FUNCTION = "no function"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -83,6 +77,13 @@ class AsyncCall:
         hand_over: Runs in the trainer when a queue of another library takes the request, and
             returns a function without arguments that this queue's process can run. Without it,
             ``function`` is handed over, and nothing else of this object runs there.
+        report_fn: Gives what came of the call on this rank, anything that JSON can carry, once it
+            is over without an error; in a thread. What it raises fails the call on every rank.
+        judge_fn: A pure function of what came of the call on each rank, in rank order, called on
+            one rank. What it raises is raised on every rank.
+        verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
+            rank, right before the request's ``finalize_fns``. It does not run in a poll with
+            ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
     """
 
     def __init__(
@@ -94,6 +95,9 @@ class AsyncCall:
         then_fn: Callable[[], None] | None = None,
         scheduled_fn: Callable[[Ticket], None] | None = None,
         hand_over: Callable[[], Callable[[], None]] | None = None,
+        report_fn: Callable[[], Any] | None = None,
+        judge_fn: Callable[[list[Any]], Any] | None = None,
+        verdict_fn: Callable[[Any], None] | None = None,
     ) -> None:
         self.function = function
         self.failure_fns = tuple(failure_fns)
@@ -101,6 +105,9 @@ class AsyncCall:
         self.then_fn = then_fn
         self.scheduled_fn = scheduled_fn
         self.hand_over = hand_over
+        self.report_fn = report_fn
+        self.judge_fn = judge_fn
+        self.verdict_fn = verdict_fn
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
@@ -109,7 +116,14 @@ class AsyncCall:
 
     def without_work(self) -> AsyncCall:
         """The same functions around nothing: what is left to keep once the work has begun."""
-        return AsyncCall(None, failure_fns=self.failure_fns, stop_fns=self.stop_fns)
+        return AsyncCall(
+            None,
+            failure_fns=self.failure_fns,
+            stop_fns=self.stop_fns,
+            report_fn=self.report_fn,
+            judge_fn=self.judge_fn,
+            verdict_fn=self.verdict_fn,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if self.function is None else self.function(*args, **kwargs)
@@ -119,7 +133,7 @@ class AsyncCall:
 
 
 def do_nothing() -> None:
-    """What a process is given to run for a call that has nothing to do there."""
+    """Function for a process that has nothing to do for a call."""
 
 
 def _unpickled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -263,21 +277,20 @@ class AsyncRequest(NamedTuple):
                     request.call.then_fn()
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = failure
-        own = CallReport.of(self.call_idx, name, error)
+        own, ranks = CallEnd.of(self.call_idx, name, error).to_json(), coordinator.global_ranks
+
+        def judge(ends: list[Any]) -> None:
+            raise_failure([CallEnd.from_json(end) for end in ends], ranks)
+
         try:
-            records = coordinator.gather(f"agree on {name}", own.to_json())
-        except CheckpointingException as lost:
-            run_failure_fns(self, lost)
-            raise
-        failed = judge([CallReport.from_json(r) for r in records], coordinator.global_ranks)
-        if failed is not None:
+            coordinator.decide(f"agree on {name}", lambda: own, judge)
+        except CheckpointingException as failed:
             run_failure_fns(self, failed)
-            try:
-                raise failed from error
-            finally:
-                # A variable of a call in its traceback would make an error keep itself, and the
-                # state that was to be saved.
-                del failed, error
+            raise failed from error
+        finally:
+            # A variable of a call in its traceback would make an error keep itself, and the state
+            # that was to be saved.
+            del error
         self.execute_finalize_fns()
 
 
@@ -307,7 +320,7 @@ def runs_in_trainer(function: _Function) -> _Function:
 
 
 def must_run_in_trainer(function: Callable[..., Any]) -> bool:
-    """Whether the function, or the one inside a partial, method or callable object, is marked."""
+    """Return whether the function, or the one inside a partial or callable object, is marked."""
     function = _innermost(function)
     called = getattr(function, "__call__", None)  # noqa: B004 - its mark is what is asked for
     return bool(getattr(function, _MARK, False) or getattr(called, _MARK, False))
@@ -320,15 +333,15 @@ def _innermost(function: Any) -> Any:
 
 
 def function_name(function: Callable[..., Any] | None) -> str:
-    """What messages call a function."""
+    """Name of a function in messages."""
     function = _innermost(function)
     if function is None:
-        return _NO_FUNCTION
+        return NO_FUNCTION
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def run_failure_fns(request: AsyncRequest, error: BaseException) -> None:
-    """Tell the owner of a failed call. One that fails itself does not keep the others from it."""
+    """Run the failure functions of a call, also those behind one that fails itself."""
     for fn in request.call.failure_fns:
         try:
             fn(error)
@@ -337,71 +350,9 @@ def run_failure_fns(request: AsyncRequest, error: BaseException) -> None:
 
 
 def run_stop_fns(request: AsyncRequest) -> None:
-    """Tell the owner of a call that nobody waits for it any more; as :func:`run_failure_fns`."""
+    """Run the stop functions of a call that nobody waits for any more, as failure functions."""
     for fn in request.call.stop_fns:
         try:
             fn()
         except Exception:
             logger.exception("%s failed while a call was given up", function_name(fn))
-
-
-@dataclass(frozen=True, slots=True)
-class CallReport:
-    """What one rank says of its oldest call; all ranks judge by the same reports."""
-
-    call_idx: int
-    function: str
-    kind: str | None = None
-    text: str = ""
-
-    @classmethod
-    def of(cls, call_idx: int, function: str, error: BaseException | None) -> CallReport:
-        if error is None:
-            return cls(call_idx, function)
-        own_names = (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__)
-        kind = next(own_names, "") if isinstance(error, CheckpointingException) else ""
-        return cls(call_idx, function, kind, with_class(error))
-
-    def to_json(self) -> list[Any]:
-        return [self.call_idx, self.function, self.kind, self.text]
-
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> CallReport:
-        return cls(*fields)
-
-
-def judge(reports: Sequence[CallReport], ranks: Sequence[int]) -> CheckpointingException | None:
-    """The error that every rank raises, or ``None`` when the call stands.
-
-    Args:
-        reports: One of each rank.
-        ranks: The global ranks, in the same order.
-    """
-    # A rank that has nothing to write takes part with no function.
-    functions = {r.function for r in reports} - {_NO_FUNCTION}
-    if len({r.call_idx for r in reports}) > 1 or len(functions) > 1:
-        at: dict[str, list[int]] = {}
-        for rank, r in zip(ranks, reports, strict=True):
-            at.setdefault(f"at call {r.call_idx} ({r.function})", []).append(rank)
-        where = ", ".join(
-            f"{ranks_named(those)} {'is' if len(those) == 1 else 'are'} {call}"
-            for call, those in at.items()
-        )
-        return MismatchError(
-            f"the ranks do not finalize the same call: {where}. Every rank must schedule the same "
-            f"calls in the same order. The oldest of these was not finalized"
-        )
-    failed = [(rank, r) for rank, r in zip(ranks, reports, strict=True) if r.kind is not None]
-    if not failed:
-        return None
-    kinds = {r.kind for _, r in failed}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    raised: type[CheckpointingException] = (
-        getattr(errors, kind) if kind in errors.__all__ else CheckpointingException
-    )
-    causes = said_by({rank: r.text for rank, r in failed})
-    _, first = failed[0]
-    return raised(
-        f"call {first.call_idx} ({first.function}) failed on {causes}. "
-        f"It was finalized on no rank; further calls can be scheduled"
-    )

@@ -80,7 +80,7 @@ def carry_out(function: Any, args: Any, kwargs: Any) -> Failure | None:
     """Call, and give what went wrong in a form that can be sent."""
     try:
         function(*args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - travels to the trainer, which raises it
+    except BaseException as error:  # noqa: BLE001 - sent to the trainer, which raises it
         return Failure.of(error)
     return None
 
@@ -92,7 +92,7 @@ def carry_out_packed(request: bytes) -> Failure | None:
         # Before the call is unpickled, which imports the modules that it names.
         sys.path[:] = sys_path
         function, args, kwargs = pickle.loads(call)
-    except BaseException as error:  # noqa: BLE001 - travels to the trainer, which raises it
+    except BaseException as error:  # noqa: BLE001 - sent to the trainer, which raises it
         return Failure.of(error)
     return carry_out(function, args, kwargs)
 
@@ -151,7 +151,7 @@ def read_frame(fd: int) -> bytes:
 
 
 def is_readable(fd: int, timeout_s: float) -> bool:
-    """Whether something can be read, the end of the stream included."""
+    """Return whether something can be read, the end of the stream included."""
     # Not select(), which refuses descriptors above 1023, and trainers have many.
     poll = select.poll()
     poll.register(fd, select.POLLIN)

@@ -1,17 +1,16 @@
 """``localckpt clean``: removes what processes that are gone left on this node.
 
-What was set aside as damaged is verified again before it is removed, and put back if it is good.
+A file in quarantine is verified again before it is removed, and put back if it is good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from filelock import FileLock, Timeout
 
 from localckpt.cli.output import (
     JsonOption,
@@ -27,7 +26,6 @@ from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import EpochId
-from localckpt.storage.aside import put_back
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
@@ -36,7 +34,8 @@ from localckpt.storage.catalog import (
     find_sessions,
     find_staging,
 )
-from localckpt.storage.names import LOCK_NAME
+from localckpt.storage.problem import put_back
+from localckpt.storage.rank_folder import lock_store
 
 __all__ = ["clean"]
 
@@ -52,7 +51,7 @@ def clean(
         bool,
         typer.Option(
             "--corrupt",
-            help="Also verify again what was set aside as damaged, remove what is, and put back "
+            help="Also verify again what is in quarantine, remove what is damaged, and put back "
             "what is good.",
         ),
     ] = False,
@@ -72,7 +71,7 @@ def clean(
 ) -> None:
     """Remove what processes that are gone left.
 
-    That is: unfinished files, spare files, and shared memory. Shards stay, unless their epoch is
+    That is: unfinished files, recycled files, and shared memory. Shards stay, unless their epoch is
     named, and so does whatever belongs to a process that runs. Call it on the node itself, where
     the processes of its jobs can be seen.
     """
@@ -84,7 +83,8 @@ def clean(
                 f"job's next save removes what was cut off there. Nothing was changed"
             )
         find_sessions(root)
-        with nullcontext() if dry_run else _lock(root, timeout):
+        # No job starts here meanwhile, so none that is not seen to run takes files over.
+        with nullcontext() if dry_run else lock_store(root, timeout):
             found = [*_removable(root), *_of_epochs(root, epoch or [])]
             judged = _judge_corrupt(root) if corrupt else _Judged([], [], [])
             removed = [*found, *judged.bad]
@@ -118,38 +118,19 @@ def clean(
         say(f"{would}put back {path} ({size(file.nbytes)}): every block of it is good")
     for left in judged.left:
         say(f"left {left.path}: {left.description}", red=True)
-    told = f"{root}: {word} {counted(len(removed), 'file')}, {size(nbytes)}"
-    say(f"{told}; {would}put back {len(good)}" if good else told)
+    summary = f"{root}: {word} {counted(len(removed), 'file')}, {size(nbytes)}"
+    say(f"{summary}; {would}put back {len(good)}" if good else summary)
 
 
 class _Judged(NamedTuple):
-    """What was set aside as damaged, by what it is found to be now."""
+    """Files in quarantine, by what they are found to be now."""
 
     good: list[Leftover]
     """Not damaged, and there is no other copy of it in its session."""
     bad: list[Leftover]
     """Damaged, or there is a good copy."""
     left: list[UncountedFile]
-    """It cannot be told."""
-
-
-@contextmanager
-def _lock(root: Path, timeout_s: float) -> Iterator[None]:
-    """No job starts here meanwhile, so none that is not seen to run takes files over."""
-    lock = FileLock(root / LOCK_NAME, timeout=timeout_s, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise StorageError(
-            f"another process held {lock.lock_file} for {timeout_s:g} s: a job is starting, or see "
-            f"who it is (fuser). Nothing was removed"
-        ) from error
-    except OSError as error:
-        raise StorageError(f"{lock.lock_file}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()
+    """It cannot be summary."""
 
 
 def _removable(root: Path) -> list[Leftover]:
@@ -192,7 +173,7 @@ def _judge_corrupt(root: Path) -> _Judged:
                 is_here = identity in kept or any(_is_good(session, other) for other in others)
                 kept.add(identity)
                 (judged.bad if is_here else judged.good).append(file)
-            elif found is not None and found.fault == "damaged":
+            elif found is not None and found.problem.kind == "damaged":
                 judged.bad.append(file)
             elif found is not None:
                 judged.left.append(found)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from localckpt.availability.explanation import Explanation
+from localckpt.availability.explanation import explain as explain_inventory
+from localckpt.availability.inventory import Inventory
+from localckpt.cli.listing import SharedListing, look
 from localckpt.cli.output import (
     BAD,
     REFUSED,
@@ -21,15 +25,13 @@ from localckpt.cli.output import (
     store_or_default,
     warn,
 )
-from localckpt.cli.shared import SharedListing, look
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
 from localckpt.lineage import Lineage
-from localckpt.managers.explanation import Explanation
-from localckpt.managers.explanation import explain as explain_holdings
-from localckpt.managers.holdings import Holdings
-from localckpt.storage.aside import why_set_aside
+from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
+from localckpt.storage.problem import why_quarantined
+from localckpt.storage.store import Stored
 
 __all__ = ["explain"]
 
@@ -65,7 +67,7 @@ def explain(
     That is: which checkpoint, why none that is newer, and the loss of which nodes it survives. Each
     DIR is the store of one node, or a root on shared storage. Files are judged by their headers:
     `localckpt verify` reads them whole. The exit status is 1 if there is nothing that a restart
-    could load, and 2 if a DIR cannot be used; what is said is of the others.
+    could load, and 2 if a DIR cannot be used; the answer is of the others.
     """
     with one_line_errors():
         usual = [] if directories else [store_or_default(None)]
@@ -109,8 +111,8 @@ class _Session:
 
     def to_json(self) -> dict[str, Any]:
         shared = [listing.to_json() for listing in self.shared]
-        told = {"session": self.name, **self.on_nodes.to_json()}
-        return {**told, "saved_at": self.saved_at, "shared": shared}
+        fields = {"session": self.name, **self.on_nodes.to_json()}
+        return {**fields, "saved_at": self.saved_at, "shared": shared}
 
     def say(self) -> None:
         """Print both, and which of them a job resumes from."""
@@ -145,10 +147,10 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one node, or one of its directories, has of one session."""
+    """Pieces of one session in one node, or in one of its directories."""
 
     shards: tuple[ShardFile, ...] = ()
-    bad: tuple[str, ...] = ()
+    bad: tuple[Stored, ...] = ()
     noted: tuple[Lineage, ...] = ()
 
     def and_also(self, other: _Found) -> _Found:
@@ -156,7 +158,7 @@ class _Found:
 
 
 _Nodes = dict[str, dict[str, _Found]]
-"""What each node has, by session."""
+"""Pieces of each node, by session."""
 
 
 def _read_all(
@@ -197,9 +199,19 @@ def _sessions(
 
 def _read(session: SessionFolder) -> _Found:
     shards, uncounted = session.shards()
-    bad = [f"{file.path.name}: {_SHORT.get(file.fault, file.why)}" for file in uncounted]
-    aside = [f"{path.name}: {why_set_aside(path)}" for path in session.corrupt_files()]
-    return _Found(tuple(shards), (*bad, *aside), tuple(session.noted_lineages()))
+    bad = [
+        Stored(
+            file.path.name,
+            problem=replace(
+                file.problem,
+                text=_SHORT.get(file.problem.kind, file.problem.text),
+                claim="",
+            ),
+        )
+        for file in uncounted
+    ]
+    bad += [Stored(path.name, problem=why_quarantined(path)) for path in session.corrupt_files()]
+    return _Found(tuple(shards), tuple(bad), tuple(session.noted_lineages()))
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -223,8 +235,8 @@ def _explain(
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
-    explanation = explain_holdings(
-        Holdings.found(records, [lineage for f in found.values() for lineage in f.noted]),
+    explanation = explain_inventory(
+        Inventory.found(records, [line for f in found.values() for line in f.noted], SCHEMES),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from localckpt.availability.explanation import ranges
 from localckpt.cli.output import (
     BAD,
     JsonOption,
@@ -24,14 +25,11 @@ from localckpt.cli.output import (
     size,
 )
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.ids import ShardIdentity
-from localckpt.managers.explanation import ranges
-from localckpt.state_dict.header import DIGESTS, METADATA, PARITY_OF, SKELETON
-from localckpt.state_dict.identify import read_verified_identity
-from localckpt.state_dict.parity_of import ParityOf
-from localckpt.storage.catalog import split_claim
+from localckpt.ids import SHARD_KIND, ShardRecord
+from localckpt.state_dict.header import DIGESTS, FORMATS, METADATA, SKELETON, kind_of
+from localckpt.state_dict.identify import read_verified_record
 from localckpt.storage.files import FileSource
-from localckpt.storage.names import DIRTY, SPARE, local_path
+from localckpt.storage.names import DIRTY, RECYCLED, local_path
 
 __all__ = ["inspect"]
 
@@ -40,6 +38,11 @@ _MAX_NBYTES = 100_000_000
 # How much of a damaged header is searched for what is intact.
 _SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
+# Kinds of files that are none of ours.
+_FOREIGN = {
+    "safetensors": "a safetensors file, and no shard of localckpt",
+    "unknown": "no safetensors file, as far as it can be read",
+}
 _STRING = r'"(?:[^"\\]|\\.){0,300}"'
 _FLAT_OBJECT = re.compile(rf"{_STRING}\s{{0,16}}:\s{{0,16}}\{{[^{{}}]*\}}")
 _PAIR = re.compile(r'"(\w{1,50})"\s*:\s*"([^"\\]{0,300})"')
@@ -69,7 +72,7 @@ def inspect(
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A named run of bytes, as the header and the tensor table tell of it."""
+    """A named run of bytes, as the header and the tensor table describe it."""
 
     name: str
     label: str
@@ -80,17 +83,17 @@ class _Tensor:
     dtype: str | None = None
     """torch's name of the type, if the table says."""
     views: int = 0
-    """How many tensors are views into it."""
+    """Number of tensors that are views into it."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What could be read of a file."""
+    """Content of a file, as far as it could be read."""
 
     path: Path
     nbytes: int
     data_start: int | None
-    identity: ShardIdentity | None = None
+    record: ShardRecord | None = None
     metadata: dict[str, Any] | None = None
     tensors: list[_Tensor] = field(default_factory=list)
     skeleton: _Tensor | None = None
@@ -100,7 +103,7 @@ class _Seen:
     @property
     def kind(self) -> str:
         if self.metadata and _FORMAT.fullmatch(str(self.metadata.get("format"))):
-            return "parity" if PARITY_OF in self.metadata else "shard"
+            return kind_of(self.metadata)
         return "safetensors" if self.metadata or self.tensors else "unknown"
 
     @property
@@ -113,15 +116,16 @@ class _Seen:
 
     def to_json(self) -> dict[str, Any]:
         identity = None
-        if self.identity is not None:
-            epoch, sequence = self.identity.generation
+        if self.record is not None:
+            i = self.record.identity
+            epoch, sequence = i.generation
             identity = {
-                "session": self.identity.session_id,
+                "session": i.session_id,
                 "epoch": epoch,
                 "sequence": sequence,
-                "iteration": self.identity.iteration,
-                "rank": self.identity.rank,
-                "world_size": self.identity.world_size,
+                "iteration": i.iteration,
+                "rank": i.rank,
+                "world_size": i.world_size,
             }
         return {
             "path": str(self.path),
@@ -154,12 +158,12 @@ def _look(path: Path) -> _Seen:
         source = FileSource(Path(os.path.realpath(path)))
     except StorageError as error:
         cause = error.__cause__
-        told = cause.strerror if isinstance(cause, OSError) else error
-        raise StorageError(f"{path} cannot be read: {told}") from error
+        reason = cause.strerror if isinstance(cause, OSError) else error
+        raise StorageError(f"{path} cannot be read: {reason}") from error
     try:
         first = bytes(source.read(0, min(8, source.nbytes)))
-        told_start = 8 + int.from_bytes(first, "little")
-        start = told_start if len(first) == 8 and told_start <= _MAX_NBYTES else None
+        claimed_start = 8 + int.from_bytes(first, "little")
+        start = claimed_start if len(first) == 8 and claimed_start <= _MAX_NBYTES else None
         seen = _Seen(path, source.nbytes, start)
         stop = min(_SALVAGED_NBYTES if start is None else start, source.nbytes)
         header = bytes(source.read(len(first), max(stop, len(first))))
@@ -167,9 +171,9 @@ def _look(path: Path) -> _Seen:
         if problem is not None:
             seen.problems.append(problem)
         elif start is None:
-            seen.problems.append(f"its header would take {told_start} bytes")
+            seen.problems.append(f"its header would take {claimed_start} bytes")
         _take_entries(seen, entries)
-        if seen.kind in ("shard", "parity"):
+        if seen.kind not in _FOREIGN:
             _judge_shard(seen, source)
         elif start is not None and problem is None:
             _judge_length(seen, start)
@@ -221,15 +225,15 @@ def _take_entries(seen: _Seen, entries: dict[str, Any]) -> None:
 
 def _judge_shard(seen: _Seen, source: FileSource) -> None:
     try:
-        seen.identity = read_verified_identity(source)
+        seen.record = read_verified_record(source)
     except CorruptShardError as error:
-        claim, why = split_claim(str(error))
-        if claim:
-            why = f"it claims to be {claim}, and {why}"
+        why = str(error)
+        if error.shard:
+            why = f"it claims to be {error.shard}, and {error.damage}"
         seen.problems = [*(p for p in seen.problems if p not in why), why]
     try:
         _take_table(seen, source)
-    except (CorruptShardError, ValueError, TypeError, RecursionError):
+    except (CorruptShardError, KeyError, ValueError, TypeError, RecursionError):
         seen.problems.append("its table of tensors cannot be read")
 
 
@@ -247,10 +251,9 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     start = seen.data_start + seen.skeleton.offset
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
-    nbytes = int.from_bytes(source.read(start, start + 8), "little")
-    if 8 + nbytes > min(seen.skeleton.nbytes, _MAX_NBYTES):
-        raise ValueError("the table is longer than what it stands in")
-    rows = json_module.loads(bytes(source.read(start + 8, start + 8 + nbytes)))
+    framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
+    table, _ = FORMATS[str((seen.metadata or {}).get("format"))].split_skeleton(framed)
+    rows = json_module.loads(table)
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
     views: Counter[str] = Counter()
     shapes = {tensor.name: tensor.shape for tensor in seen.tensors}
@@ -266,20 +269,16 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
 
 
 def _say(seen: _Seen) -> None:
-    kinds = {
-        "shard": "a shard of localckpt",
-        "parity": "parity of shards of localckpt",
-        "safetensors": "a safetensors file, and no shard of localckpt",
-        "unknown": "no safetensors file, as far as it can be read",
-    }
-    nbytes = counted(seen.nbytes, "byte")
-    say(f"{seen.path}: {kinds[seen.kind]}, {nbytes} ({size(seen.nbytes)})")
-    if seen.path.name.endswith((DIRTY, SPARE)):
+    what = _FOREIGN.get(seen.kind, f"{seen.kind} of shards of localckpt")
+    if seen.kind == SHARD_KIND:
+        what = "a shard of localckpt"
+    say(f"{seen.path}: {what}, {counted(seen.nbytes, 'byte')} ({size(seen.nbytes)})")
+    if seen.path.name.endswith((DIRTY, RECYCLED)):
         say("It is being written, or will be: what it holds may be of several saves.")
     for problem in seen.problems:
         say(f"problem: {problem}", red=True)
-    if seen.identity is not None:
-        i = seen.identity
+    if seen.record is not None:
+        i = seen.record.identity
         say(
             "",
             f"session     {i.session_id!r}",
@@ -287,9 +286,8 @@ def _say(seen: _Seen) -> None:
             f"generation  {i.generation}",
             f"rank        {i.rank} of {i.world_size}",
         )
-        if i.is_parity and seen.metadata is not None:
-            group = ParityOf.from_json(seen.metadata[PARITY_OF]).group
-            say(f"parity      {group.parity} of ranks {ranges(group.ranks)}")
+        if (group := seen.record.group) is not None:
+            say(f"{i.kind:11} {group.spare} of ranks {ranges(group.ranks)}")
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:

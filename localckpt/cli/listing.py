@@ -1,31 +1,33 @@
-"""``localckpt ls``: what lies in one node's store."""
+"""``localckpt ls``: what lies in one node's store, or in a root on shared storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from localckpt.availability.coverage import complete_checkpoints
+from localckpt.availability.explanation import ranges
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.ordering import newest_first
 from localckpt.cli.output import (
     JsonOption,
     StoreArgument,
     age,
     counted,
     one_line_errors,
+    plural,
     say,
     say_json,
     say_table,
     size,
     store_or_default,
 )
-from localckpt.cli.shared import SharedListing, look
-from localckpt.global_tier.catalog import find_shared_sessions
+from localckpt.global_tier.catalog import SharedCheckpoint, SharedSession, find_shared_sessions
 from localckpt.ids import Checkpoint, ShardRecord
-from localckpt.managers.coverage import complete_checkpoints
-from localckpt.managers.explanation import ranges
-from localckpt.managers.holdings import Holdings
-from localckpt.managers.ordering import newest_first
+from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
@@ -35,7 +37,7 @@ from localckpt.storage.catalog import (
     node_token,
 )
 
-__all__ = ["describe_leftovers", "ls"]
+__all__ = ["SharedListing", "look", "ls"]
 
 
 def ls(directory: StoreArgument = None, json: JsonOption = False) -> None:
@@ -80,7 +82,8 @@ class _Row:
     checkpoint: Checkpoint
     ranks: tuple[int, ...]
     copies: int
-    parities: int
+    others: Mapping[str, int]
+    """Number of files of each kind of piece beside shards."""
     nbytes: int
     saved_at: float
     is_complete: bool
@@ -94,7 +97,7 @@ class _Row:
             "world_size": self.checkpoint.world_size,
             "ranks": list(self.ranks),
             "copies": self.copies,
-            "parities": self.parities,
+            **{plural(kind): self.others.get(kind, 0) for kind in SCHEMES},
             "nbytes": self.nbytes,
             "saved_at": self.saved_at,
             "complete_here": self.is_complete,
@@ -118,7 +121,7 @@ class _Listing:
                 {
                     "path": str(file.path),
                     "nbytes": file.nbytes,
-                    "fault": file.fault,
+                    "fault": file.problem.kind,
                     "why": file.description,
                 }
                 for file in self.uncounted
@@ -130,14 +133,14 @@ class _Listing:
         }
 
 
-def describe_leftovers(leftovers: Iterable[Leftover]) -> list[str]:
+def _describe(leftovers: Iterable[Leftover]) -> list[str]:
     """A line for each kind of which there are any."""
     meanings = {
         "dirty_live": "being written",
         "dirty_dead": "left unfinished by processes that are gone",
-        "spare_live": "spare, for the next saves",
-        "spare_dead": "spare, of processes that are gone",
-        "corrupt": "set aside as damaged",
+        "recycled_live": "to be overwritten by the next saves",
+        "recycled_dead": "to be overwritten, of processes that are gone",
+        "corrupt": "in quarantine",
     }
     return [
         f"{counted(len(files), 'file')} {meanings[name]} "
@@ -154,8 +157,9 @@ def _look(session: SessionFolder) -> _Listing:
 
 
 def _rows(shards: Sequence[ShardFile]) -> tuple[_Row, ...]:
-    holdings = Holdings.found({"here": [shard.record for shard in shards]})
-    complete = complete_checkpoints(holdings)
+    records = [shard.record for shard in shards]
+    inventory = Inventory.found({"here": records}, codes=SCHEMES)
+    complete = complete_checkpoints(inventory)
     by_checkpoint: dict[Checkpoint, list[ShardRecord]] = {}
     saved_at: dict[Checkpoint, float] = {}
     for shard in shards:
@@ -165,23 +169,23 @@ def _rows(shards: Sequence[ShardFile]) -> tuple[_Row, ...]:
     return tuple(
         _Row(
             checkpoint,
-            tuple(sorted({r.identity.rank for r in found if not r.identity.is_parity})),
-            sum(not record.identity.is_parity for record in found),
-            sum(record.identity.is_parity for record in found),
+            tuple(sorted({r.identity.rank for r in found if r.identity.is_shard})),
+            sum(record.identity.is_shard for record in found),
+            Counter(r.identity.kind for r in found if not r.identity.is_shard),
             sum(record.nbytes for record in found),
             saved_at[checkpoint],
             checkpoint in complete,
         )
-        for checkpoint in newest_first(by_checkpoint, holdings.lineages)
+        for checkpoint in newest_first(by_checkpoint, inventory.lineages)
         for found in [by_checkpoint[checkpoint]]
     )
 
 
 def _by_kind(leftovers: Iterable[Leftover]) -> dict[str, list[Leftover]]:
-    kinds = ("dirty_live", "dirty_dead", "spare_live", "spare_dead", "corrupt")
+    kinds = ("dirty_live", "dirty_dead", "recycled_live", "recycled_dead", "corrupt")
     found: dict[str, list[Leftover]] = {kind: [] for kind in kinds}
     for file in leftovers:
-        # What is set aside belongs to nobody any more.
+        # A file in quarantine belongs to nobody any more.
         owner = "" if file.kind == "corrupt" else "_live" if file.is_live else "_dead"
         found[f"{file.kind}{owner}"].append(file)
     return found
@@ -191,25 +195,103 @@ def _say_listing(listing: _Listing) -> None:
     say("", f"session {listing.session_id!r}")
     if listing.rows:
         # Only where there is any.
-        parity = ["parities"] if any(row.parities for row in listing.rows) else []
-        names = ["iteration", "generation", "ranks here", "copies", *parity]
+        kinds = sorted({kind for row in listing.rows for kind in row.others})
+        others = [plural(kind) for kind in kinds]
+        names = ["iteration", "generation", "ranks here", "copies", *others]
         rows = [
             (
                 str(row.checkpoint.iteration),
                 str(row.checkpoint.generation),
                 f"{ranges(row.ranks) or 'none'} of {row.checkpoint.world_size}",
                 str(row.copies),
-                *([str(row.parities)] if parity else []),
+                *(str(row.others.get(kind, 0)) for kind in kinds),
                 size(row.nbytes),
                 age(row.saved_at),
                 "yes" if row.is_complete else "no",
             )
             for row in listing.rows
         ]
-        numbers = ("iteration", "generation", "copies", *parity, "size", "age")
+        numbers = ("iteration", "generation", "copies", *others, "size", "age")
         say_table([*names, "size", "age", "complete here"], rows, right=numbers)
     else:
         say("no shard")
     for file in listing.uncounted:
         say(f"not counted: {file.path}: {file.description}", red=True)
-    say(*describe_leftovers(listing.leftovers))
+    say(*_describe(listing.leftovers))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedListing:
+    """One session of a root."""
+
+    session: SharedSession
+    checkpoints: tuple[SharedCheckpoint, ...]
+    leftovers: int
+
+    @property
+    def loads(self) -> SharedCheckpoint | None:
+        """The checkpoint that a restart loads from it, as far as records tell."""
+        return next((known for known in self.checkpoints if known.problem is None), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        return {
+            "root": str(self.session.root),
+            "loads": None if self.loads is None else _to_json(self.loads),
+            "checkpoints": [_to_json(c) for c in self.checkpoints if c.problem is None],
+            "uncounted": [
+                {"path": str(c.folder.path), "why": str(c.problem)}
+                for c in self.checkpoints
+                if c.problem is not None
+            ],
+            "leftovers": self.leftovers,
+        }
+
+    def say(self) -> None:
+        """Print the checkpoints as a table, and what is not counted."""
+        rows = [
+            (
+                str(known.folder.iteration),
+                str(known.folder.epoch),
+                str(known.record.world_size),
+                str(len(known.record.files)),
+                size(known.nbytes),
+                age(known.saved_at),
+            )
+            for known in self.checkpoints
+            if known.problem is None and known.record is not None
+        ]
+        names = ["iteration", "epoch", "ranks", "files", "size", "age"]
+        if rows:
+            say_table(names, rows, right=names)
+        else:
+            say("no checkpoint")
+        for known in self.checkpoints:
+            if known.problem is not None:
+                say(f"not counted: {known.folder.path}: {known.problem}", red=True)
+        if self.leftovers:
+            say(
+                f"{counted(self.leftovers, 'unfinished save')}: under way, or cut off; the job's "
+                f"next save removes what was cut off"
+            )
+
+
+def look(session: SharedSession) -> SharedListing:
+    """List one session.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    return SharedListing(session, tuple(session.checkpoints()), len(session.leftovers()))
+
+
+def _to_json(known: SharedCheckpoint) -> dict[str, Any]:
+    return {
+        "path": str(known.folder.path),
+        "iteration": known.folder.iteration,
+        "epoch": known.folder.epoch,
+        "world_size": None if known.record is None else known.record.world_size,
+        "files": 0 if known.record is None else len(known.record.files),
+        "nbytes": known.nbytes,
+        "saved_at": known.saved_at,
+    }

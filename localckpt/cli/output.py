@@ -1,4 +1,4 @@
-"""How the commands speak: tables and lines for people, JSON for programs, one line for an error."""
+"""Output of the commands: tables and lines for people, JSON for programs, one line for an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -98,6 +98,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s'[: number != 1]}"
 
 
+def plural(noun: str) -> str:
+    """Several of a thing: ``files``, ``copies``."""
+    return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+
+
 def size(nbytes: int) -> str:
     """Bytes for people: ``1.5 GB``."""
     return decimal(nbytes)
@@ -131,13 +136,9 @@ def store_or_default(given: Path | None) -> Path:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What cannot be done is one line, not a traceback."""
+    """Print an error of localckpt as one line, and end with the status :data:`REFUSED`."""
     try:
         yield
     except CheckpointingException as error:
-        _refuse(str(error))
-
-
-def _refuse(why: str) -> NoReturn:
-    warn(why)
-    raise typer.Exit(REFUSED)
+        warn(str(error))
+        raise typer.Exit(REFUSED) from None

@@ -1,12 +1,13 @@
-"""``localckpt survive``: what redundancy schemes cost, and which losses of nodes they survive."""
+"""``localckpt survive``: costs of redundancy schemes, and the losses of nodes that they survive."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,11 +20,10 @@ from localckpt.cli.output import (
     say_table,
     size,
 )
-from localckpt.cli.survival_plot import draw
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.replication.survival import Scheme, Survival, survivability, usual_schemes
 
-__all__ = ["survive"]
+__all__ = ["draw", "survive"]
 
 _POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -62,20 +62,20 @@ def survive(
     with one_line_errors():
         nbytes = None if shard_size is None else _parse_size(shard_size)
         given = [Scheme.parse(text) for text in scheme or ()] or usual_schemes(nodes)
-        told = [survivability(nodes, ranks_per_node, s, nbytes) for s in dict.fromkeys(given)]
+        survivals = [survivability(nodes, ranks_per_node, s, nbytes) for s in dict.fromkeys(given)]
         if plot is not None:
-            draw(told, plot)
+            draw(survivals, plot)
     if json:
         say_json(
             {
                 "nodes": nodes,
                 "ranks_per_node": ranks_per_node,
                 "shard_nbytes": nbytes,
-                "schemes": [survival.to_json() for survival in told],
+                "schemes": [survival.to_json() for survival in survivals],
             }
         )
         return
-    _say_schemes(told)
+    _say_schemes(survivals)
     if plot is not None:
         say(f"Drawn in {plot}.")
 
@@ -96,8 +96,8 @@ def _parse_size(text: str) -> int:
     return nbytes
 
 
-def _say_schemes(told: Sequence[Survival]) -> None:
-    first = told[0]
+def _say_schemes(survivals: Sequence[Survival]) -> None:
+    first = survivals[0]
     say(
         f"{counted(first.nodes, 'node')} of {counted(first.ranks_per_node, 'rank')}. Costs are "
         f"those of a rank, in shards; chances are those of losing data",
@@ -116,16 +116,16 @@ def _say_schemes(told: Sequence[Survival]) -> None:
             ),
             *map(_chance, survival.loss),
         )
-        for survival in told
+        for survival in survivals
     ]
     say_table(names, rows, right=names[2:])
     if first.shard_nbytes is not None:
         say("", f"The same costs for shards of {size(first.shard_nbytes)}:", "")
-        _say_bytes(told, first.shard_nbytes)
-    say("", _verdict(told))
+        _say_bytes(survivals, first.shard_nbytes)
+    say("", _verdict(survivals))
 
 
-def _say_bytes(told: Sequence[Survival], shard_nbytes: int) -> None:
+def _say_bytes(survivals: Sequence[Survival], shard_nbytes: int) -> None:
     names = ("scheme", "extra, rank", "extra, node", "sent, rank", "sent, node")
     rows = [
         (
@@ -136,7 +136,7 @@ def _say_bytes(told: Sequence[Survival], shard_nbytes: int) -> None:
                 for shards in (1, survival.ranks_per_node)
             ),
         )
-        for survival in told
+        for survival in survivals
     ]
     say_table(names, rows, right=names[1:])
 
@@ -157,13 +157,83 @@ def _chance(probability: float) -> str:
     return f"{percent:#.3g} %" if percent >= 0.001 else "<0.001 %"
 
 
-def _verdict(told: Sequence[Survival]) -> str:
-    """Which schemes surely survive what."""
+def _verdict(survivals: Sequence[Survival]) -> str:
+    """Name the losses that each scheme surely survives."""
     by_number: dict[int, list[str]] = {}
-    for survival in told:
+    for survival in survivals:
         by_number.setdefault(survival.survives_any, []).append(str(survival.scheme))
     parts = []
     for number, names in sorted(by_number.items(), reverse=True):
         loss = f"any {counted(number, 'node')}" if number else "no node"
         parts.append(f"of {loss} with {', '.join(names)}")
     return f"Surely survived is the loss {'; '.join(parts)}."
+
+
+def draw(survivals: Sequence[Survival], path: Path) -> None:
+    """Write a PNG: how likely data is lost with how many nodes, and what each scheme costs.
+
+    Args:
+        survivals: Schemes for one job.
+        path: The file, which is overwritten.
+
+    Raises:
+        CheckpointingException: matplotlib is not installed, or the file is to be no PNG.
+        StorageError: The file cannot be written.
+    """
+    if path.suffix.lower() != ".png":
+        raise CheckpointingException(f"{path}: the picture is a PNG, give it a name in .png")
+    try:
+        # Only here: no other command needs it, and its import takes longer than they do.
+        figure_module = import_module("matplotlib.figure")
+    except ImportError as error:
+        raise CheckpointingException(
+            f"--plot needs the package matplotlib, which cannot be imported ({error}). Install it "
+            f"(pip install matplotlib), or leave --plot out"
+        ) from error
+    figure = figure_module.Figure(figsize=(12, 5), layout="constrained")
+    chances, costs = figure.subplots(1, 2)
+    _draw_chances(chances, survivals)
+    _draw_costs(costs, survivals)
+    first = survivals[0]
+    figure.suptitle(f"{first.nodes} nodes of {first.ranks_per_node} ranks")
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise StorageError(
+            f"the picture cannot be written to {path}: {error.strerror or error}"
+        ) from error
+
+
+def _draw_chances(axis: Any, survivals: Sequence[Survival]) -> None:
+    for survival in survivals:
+        # A logarithm has no place for what never happens.
+        possible = [chance for chance in survival.chances if chance.probability]
+        axis.plot(
+            [chance.lost for chance in possible],
+            [chance.probability for chance in possible],
+            marker="o",
+            label=f"{survival.scheme}: surely survives {survival.survives_any}",
+        )
+    axis.set_yscale("log")
+    axis.set_xticks([chance.lost for chance in survivals[0].chances])
+    axis.set_xlabel("nodes lost at once")
+    axis.set_title("Probability that data is lost", fontsize=11, loc="left")
+    axis.grid(visible=True, alpha=0.3)
+    axis.legend(fontsize=9)
+
+
+def _draw_costs(axis: Any, survivals: Sequence[Survival]) -> None:
+    height = 0.4
+    for offset, colour, name, costs in (
+        (-height / 2, "#0b6e4f", "extra memory", [s.extra_memory.mean for s in survivals]),
+        (height / 2, "#9aa5b1", "sent per save", [s.bytes_sent.mean for s in survivals]),
+    ):
+        places = [place + offset for place in range(len(survivals))]
+        bars = axis.barh(places, costs, height, color=colour, label=name)
+        axis.bar_label(bars, [f"{cost:.3g}" for cost in costs], padding=3, fontsize=8)
+    axis.set_yticks(range(len(survivals)), [str(survival.scheme) for survival in survivals])
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set_xlabel("shards, mean of all ranks")
+    axis.set_title("What a rank pays", fontsize=11, loc="left")
+    axis.legend(fontsize=9)

@@ -49,8 +49,8 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
     """Check every block of every shard in a store.
 
     Or, on shared storage, of every file of every checkpoint. The exit status is 0 if all is good, 1
-    if something is bad, and 2 if something could not be read. Files that were set aside as damaged
-    before (*.corrupt) are not looked at again.
+    if something is bad, and 2 if something could not be read. Files in quarantine
+    (*.corrupt) are not looked at again.
     """
     with one_line_errors():
         outcome = _verify_all(store_or_default(directory), quiet=json)
@@ -62,11 +62,11 @@ def verify(directory: StoreArgument = None, json: JsonOption = False) -> None:
 
 
 class _Outcome:
-    """How it went, so far."""
+    """Counts of what was verified so far, and the files that are not good."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.verified = self.nbytes = self.vanished = self.set_aside = 0
+        self.verified = self.nbytes = self.vanished = self.quarantined = 0
         self.bad: list[UncountedFile] = []
         self.unreadable: list[UncountedFile] = []
 
@@ -81,7 +81,7 @@ class _Outcome:
 
     def take(self, file: UncountedFile) -> str:
         """Count a file that is not good, and return the word for it."""
-        if file.fault in ("unreadable", "other version"):
+        if file.problem.kind in ("unreadable", "other version"):
             self.unreadable.append(file)
             return "not readable"
         self.bad.append(file)
@@ -95,7 +95,7 @@ class _Outcome:
             "bad": _to_json(self.bad),
             "unreadable": _to_json(self.unreadable),
             "vanished": self.vanished,
-            "set_aside": self.set_aside,
+            "quarantined": self.quarantined,
         }
 
     def say_summary(self) -> None:
@@ -103,9 +103,9 @@ class _Outcome:
         if self.unreadable:
             counts.append(f"{len(self.unreadable)} not readable")
         if self.vanished:
-            counts.append(f"{self.vanished} let go by the job meanwhile")
-        if self.set_aside:
-            counts.append(f"{self.set_aside} set aside before, not looked at")
+            counts.append(f"{self.vanished} removed by the job meanwhile")
+        if self.quarantined:
+            counts.append(f"{self.quarantined} in quarantine, not looked at")
         say(f"{self.root}: {', '.join(counts)}")
 
 
@@ -119,7 +119,7 @@ class _Check(NamedTuple):
     Attributes:
         nbytes: Bytes that are read for it.
         verify: Reads the file. It returns the bytes of a good file, the fault of a bad one, and
-            ``None`` if a job has let the file go meanwhile.
+            ``None`` if a job has removed the file meanwhile.
     """
 
     nbytes: int
@@ -170,7 +170,7 @@ def _of_node(root: Path, outcome: _Outcome, take: Callable[[UncountedFile], None
     for session in find_sessions(root):
         shards, uncounted = session.shards()
         checks += [check(session, shard) for shard in shards]
-        outcome.set_aside += len(session.corrupt_files())
+        outcome.quarantined += len(session.corrupt_files())
         for file in uncounted:
             take(file)
     return checks

@@ -1,4 +1,4 @@
-"""Looks at a root on shared storage from outside, while a job saves there or long after.
+"""View of a root on shared storage from outside, while a job saves there or long after.
 
 Nothing is changed, locked or unpickled, and no torch is needed.
 """
@@ -21,7 +21,7 @@ from localckpt.global_tier.folders import (
     folders_in,
 )
 from localckpt.global_tier.trailer import FileIdentity, read_trailer
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.open_file import OpenFile
@@ -99,7 +99,7 @@ class SharedSession:
         try:
             found = CommitRecord.read(folder.path)
             if found is None:
-                # A job has let it go meanwhile.
+                # A job has removed it meanwhile.
                 return None
             found.check_identity(folder, self.session_id)
             record = found

@@ -35,7 +35,7 @@ __all__ = [
 
 RECORD_NAME = "localckpt.json"
 LOCK_NAME = ".localckpt.lock"
-"""In the root of a session: who saves there holds it."""
+"""Lock in the root of a session, held by the job that saves there."""
 
 _FORMAT = 1
 _PARTIAL = ".partial"
@@ -58,21 +58,21 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        """Where it is when it is complete."""
+        """Directory of the complete checkpoint."""
         return self.root / self._name
 
     def partial(self, save_id: str) -> Path:
-        """Where a save of it is until it is complete, if directories can be renamed."""
+        """Directory of a save until it is complete, if directories can be renamed."""
         return self.root / f".{self._name}.{save_id[:8]}{_PARTIAL}"
 
     @property
     def removed(self) -> Path:
-        """Where it is while it is being removed."""
+        """Name of the directory while it is being removed."""
         return self.root / f".{self._name}.old{_REMOVED}"
 
     @property
     def has_record(self) -> bool:
-        """Whether it was committed; raises StorageError if that cannot be seen."""
+        """True once the checkpoint is committed; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
             return (self.path / RECORD_NAME).exists()
 
@@ -83,7 +83,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """What makes a directory a checkpoint: written last, when everything else is durable.
+    """Record that makes a directory a checkpoint: written last, when everything else is durable.
 
     Attributes:
         session_id, iteration, epoch: Which checkpoint it is.
@@ -141,9 +141,9 @@ class CommitRecord:
                 f"{path} is of another version of the format: load it with the version of "
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
             )
-        told = fields.pop("lineage", None)
+        lineage_json = fields.pop("lineage", None)
         try:
-            lineage = None if told is None else Lineage.from_json(told)
+            lineage = None if lineage_json is None else Lineage.from_json(lineage_json)
             record = cls(**fields, lineage=lineage)
         except (MismatchError, TypeError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
@@ -166,18 +166,8 @@ class CommitRecord:
         )
         return named and all(type(nbytes) is int and nbytes >= 0 for nbytes in self.files.values())
 
-    def check(self, folder: Folder, session_id: str) -> None:
-        """See that it speaks of this directory, and that all files are there.
-
-        Raises:
-            CorruptShardError: It does not, or one is not.
-            StorageError: They cannot be looked at.
-        """
-        self.check_identity(folder, session_id)
-        self.check_files(folder)
-
     def check_identity(self, folder: Folder, session_id: str) -> None:
-        """See that it speaks of this directory; raises CorruptShardError if it does not."""
+        """Check that the record is of this directory; raises CorruptShardError if it is not."""
         if (self.session_id, self.iteration, self.epoch) != (
             session_id,
             folder.iteration,
@@ -189,7 +179,12 @@ class CommitRecord:
             )
 
     def check_files(self, folder: Folder) -> None:
-        """See that all files are there, by their sizes; raises as :meth:`check`."""
+        """Check that all files are there, by their sizes.
+
+        Raises:
+            CorruptShardError: One is gone, or has another size.
+            StorageError: They cannot be looked at.
+        """
         for name, nbytes in self.files.items():
             path = folder.path / name
             with storage_errors("look at", path):
@@ -202,7 +197,7 @@ class CommitRecord:
 
 
 def session_root(root: Path, session_id: str) -> Path:
-    """Where the checkpoints of a session are."""
+    """Directory of a session's checkpoints."""
     return root / session_name(session_id) if session_id else root
 
 
@@ -214,7 +209,7 @@ class Leftover(NamedTuple):
 
 
 def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
-    """What a root holds by its names.
+    """List the directories of a root, by their names.
 
     Returns:
         The directories that may be checkpoints, the newest first; and those that are unfinished,

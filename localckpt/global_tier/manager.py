@@ -1,20 +1,17 @@
 """Checkpoints on shared storage that outlive the job, committed behind training.
 
 All ranks plan a save together and copy their tensors; then training goes on. What follows is done
-by a thread of each rank: it writes, and meets the others in the job's store. The first rank makes
-the directory a checkpoint when all have written, or all learn at once what went wrong.
+by a thread of each rank, which reaches the others over the job's store only. When all have
+written, the first rank makes the directory a checkpoint; or all learn at once what went wrong.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import operator
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, overload
@@ -24,28 +21,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
-from localckpt.errors import (
-    CheckpointingException,
-    CorruptShardError,
-    NoReplicasAvailableError,
-    StorageError,
-)
-from localckpt.global_tier.committing import Committing
-from localckpt.global_tier.folders import Folder
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner, give, read_here
-from localckpt.global_tier.planning import (
-    PlanCache,
-    PlannedSave,
-    plan_save,
-    require_same,
-)
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.errors import CheckpointingException
+from localckpt.global_tier.load import Loads
 from localckpt.global_tier.root import CheckpointRoot, Found
-from localckpt.global_tier.rounds import Meeting
-from localckpt.global_tier.save import SaveUnderWay
-from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.global_tier.save import Save
+from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
-from localckpt.lineage import EpochId, Lineage, LineageKeeper, Origin, Resumed, begin_lineage
+from localckpt.lineage import Lineage, LineageKeeper
+from localckpt.ranks.ranks import Ranks
 from localckpt.storage.names import local_path
 
 __all__ = ["GlobalCheckpointManager"]
@@ -54,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class GlobalCheckpointManager:
-    """Saves and loads a state of all ranks together, in torch.distributed.checkpoint's format.
+    """Manager of checkpoints of all ranks together, in torch.distributed.checkpoint's format.
 
     Every rank makes its manager and calls its methods in the same order as the others. A checkpoint
     can be loaded by any number of ranks with any sharding, and by ``dcp.load``.
@@ -80,7 +65,7 @@ class GlobalCheckpointManager:
             :meth:`load` gives is what the nodes' next checkpoints descend from.
 
     Attributes:
-        plans: What was planned before; its counters tell what saves cost.
+        plans: Plans of the saves before; they tell what the last save sent.
     """
 
     def __init__(
@@ -117,10 +102,10 @@ class GlobalCheckpointManager:
             atomic_rename=atomic_rename,
             timeout_s=timeout,
         )
-        self._concurrent_bytes = concurrent_bytes
-        self._process_group = process_group
-        self._safe_globals = tuple(safe_globals)
-        self._meeting = Meeting("global manager", process_group, timeout_s=timeout)
+        allowed = tuple(safe_globals)
+        self._ranks = Ranks("global manager", process_group, timeout)
+        # Saves end behind training, whatever is called meanwhile.
+        self._saving = Ranks("global saves", process_group, timeout)
         self._writer = FileSystemWriterAsync(
             self._root.path,
             thread_count=thread_count,
@@ -128,38 +113,47 @@ class GlobalCheckpointManager:
             writer="thread",
             staging_threads=staging_threads,
             timeout_s=timeout,
-            safe_globals=self._safe_globals,
+            safe_globals=allowed,
             _own_folders=True,
         )
         self._local = local
         self.read_only = read_only
-        self._resumed = Resumed()
-        self._lineage: Lineage | None = None
-        self._epoch: int | None = None
         self._newest_iteration = -1
-        self._save: SaveUnderWay | None = None
-        self._committing = Committing(self._root, self._meeting, self._writer, session_id)
+        self._save: Save | None = None
+
+        def open_reader(found: Found) -> CachedMetadataFileSystemReader:
+            return CachedMetadataFileSystemReader(
+                found.folder.path,
+                concurrent_bytes=concurrent_bytes,
+                process_group=process_group,
+                safe_globals=allowed,
+                save_id=found.save_id,
+                metadata_digest=found.metadata_digest,
+                timeout_s=timeout,
+            )
+
+        self._loads = Loads(session_id, self._root, self._ranks, open_reader)
         self._process = os.getpid()
         self._closed = False
 
     @property
     def rank(self) -> int:
         """This process's rank among those of the job."""
-        return self._meeting.rank
+        return self._ranks.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job has."""
-        return self._meeting.world_size
+        """Number of ranks of the job."""
+        return self._ranks.world_size
 
     @property
     def root(self) -> Path:
-        """Where the checkpoints of this session are."""
+        """Directory of this session's checkpoints."""
         return self._root.path
 
     @property
     def plans(self) -> PlanCache:
-        """What was planned before; its counters tell what saves cost."""
+        """Plans of the saves before; they tell what the last save sent."""
         return self._writer.plans
 
     # Saving.
@@ -174,9 +168,8 @@ class GlobalCheckpointManager:
             CheckpointingException: The ranks cannot agree on a plan; the same on every rank.
             PeerLostError: Some rank did not come in time.
         """
-        self._check_usable()
         self._require_writable()
-        self._settle()
+        self._require_usable()
         planner, planned = self._plan(state_dict, "warm up", lambda: None)
         try:
             self._writer.warm_up(planner.finish_plan(planned.plan), planner)
@@ -210,45 +203,39 @@ class GlobalCheckpointManager:
                 they were, and training may go on and save again.
             PeerLostError: Some rank did not come in time.
         """
-        self._check_usable()
         self._require_writable()
         iteration = operator.index(iteration)
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
-        self._settle()
+        self._require_usable()
         called = time.monotonic()
-        if self._local is not None:
-            self._lineage = self._local.lineage_of_save(iteration)
-        planner, planned = self._plan(state_dict, iteration, lambda: self._begin(iteration))
-        epoch, save_id = planned.word
-        begun = replace(self._root.begun(iteration, epoch, save_id), lineage=self._lineage)
-        self._epoch = epoch
-        save = self._save = SaveUnderWay(
-            begun, planned.metadata, on_commit, called, time.monotonic()
+        lineage = None if self._local is None else self._local.lineage_of_save(iteration)
+        planner, planned = self._plan(
+            state_dict, iteration, lambda: self._begin(iteration, lineage)
         )
-        try:
-            with record_function("localckpt.global.stage"):
-                self._writer.reset(begun.path)
-                self._writer.save_id = save_id
-                self._writer.prepare_write_data(planner.finish_plan(planned.plan), planner)
-                save.writes = self._writer.preload_tensors()
-        except BaseException as error:
-            if os.getpid() != self._process:
-                # A fork that ends here: the save goes on in the process that was forked.
-                raise
-            save.staging_error = error
-        self._carry_out(save)
-        if not isinstance(save.staging_error, Exception | None):
-            raise save.staging_error
+        # A rank that is interrupted before the save is its own has planned nothing.
+        with self.plans.kept_if_all_is_well():
+            epoch, save_id, number = planned.begun
+            save = self._save = Save(
+                self._root.begun(iteration, epoch, save_id),
+                planned,
+                number,
+                ranks=self._saving,
+                root=self._root,
+                writer=self._writer,
+                on_commit=on_commit,
+                on_over=self._free_if_left,
+                called=called,
+            )
+        save.stage(planner)
+        save.start()
         if not is_async:
             self.wait_until_finished()
 
-    def _carry_out(self, save: SaveUnderWay) -> None:
-        """Have the rest of a save done by a thread, also if it could not be staged."""
-        save.staged = time.monotonic()
-        if save.staging_error is not None:
-            self._writer.give_up(save.staging_error)
-        save.start(lambda: self._committing.carry_out(save), self._free_if_left)
+    @property
+    def is_saving(self) -> bool:
+        """True while the last save is under way on this rank; asks no other rank."""
+        return self._save is not None and not self._save.over.is_set()
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -260,7 +247,7 @@ class GlobalCheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Return when the last save is committed on all ranks, or raise what it failed with."""
-        self._settle()
+        self._await_last_save()
         self._take_error()
 
     # Loading.
@@ -272,9 +259,8 @@ class GlobalCheckpointManager:
             StorageError: The root cannot be read; the same on every rank.
             PeerLostError: A rank did not come in time.
         """
-        self._check_usable()
-        self._settle()
-        found = self._look(None, None)
+        self._require_usable()
+        found = self._loads.find()
         return -1 if found is None else found.folder.iteration
 
     def all_iterations(self) -> list[int]:
@@ -286,17 +272,8 @@ class GlobalCheckpointManager:
             StorageError: The root cannot be read; the same on every rank.
             PeerLostError: A rank did not come in time.
         """
-        self._check_usable()
-        self._settle()
-
-        def answer(said: list[bytes]) -> list[bytes]:
-            require_same(said, self._meeting.global_ranks)
-            return [json.dumps(self._root.iterations()).encode()]
-
-        tag = json.dumps([self.session_id, "all"]).encode()
-        told = self._meeting.hold("find all checkpoints", lambda: tag, answer)
-        iterations: list[int] = json.loads(told)
-        return iterations
+        self._require_usable()
+        return self._loads.iterations()
 
     @overload
     def load(
@@ -349,46 +326,20 @@ class GlobalCheckpointManager:
         given = state_dict if into is None else into
         if given is None or (state_dict is not None and into is not None):
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
-        loaded = self._load_newest(given, iteration, allow_partial_load)
-        if into is None:
-            return loaded
-        return into, CkptID(loaded, self.rank, self.session_id)
-
-    def _load_newest(
-        self, state_dict: dict[str, Any], iteration: int | None, allow_partial_load: bool
-    ) -> int:
-        self._check_usable()
-        self._settle()
+        self._require_usable()
         try:
             self._take_error()
         except CheckpointingException as error:
             logger.error("the last save had failed: %s", error)
-        older_than: tuple[int, int] | None = None
-        while True:
-            found = self._look(iteration, older_than)
-            if found is None:
-                raise NoReplicasAvailableError(self._why_none(iteration, older_than))
-            older_than = found.folder.version
-            try:
-                self._load(found, state_dict, allow_partial_load)
-            except (CorruptShardError, StorageError) as error:
-                if iteration is not None or allow_partial_load:
-                    raise
-                logger.error(
-                    "iteration %d cannot be loaded, trying an older one: %s",
-                    found.folder.iteration,
-                    error,
-                )
-                continue
-            # What is saved from here on is a new attempt, and newer than all there is.
-            self._epoch, self._newest_iteration = None, found.folder.iteration
-            self._root.went_on_from(found)
-            origin: Origin = "elsewhere" if found.lineage is None else "shared"
-            self._resumed = Resumed(origin, found.folder.iteration, found.lineage)
-            self._lineage = None
-            if self._local is not None:
-                self._local.begin(found.folder.iteration, lineage=found.lineage)
+        found = self._loads.load_newest(given, iteration, allow_partial_load)
+        # What is saved from here on belongs to a new epoch, and is newer than all there is.
+        self._newest_iteration = found.folder.iteration
+        self._root.go_on_from(found)
+        if self._local is not None:
+            self._local.begin(found.folder.iteration, lineage=found.lineage)
+        if into is None:
             return found.folder.iteration
+        return into, CkptID(found.folder.iteration, self.rank, self.session_id)
 
     def close(self) -> None:
         """Wait for the last save, then free everything. May be called twice.
@@ -403,7 +354,9 @@ class GlobalCheckpointManager:
         finally:
             self._closed = True
             self._free()
-            self._meeting.leave()
+            self._ranks.see_off()
+            self._ranks.close()
+            self._saving.close()
 
     def __enter__(self) -> Self:
         return self
@@ -429,7 +382,7 @@ class GlobalCheckpointManager:
     # On every rank.
 
     def _plan(
-        self, state_dict: dict[str, Any], what: int | str, word: Callable[[], Any]
+        self, state_dict: dict[str, Any], what: int | str, begin: Callable[[], Any]
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
 
@@ -444,91 +397,33 @@ class GlobalCheckpointManager:
 
         with record_function("localckpt.global.plan"):
             planned = plan_save(
-                self._meeting,
+                self._ranks,
                 state_dict,
                 planner,
                 self._writer,
                 tag=[self.session_id, what],
                 check=check,
-                word=word,
+                begin=begin,
             )
         return planner, planned
 
-    def _look(self, iteration: int | None, older_than: tuple[int, int] | None) -> Found | None:
-        """The newest checkpoint, as the first rank sees it."""
+    def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
+        """On the first rank, when all have planned: what all are to know of the save."""
+        begun = self._root.begin(iteration, lineage)
+        number = self._saving.rounds
+        # Drawn once, also by a rank that an interrupt keeps from the save.
+        self._saving.rounds += 1
+        return [begun.folder.epoch, begun.save_id, number]
 
-        def answer(said: list[bytes]) -> list[bytes]:
-            require_same(said, self._meeting.global_ranks)
-            found = self._root.find(iteration, older_than)
-            if found is None:
-                return [b"null"]
-            folder = found.folder
-            told = [folder.iteration, folder.epoch, found.save_id, found.metadata_digest]
-            told.append(None if found.lineage is None else found.lineage.to_json())
-            return [json.dumps(told).encode()]
-
-        tag = json.dumps([self.session_id, iteration]).encode()
-        told = json.loads(self._meeting.hold("find a checkpoint", lambda: tag, answer))
-        if told is None:
-            return None
-        number, epoch, save_id, digest, lineage = told
-        return Found(
-            Folder(self.root, number, epoch),
-            save_id,
-            digest,
-            None if lineage is None else Lineage.from_json(lineage),
-        )
-
-    def _load(self, found: Found, state_dict: dict[str, Any], partial: bool) -> None:
-        began = time.monotonic()
-        reader = CachedMetadataFileSystemReader(
-            found.folder.path,
-            concurrent_bytes=self._concurrent_bytes,
-            process_group=self._process_group,
-            safe_globals=self._safe_globals,
-            save_id=found.save_id,
-            metadata_digest=found.metadata_digest,
-            timeout_s=self.timeout,
-        )
-
-        planner = ReshardingLoadPlanner(allow_partial_load=partial, safe_globals=self._safe_globals)
-
-        loaded: dict[str, Any] = {}
-
-        def read() -> bytes:
-            with record_function("localckpt.global.load"):
-                loaded.update(read_here(state_dict, reader, planner))
-            return b""
-
-        # While all are here, since they share it.
-        reader.read_metadata()
-        self._meeting.hold(f"load iteration {found.folder.iteration}", read, lambda _: [b""])
-        give(state_dict, loaded)
-        seconds = time.monotonic() - began
-        logger.info(
-            "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
-            found.folder.path,
-            reader.nbytes_read / 1e9,
-            seconds,
-            reader.nbytes_read / 1e9 / seconds,
-        )
-
-    def _begin(self, iteration: int) -> list[Any]:
-        begun = self._root.begin(iteration, self._epoch)
-        if self._lineage is None:
-            epoch = EpochId(begun.folder.epoch, secrets.randbelow(2**32))
-            self._lineage = begin_lineage(epoch, self._resumed, [], {})
-        return [begun.folder.epoch, begun.save_id]
-
-    def _settle(self) -> None:
+    def _await_last_save(self) -> None:
         """Wait for the last save, and leave its error to whoever asks for it."""
-        self._check_fork()
+        if os.getpid() != self._process:
+            raise CheckpointingException(
+                f"this manager belongs to process {self._process}, of which this one is a fork; "
+                f"make one here"
+            )
         if self._save is not None:
-            if not self._save.has_begun:
-                # An interrupt came first: the other ranks wait to be told.
-                self._save.staging_error = CheckpointingException("it was interrupted")
-                self._carry_out(self._save)
-            # Writing has no deadline of its own, and the meeting one for each of its two waits.
+            # Writing has no deadline of its own, and the decision one for each of its two waits.
             self._save.wait(4 * self.timeout)
 
     def _take_error(self) -> None:
@@ -539,24 +434,11 @@ class GlobalCheckpointManager:
             if save.error is not None:
                 raise save.error
 
-    def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
-        if older_than is not None:
-            return f"no checkpoint under {self.root} can be loaded; see the errors above"
-        if iteration is not None:
-            return f"there is no checkpoint of iteration {iteration} under {self.root}"
-        return f"there is no checkpoint under {self.root}: load() only if find_latest() is not -1"
-
-    def _check_fork(self) -> None:
-        if os.getpid() != self._process:
-            raise CheckpointingException(
-                f"this manager belongs to process {self._process}, of which this one is a fork; "
-                f"make one here"
-            )
-
-    def _check_usable(self) -> None:
-        self._check_fork()
+    def _require_usable(self) -> None:
+        """Refuse a call of a closed manager; in others the last save comes first."""
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
+        self._await_last_save()
 
     def _require_writable(self) -> None:
         if self.read_only:

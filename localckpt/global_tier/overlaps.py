@@ -1,4 +1,4 @@
-"""Which saved chunks of a tensor overlap which wanted ones, when it is loaded in another sharding.
+"""Overlaps of a tensor's saved and wanted chunks, when it is loaded in another sharding.
 
 torch's own search sorts the chunks along the dimension of the largest extent, so it compares all
 with all where they divide another one, such as the rows of a matrix that is wider than high. Here
@@ -43,7 +43,7 @@ _Cell = tuple[Tensor, Tensor, Tensor]
 def create_read_items_for_chunk_list(
     fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """What to read of a checkpoint to fill the chunks that this rank wants of a tensor.
+    """Plan the reads that fill the chunks that this rank wants of a tensor.
 
     It gives the items that torch's function of this name gives, but in another order, and none of
     no elements.
@@ -182,7 +182,7 @@ def _cut(cell: _Cell) -> list[_Cell]:
 
 
 def _halve(cell: _Cell) -> list[_Cell]:
-    """The same cell twice, with half of the wanted or of the saved; none if it is small enough."""
+    """Two cells with half of the wanted or of the saved each; none if the cell is small enough."""
     wanted, saved, floor = cell
     if len(wanted) * len(saved) <= _PAIRS_AT_ONCE:
         return []

@@ -1,21 +1,28 @@
-"""What the first rank does in a root on shared storage: begins saves, commits them, finds them.
+"""Root of checkpoints on shared storage, where the first rank begins, commits and finds them.
 
-One rank sees the root for all, so that ranks whose clients cache directories differently agree.
+One rank sees the root for all, so that ranks whose clients cache directories differently agree. One
+job saves there at a time, as long as its first rank lives.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import secrets
 import shutil
+import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
+from filelock import FileLock, Timeout
 
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.global_tier.folders import (
+    LOCK_NAME,
     RECORD_NAME,
     CommitRecord,
     Folder,
@@ -23,14 +30,14 @@ from localckpt.global_tier.folders import (
     remove,
     session_root,
 )
-from localckpt.global_tier.root_lock import RootLock
-from localckpt.global_tier.torch_dcp import METADATA_NAME
-from localckpt.global_tier.write import write_durably
-from localckpt.lineage import Lineage
+from localckpt.global_tier.metadata import METADATA_NAME
+from localckpt.global_tier.write_files import make_folder, write_durably
+from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
 from localckpt.storage.failures import storage_errors
+from localckpt.storage.owner import Owner
 from localckpt.storage.write import sync_folder
 
-__all__ = ["BegunSave", "CheckpointRoot", "Found"]
+__all__ = ["BegunSave", "CheckpointRoot", "Found", "RootLock"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +50,7 @@ class BegunSave:
         folder: The checkpoint that it is to become.
         path: Where it is written.
         save_id: Tells it from all other saves.
-        lineage: Of the epoch of the job that saves; the first rank knows it.
+        lineage: Of the epoch of the job that saves; only the first rank knows it.
     """
 
     folder: Folder
@@ -60,6 +67,16 @@ class Found:
     save_id: str
     metadata_digest: int
     lineage: Lineage | None = None
+
+    def to_json(self) -> list[Any]:
+        lineage = None if self.lineage is None else self.lineage.to_json()
+        return [*self.folder.version, self.save_id, self.metadata_digest, lineage]
+
+    @classmethod
+    def from_json(cls, root: Path, fields: list[Any]) -> Found:
+        epoch, iteration, save_id, digest, lineage_json = fields
+        lineage = None if lineage_json is None else Lineage.from_json(lineage_json)
+        return cls(Folder(root, iteration, epoch), save_id, digest, lineage)
 
 
 class CheckpointRoot:
@@ -88,23 +105,28 @@ class CheckpointRoot:
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         self._lock = RootLock(self.path)
+        # Of this start's saves: the epoch from the first of them on, and what it resumed from.
+        self._epoch: int | None = None
+        self._lineage: Lineage | None = None
+        self._resumed = Resumed()
         self._loaded: tuple[int, int] | None = None
 
-    def begin(self, iteration: int, epoch: int | None) -> BegunSave:
-        """Make the directory of a save, when no rank is busy with one before.
+    def begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
+        """Make the directory of a save on the first rank, when no rank is busy with one before.
 
         Args:
             iteration: Its number.
-            epoch: That of this attempt's saves; ``None`` for the first of them.
+            lineage: Of the job's epoch on the nodes; ``None`` if it saves here alone.
 
         Raises:
             StorageError: The root cannot be written to, or another live job saves there.
         """
         self._lock.take(self._timeout_s)
+        epoch = self._epoch
         if epoch is None:
             folders, leftovers = folders_in(self.path)
-            known = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
-            epoch = 1 + max(known, default=0)
+            epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
+            epoch = 1 + max(epochs, default=0)
         begun = self.begun(iteration, epoch, uuid.uuid4().hex)
         with storage_errors("make", begun.path):
             if begun.path.exists() and not begun.folder.has_record:
@@ -116,13 +138,17 @@ class CheckpointRoot:
             except BaseException:
                 begun.path.rmdir()
                 raise
+        self._epoch, self._lineage = epoch, lineage or self._lineage
+        if self._lineage is None:
+            started = EpochId(epoch, secrets.randbelow(2**32))
+            self._lineage = begin_lineage(started, self._resumed, [], {})
         return begun
 
     def begun(self, iteration: int, epoch: int, save_id: str) -> BegunSave:
-        """The save that another rank has begun."""
+        """The save that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
         path = folder.partial(save_id) if self._atomic_rename else folder.path
-        return BegunSave(folder, path, save_id)
+        return BegunSave(folder, path, save_id, self._lineage)
 
     def commit(
         self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
@@ -160,7 +186,7 @@ class CheckpointRoot:
             "committed %s: %.3f GB of %d ranks", folder.path, record.nbytes / 1e9, world_size
         )
 
-    def give_up(self, save: BegunSave) -> None:
+    def roll_back(self, save: BegunSave) -> None:
         """Remove what there is of a save that failed."""
         _remove(save.path)
 
@@ -182,18 +208,19 @@ class CheckpointRoot:
                 logger.info("removing %s, which is no checkpoint", path)
                 _remove(path)
 
-    def went_on_from(self, loaded: Found) -> None:
-        """What is newer, until the next save, was left behind."""
+    def go_on_from(self, loaded: Found) -> None:
+        """Begin a new epoch at the next save. What is newer until then was left behind."""
+        origin: Origin = "elsewhere" if loaded.lineage is None else "shared"
+        self._resumed = Resumed(origin, loaded.folder.iteration, loaded.lineage)
+        self._epoch = self._lineage = None
         self._loaded = loaded.folder.version
 
-    def retire(self, save: BegunSave) -> None:
-        """Let older checkpoints go, now that this one is there."""
+    def prune(self, save: BegunSave) -> None:
+        """Remove older checkpoints, now that this one is there."""
         if self._keep_last is None:
             return
         try:
-            folders, _ = folders_in(self.path)
-            complete = [folder for folder in folders if self._record_of(folder) is not None]
-            for folder in self._let_go(complete, save.folder, self._keep_last):
+            for folder in self._choose_expired(self._complete(), save.folder, self._keep_last):
                 remove(folder, by_rename=self._atomic_rename)
         except StorageError as error:
             logger.warning("older checkpoints than %d stay for now: %s", self._keep_last, error)
@@ -224,9 +251,7 @@ class CheckpointRoot:
 
     def iterations(self) -> list[int]:
         """Iterations of all checkpoints, the newest first; raises StorageError."""
-        folders, _ = folders_in(self.path)
-        complete = [folder for folder in folders if self._record_of(folder) is not None]
-        return list(dict.fromkeys(folder.iteration for folder in complete))
+        return list(dict.fromkeys(folder.iteration for folder in self._complete()))
 
     def close(self) -> None:
         """Remove what was never committed, and let other jobs save here. May be called twice."""
@@ -234,8 +259,10 @@ class CheckpointRoot:
             self.sweep(None)
         self._lock.release()
 
-    def _let_go(self, complete: list[Folder], saved: Folder, keep_last: int) -> list[Folder]:
-        """Which checkpoints go, of all that there are, the newest first."""
+    def _choose_expired(
+        self, complete: list[Folder], saved: Folder, keep_last: int
+    ) -> list[Folder]:
+        """Choose the checkpoints that go, of all that there are, the newest first."""
         loaded = self._loaded
         earlier = [folder for folder in complete if folder.epoch < saved.epoch]
         left_behind = [f for f in earlier if loaded is not None and f.version > loaded]
@@ -245,12 +272,18 @@ class CheckpointRoot:
         # As long as few others are there, they may be wanted.
         return counted[keep_last:] + (left_behind if len(counted) >= keep_last else [])
 
+    def _complete(self) -> list[Folder]:
+        """Directories of all checkpoints whose files are there, the newest first."""
+        folders, _ = folders_in(self.path)
+        return [folder for folder in folders if self._record_of(folder) is not None]
+
     def _record_of(self, folder: Folder, *, asked_for: bool = False) -> CommitRecord | None:
         """The record of a checkpoint whose files are all there, or ``None``."""
         try:
             record = CommitRecord.read(folder.path)
             if record is not None:
-                record.check(folder, self._session_id)
+                record.check_identity(folder, self._session_id)
+                record.check_files(folder)
             return record
         except CorruptShardError as error:
             if asked_for:
@@ -267,3 +300,85 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s could not be removed, and will be at a later save: %s", path, error)
+
+
+# What file systems answer that cannot lock files; anything else is an error.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_OWNER_NAME = ".localckpt.owner"
+# Storage may take that long to see that the node of the job before is gone.
+_PATIENCE_S = 120.0
+
+
+class RootLock:
+    """A lock that the operating system gives back when its process ends, however it ends.
+
+    Args:
+        root: The directory; made when the lock is taken.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock: FileLock | None = None
+
+    def take(self, timeout_s: float) -> None:
+        """Take it, if this process has not.
+
+        Where the file system has no locks there is none to take, which is logged.
+
+        Raises:
+            StorageError: Another job has it; the message names the process.
+        """
+        if self._lock is not None:
+            return
+        make_folder(self._root)
+        lock = FileLock(self._root / LOCK_NAME, thread_local=False)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                patience_s = min(timeout_s, _PATIENCE_S)
+                logger.warning(
+                    "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
+                )
+                lock.acquire(timeout=patience_s)
+        except Timeout:
+            raise StorageError(
+                f"another job saves into {self._root} ({self._owner()}): give each its own root "
+                f"or session_id, or end the other. Nothing was changed"
+            ) from None
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                with storage_errors("lock", self._root):
+                    raise
+            logger.warning(
+                "%s has no locks, so nothing keeps two jobs from saving there: %s",
+                self._root,
+                error,
+            )
+        else:
+            try:
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    (self._root / _OWNER_NAME).write_text(text)
+            except BaseException:
+                # Else it lives as long as the error does.
+                lock.release()
+                raise
+        self._lock = lock
+
+    @property
+    def is_held(self) -> bool:
+        """True while this process may write to the root."""
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> str:
+        try:
+            return (self._root / _OWNER_NAME).read_text()
+        except OSError as error:
+            return f"which one is not known: {error}"

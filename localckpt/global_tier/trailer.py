@@ -1,4 +1,4 @@
-"""What ends each data file: a hash of each MiB before it, and which save the file belongs to.
+"""End of each data file: a hash of each MiB before it, and the save that the file belongs to.
 
 Readers that know the file from its metadata, as torch's own, never look there.
 """
@@ -11,8 +11,8 @@ from struct import Struct
 import xxhash
 
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.digests import digests_nbytes
-from localckpt.state_dict.layout import round_up
+from localckpt.memory.digests import digests_nbytes
+from localckpt.memory.host_memory import round_up
 from localckpt.storage.open_file import OpenFile
 
 __all__ = [
@@ -32,7 +32,7 @@ FOOTER_NBYTES = _FOOTER.size
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Which file of which save."""
+    """Identity of one file of one save."""
 
     name: str
     save_id: str
@@ -40,7 +40,7 @@ class FileIdentity:
 
     @property
     def seed(self) -> str:
-        """Seeds the digests of its blocks, so that a block of another file does not verify."""
+        """Seed of the digests of its blocks, so that a block of another file does not verify."""
         return f"{self.save_id}/{self.name}"
 
     def __str__(self) -> str:
@@ -55,34 +55,11 @@ class Trailer:
     covered_nbytes: int
     digests: bytes
 
-    def seal(self) -> bytes:
-        """What follows the digests at the end of the file."""
+    def footer(self) -> bytes:
+        """Footer of the file, which follows the digests."""
         save_id = bytes.fromhex(self.save_id)
         head = _FOOTER.pack(_MAGIC, self.covered_nbytes, save_id, 0)[:-8]
         return head + xxhash.xxh3_64_intdigest(self.digests + head).to_bytes(8, "little")
-
-    @classmethod
-    def position(cls, footer: bytes, file_nbytes: int) -> tuple[int, int] | None:
-        """Where the digests are, told from a file's last bytes; ``None`` if it has none."""
-        if len(footer) < _FOOTER.size:
-            return None
-        magic, covered, _, _ = _FOOTER.unpack(footer[-_FOOTER.size :])
-        stop = covered + digests_nbytes(covered)
-        if magic != _MAGIC or stop + _FOOTER.size != file_nbytes:
-            return None
-        return covered, stop
-
-    @classmethod
-    def parse(cls, name: str, digests: bytes, footer: bytes) -> Trailer:
-        """Read what :meth:`seal` gave.
-
-        Raises:
-            CorruptShardError: It is damaged.
-        """
-        _, covered, save_id, digest = _FOOTER.unpack(footer)
-        if xxhash.xxh3_64_intdigest(digests + footer[:-8]) != digest:
-            raise CorruptShardError(f"the file {name} is damaged: its digests are")
-        return cls(save_id.hex(), covered, digests)
 
 
 def read_trailer(file: OpenFile) -> Trailer | None:
@@ -92,19 +69,22 @@ def read_trailer(file: OpenFile) -> Trailer | None:
         CorruptShardError: It is damaged.
         OSError: It cannot be read.
     """
-    footer = bytearray(min(FOOTER_NBYTES, file.nbytes))
-    file.read_into(file.nbytes - len(footer), memoryview(footer))
-    position = Trailer.position(bytes(footer), file.nbytes)
-    if position is None:
+    if file.nbytes < FOOTER_NBYTES:
         return None
-    covered, stop = position
-    digests = bytearray(stop - covered)
+    footer = bytearray(FOOTER_NBYTES)
+    file.read_into(file.nbytes - FOOTER_NBYTES, memoryview(footer))
+    magic, covered, save_id, digest = _FOOTER.unpack(footer)
+    if magic != _MAGIC or covered + trailer_nbytes(covered) != file.nbytes:
+        return None
+    digests = bytearray(digests_nbytes(covered))
     file.read_into(covered, memoryview(digests))
-    return Trailer.parse(file.path.name, bytes(digests), bytes(footer))
+    if xxhash.xxh3_64_intdigest(digests + footer[:-8]) != digest:
+        raise CorruptShardError(f"the file {file.path.name} is damaged: its digests are")
+    return Trailer(save_id.hex(), covered, bytes(digests))
 
 
 def covered_nbytes(content_nbytes: int) -> int:
-    """How much of a file is covered when its items end at ``content_nbytes``."""
+    """Bytes of a file that are covered when its items end at ``content_nbytes``."""
     return round_up(content_nbytes, 8)
 
 

@@ -1,1 +1,1 @@
-"""What lets programs that are written for other libraries run on this one."""
+"""Adapters for programs that are written for other libraries."""

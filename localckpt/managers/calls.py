@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from localckpt.errors import CheckpointingException
+from localckpt.ranks.ranks import Ranks
 from localckpt.threads import interrupt_behind
 
 __all__ = ["Calls", "one_call"]
@@ -29,19 +31,16 @@ class Calls:
     """The calls into one manager.
 
     Args:
+        ranks: The ranks that take part in the calls. Other ranks cannot know that a call was
+            interrupted here, so no further call can be made with them.
         clean_up: Gives back what an interrupted call has taken; may itself be interrupted, and is
             then called again.
-        has_peers: Whether other ranks take part in the calls. They cannot know that a call was
-            interrupted here, so no further call can be made with them.
-        begun: Told the name of each call before it is made.
     """
 
-    def __init__(
-        self, clean_up: Callable[[], None], *, has_peers: bool, begun: Callable[[str], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, clean_up: Callable[[], None]) -> None:
+        self._ranks = ranks
         self._clean_up = clean_up
-        self._begun = begun
-        self._has_peers = has_peers
+        self._process = os.getpid()
         self._under_way = threading.Lock()
         self._thread = 0
         self._name = ""
@@ -65,8 +64,9 @@ class Calls:
 
         Raises:
             CheckpointingException: Another call is under way; or one was interrupted, and other
-                ranks take part.
+                ranks take part; or this process is a fork.
         """
+        self.require_own_process()
         if self._under_way.locked():
             if inside and self._thread == threading.get_ident():
                 return call()
@@ -94,6 +94,18 @@ class Calls:
             self._name, self._thread = "", 0
             return result
 
+    def require_own_process(self) -> None:
+        """Check that no fork of the trainer makes a call.
+
+        Raises:
+            CheckpointingException: This process is one.
+        """
+        if os.getpid() != self._process:
+            raise CheckpointingException(
+                f"this manager belongs to process {self._process}, of which this one is a fork: "
+                f"save and load there. Nothing was changed"
+            )
+
     def _begin(self, name: str, also_interrupted: bool) -> None:
         if self._name:
             # Cleaning up after it was interrupted, too.
@@ -105,10 +117,15 @@ class Calls:
                 f"new ones on every rank. Checkpoints saved before are as they were"
             )
         self._name, self._thread = name, threading.get_ident()
-        self._begun(name)
+        # The most frequent cause of ranks that do not come.
+        self._ranks.hint = (
+            " Does every rank poll its queue?"
+            if name == "finalize"
+            else f" Is {name}() called on every rank?"
+        )
 
     def _left_by_interrupt(self) -> None:
-        if self._has_peers:
+        if self._ranks.world_size > 1:
             self._interrupted = self._interrupted or self._name
         try:
             self._clean_up()
@@ -133,6 +150,7 @@ def one_call(
 
     @functools.wraps(method)
     def guarded(manager: ManagerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return manager._calls.make(method.__name__, lambda: method(manager, *args, **kwargs))
+        call = functools.partial(method, manager, *args, **kwargs)
+        return manager._calls.make(method.__name__, call)
 
     return guarded

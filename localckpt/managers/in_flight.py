@@ -1,67 +1,84 @@
-"""The saves of one manager that are captured and not finalized, and whether anybody finalizes them.
-
-A request that ``save`` returned and that no queue was given is found by its finalize function:
-whoever carries out a request keeps that function to the end.
-"""
+"""Saves of one manager that are captured and not finalized, and whether anybody finalizes them."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from localckpt.errors import CheckpointingException
-from localckpt.managers.reports import SaveUnderWay
+
+if TYPE_CHECKING:
+    from localckpt.managers.save import Save
 
 __all__ = ["InFlight", "forgotten"]
 
 
 class InFlight:
-    """Saves in flight, the oldest first; the same on all ranks."""
+    """Saves in flight, the oldest first; the same on all ranks. Any number of them."""
 
     def __init__(self) -> None:
-        self._saves: dict[SaveUnderWay, weakref.ref[Callable[[], None]]] = {}
+        self._saves: list[Save] = []
 
-    def add(self, save: SaveUnderWay, finalize: Callable[[], None]) -> None:
-        """Note a save and the function that its request is finalized with."""
-        self._saves[save] = weakref.ref(finalize)
+    def add(self, save: Save) -> None:
+        """Count a save."""
+        self._saves.append(save)
 
-    def remove(self, save: SaveUnderWay) -> None:
-        """Forget a save that is finalized or given up."""
-        self._saves.pop(save, None)
-        # Its queue keeps the error of its last call, whose frames keep the save.
-        save.ticket = None
+    def remove(self, save: Save) -> None:
+        """Count a save no more, which is over or given up."""
+        self._saves = [other for other in self._saves if other is not save]
 
-    def __iter__(self) -> Iterator[SaveUnderWay]:
+    def clear(self) -> None:
+        """Count none any more."""
+        self._saves = []
+
+    def __iter__(self) -> Iterator[Save]:
         return iter(list(self._saves))
 
-    @property
-    def limited(self) -> list[SaveUnderWay]:
-        """Saves that count against ``num_buffers``; a foreign queue finalizes its own by itself."""
-        return [save for save in self._saves if save.outcome is None]
+    def admits(self, iteration: int, is_async: bool) -> bool:
+        """Return whether one more save may begin; the same on all ranks, which all call it."""
+        return True
 
-    def over(self) -> int:
-        """Number of the oldest limited saves that are over on this rank."""
-        count = 0
-        for save in self.limited:
-            if save.ticket is None or not save.ticket.is_over():
-                break
-            count += 1
-        return count
-
-    def dropped(self) -> list[SaveUnderWay]:
-        """Saves that a queue was given and will not finalize any more."""
-        return [s for s, ref in self._saves.items() if s.is_scheduled and ref() is None]
-
-    def never_scheduled(self) -> list[SaveUnderWay]:
-        """Saves whose request is gone, and was given to no queue."""
-        return [s for s, ref in self._saves.items() if not s.is_scheduled and ref() is None]
-
-    def not_scheduled(self) -> list[SaveUnderWay]:
+    def not_scheduled(self) -> list[Save]:
         """Saves whose request was given to no queue, whether or not it is gone."""
         return [save for save in self._saves if not save.is_scheduled]
 
+    def give_up_forgotten(self, iteration: int) -> None:
+        """Give up saves that no queue is going to finalize.
 
-def forgotten(saves: list[SaveUnderWay], consequence: str) -> CheckpointingException:
+        Args:
+            iteration: The one that is about to be saved.
+
+        Raises:
+            CheckpointingException: The request of some was never scheduled.
+        """
+        gone = [save for save in self._saves if save.is_gone]
+        for save in gone:
+            if save.is_scheduled:
+                # Its queue was left with an error. It may be complete: find_latest() will tell.
+                save.leave()
+        if never := [save for save in gone if not save.is_scheduled]:
+            for save in reversed(never):
+                save.roll_back()
+            raise forgotten(
+                never, f"Nothing was begun of iteration {iteration}, which can be saved now."
+            )
+
+    def require_none(self, what: str) -> None:
+        """Check that the job can go back.
+
+        Raises:
+            CheckpointingException: Saves are in flight.
+        """
+        if self._saves:
+            iterations = [save.identity.iteration for save in self._saves]
+            raise CheckpointingException(
+                f"cannot {what} while the saves of iterations {iterations} are in "
+                f"flight: finalize them first "
+                f"(AsyncCallsQueue.maybe_finalize_async_calls(blocking=True))"
+            )
+
+
+def forgotten(saves: list[Save], consequence: str) -> CheckpointingException:
     """The error for requests that no queue was given.
 
     Args:

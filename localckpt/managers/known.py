@@ -1,47 +1,24 @@
-"""What a manager knows of its checkpoints, from its saves and from what the nodes held."""
+"""Checkpoints that a manager knows of, from its saves and from what the nodes held."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+from localckpt.availability.durability import Durability, durability_found, spared
+from localckpt.availability.found import Found
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.ordering import newest_first
+from localckpt.availability.retention import Retirement
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage, Point
-from localckpt.managers.coverage import SaveOutcome
-from localckpt.managers.durability import Durability, durability_found, durability_saved, spared
-from localckpt.managers.holdings import Holdings
-from localckpt.managers.ordering import newest_first
-from localckpt.replication.base import ReplicationStrategy
+from localckpt.replication.redundancy import Redundancy
 
-__all__ = ["KnownCheckpoints", "Retirement"]
-
-
-@dataclass(frozen=True, slots=True)
-class Retirement:
-    """Which checkpoints may go.
-
-    Attributes:
-        up_to: Those of no greater iteration,
-        lineage: and those that this lineage has given up, if the job knew of them,
-        but: except these.
-    """
-
-    up_to: int
-    lineage: Lineage | None
-    but: frozenset[Checkpoint]
-
-    def takes(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint goes."""
-        epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
-        given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
-        return checkpoint not in self.but and (iteration <= self.up_to or given_up)
+__all__ = ["KnownCheckpoints"]
 
 
 class KnownCheckpoints:
     """The complete checkpoints of one job, and how far each has climbed; the same on all ranks.
 
     Args:
-        strategy: Says who keeps copies for whom.
+        redundancy: Protects the job's shards.
 
     Attributes:
         complete: The newest first.
@@ -52,8 +29,8 @@ class KnownCheckpoints:
             knows what it gives up.
     """
 
-    def __init__(self, strategy: ReplicationStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, redundancy: Redundancy) -> None:
+        self._redundancy = redundancy
         self.complete: list[Checkpoint] = []
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
@@ -63,45 +40,45 @@ class KnownCheckpoints:
         self._lineage: Lineage | None = None
 
     def copies_wanted(self, rank: int) -> int:
-        """On how many nodes a rank's shard is to be, its own included."""
-        return 1 + (self._strategy.parity or len(self._strategy.keepers.get(rank, ())))
+        """Target number of copies of a rank's shard; see :class:`Durability`."""
+        group = self._redundancy.protection.get(rank)
+        return 1 + (0 if group is None else group.spare)
 
     @property
     def lacking(self) -> int:
-        """How many shards of the newest one have fewer copies than asked for."""
+        """Number of shards of the newest one that have fewer copies than asked for."""
         newest = self._reached.get(self.complete[0]) if self.complete else None
         return 0 if newest is None else newest.lacking
 
     def status(self, rank: int) -> list[Durability]:
-        """How far all have climbed, as a rank sees it, the newest first."""
+        """Durability of all, as a rank sees it, the newest first."""
         captured = [
             Durability(iteration, "captured", 0, self.copies_wanted(rank))
             for iteration in reversed(self.under_way)
         ]
         return captured + [self._reached[c] for c in self.complete if c in self._reached]
 
-    def found(self, complete: Sequence[Checkpoint], holdings: Holdings) -> None:
-        """Take in what a look at all nodes found complete, the newest first."""
-        self.complete = list(complete)
-        self.lineages = {**self.lineages, **holdings.lineages}
-        self.seen = [Point(c.generation.epoch_id, c.iteration) for c in complete]
+    def take_in(self, found: Found) -> None:
+        """Take in what a look at all nodes found."""
+        self.complete = list(found.complete)
+        self._reached.update(found.complete)
+        self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
+        self.seen = [Point(c.generation.epoch_id, c.iteration) for c in self.complete]
 
     def began(self, lineage: Lineage) -> None:
         """Take in the lineage of the saves from here on."""
         self._lineage = self.lineages[lineage.epoch] = lineage
 
-    def take_stock(self, checkpoint: Checkpoint, holdings: Holdings) -> None:
+    def refresh(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
         """See from what the nodes hold how far one has climbed."""
-        self._reached[checkpoint] = durability_found(
-            checkpoint, holdings, self._strategy.keepers, self._strategy.parity
-        )
+        protection = self._redundancy.protection
+        self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
-    def add(self, checkpoint: Checkpoint, outcomes: Sequence[SaveOutcome]) -> Durability:
-        """One that was saved is complete, by what all ranks said."""
+    def add(self, checkpoint: Checkpoint, reached: Durability) -> None:
+        """One that was saved is complete."""
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
-        reached = self._reached[checkpoint] = durability_saved(checkpoint.iteration, outcomes)
-        return reached
+        self._reached[checkpoint] = reached
 
     def forget(self, iteration: int) -> None:
         """One that was under way will not be finalized."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from localckpt.ids import Series
-from localckpt.managers.reports import MemoryPlan
-from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
+from localckpt.managers.store_manager import StoreCheckpointManager
+from localckpt.options import OnBusy, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.storage.disk import DiskStore
-from localckpt.storage.pool import buffer_nbytes
-from localckpt.storage.read_only import ReadOnlyStore
-from localckpt.storage.store import Store
+from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.disk import DiskStore, ReadOnlyStore
 
 __all__ = ["LocalCheckpointManager"]
 
@@ -31,15 +28,15 @@ class LocalCheckpointManager(StoreCheckpointManager):
     Args:
         root_local_ckpt_dir: Directory on a disk of this node; made if it is not there.
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: How many complete checkpoints to keep; the disk holds one more for each save
+        keep_last: Number of complete checkpoints to keep; the disk holds one more for each save
             under way.
         timeout, process_group, async_worker, safe_globals, background, strict: As for
             :class:`BaseCheckpointManager`.
-        num_buffers: How many saves can be under way at once.
+        num_buffers: Number of saves that can be under way at once.
         staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
             most 4.
         on_busy: What an asynchronous save does when that many are under way: ``"wait"`` for the
-            oldest, ``"skip"`` itself on all ranks (logged, counted, and told by ``last_save``), or
+            oldest, ``"skip"`` itself on all ranks (logged, counted, and noted in ``last_save``), or
             raise an ``"error"`` on all.
         guard: Optimizers whose parameters and state, where they are on a GPU, change in their
             ``step`` only. ``save`` returns while those are still being copied, and the next step
@@ -72,24 +69,9 @@ class LocalCheckpointManager(StoreCheckpointManager):
         strict: bool = False,
         read_only: bool = False,
     ) -> None:
-        super().__init__(
-            session_id,
-            repl_strategy,
-            keep_last=keep_last,
-            timeout=timeout,
-            process_group=process_group,
-            async_worker=async_worker,
-            safe_globals=safe_globals,
-            num_buffers=num_buffers,
-            staging_threads=staging_threads,
-            on_busy=on_busy,
-            guard=guard,
-            background=background,
-            strict=strict,
-            read_only=read_only,
-        )
+        options = SaveOptions.of(locals())
 
-        def open_store() -> Store:
+        def open_store() -> DirectoryStore:
             if read_only:
                 return ReadOnlyStore(root_local_ckpt_dir, session_id, self.rank, timeout)
             return DiskStore(
@@ -101,14 +83,9 @@ class LocalCheckpointManager(StoreCheckpointManager):
                 num_buffers=num_buffers,
             )
 
-        self._use(open_store)
+        self._use_store(session_id, repl_strategy, options, open_store)
 
     @property
     def local_ckpt_dir(self) -> Path:
         """The folder of this rank's shards."""
         return self.store.folder
-
-    def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
-        staging_nbytes = self.num_buffers * sum(map(buffer_nbytes, images.values()))
-        shared = self.async_worker == "process"
-        return MemoryPlan.of(images, self.rank, staging_nbytes, 0, shared=shared)

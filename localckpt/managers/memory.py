@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from localckpt.ids import Series
-from localckpt.managers.reports import MemoryPlan
-from localckpt.managers.store_manager import OnBusy, StoreCheckpointManager
+from localckpt.managers.store_manager import StoreCheckpointManager
+from localckpt.options import OnBusy, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.disk import ReadOnlyStore
 from localckpt.storage.memory import MemoryStore, default_root
-from localckpt.storage.read_only import ReadOnlyStore
-from localckpt.storage.store import Store
 
 __all__ = ["InMemoryCheckpointManager"]
 
@@ -28,24 +27,12 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
 
     Args:
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: How many complete checkpoints to keep; memory holds one more for each save under
+        keep_last: Number of complete checkpoints to keep; memory holds one more for each save under
             way.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
-        timeout, process_group, async_worker, safe_globals, background, strict: As for
-            :class:`BaseCheckpointManager`.
-        num_buffers: How many saves can be under way at once.
-        staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
-            most 4.
-        on_busy: What an asynchronous save does when that many are under way: ``"wait"`` for the
-            oldest, ``"skip"`` itself on all ranks (logged, counted, and told by ``last_save``), or
-            raise an ``"error"`` on all.
-        guard: Optimizers whose parameters and state, where they are on a GPU, change in their
-            ``step`` only. ``save`` returns while those are still being copied, and the next step
-            begins after the copies. Replicas in the foreground wait for them; whoever changes these
-            tensors in another way calls :meth:`wait_staged` before.
-        read_only: Only load, beside a job that may be saving in this session: nothing is made,
-            renamed, removed or claimed here.
+        timeout, process_group, async_worker, safe_globals, num_buffers, staging_threads, on_busy,
+            guard, background, strict, read_only: As for :class:`LocalCheckpointManager`.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -71,24 +58,9 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         strict: bool = False,
         read_only: bool = False,
     ) -> None:
-        super().__init__(
-            session_id,
-            repl_strategy,
-            keep_last=keep_last,
-            timeout=timeout,
-            process_group=process_group,
-            async_worker=async_worker,
-            safe_globals=safe_globals,
-            num_buffers=num_buffers,
-            staging_threads=staging_threads,
-            on_busy=on_busy,
-            guard=guard,
-            background=background,
-            strict=strict,
-            read_only=read_only,
-        )
+        options = SaveOptions.of(locals())
 
-        def open_store() -> Store:
+        def open_store() -> DirectoryStore:
             place = root or default_root()
             if read_only:
                 return ReadOnlyStore(place, session_id, self.rank, timeout)
@@ -101,11 +73,4 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
                 keep_last=keep_last,
             )
 
-        self._use(open_store)
-
-    def _memory_plan(self, images: Mapping[Series, int]) -> MemoryPlan:
-        total_nbytes = sum(images.values())
-        # What is staged is what is kept; each save under way has a file of its own.
-        kept_nbytes = self.keep_last * total_nbytes
-        staging_nbytes = self.num_buffers * total_nbytes
-        return MemoryPlan.of(images, self.rank, staging_nbytes, kept_nbytes, shared=True)
+        self._use_store(session_id, repl_strategy, options, open_store)

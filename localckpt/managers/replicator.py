@@ -6,24 +6,44 @@ same on all ranks; who runs the requests that ``save`` returns, and when, does n
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
+from dataclasses import dataclass, field
 from functools import partial
 
 from localckpt.errors import CheckpointingException, PeerLostError
-from localckpt.ids import CkptID, ParityGroup, ShardIdentity
-from localckpt.managers.reports import SaveUnderWay
-from localckpt.managers.shelf import Shelf, StagedShard
+from localckpt.ids import Group, ShardIdentity
+from localckpt.options import SaveOptions
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
-from localckpt.state_dict.parity_image import ParityRoom
-from localckpt.state_dict.parity_of import ParityOf
+from localckpt.replication.base import STEPS, ReplicationStrategy, Ticket
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import Store
 from localckpt.threads import SerialThread, Task
 
-__all__ = ["Replicator"]
+__all__ = ["Replication", "Replicator"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Replication:
+    """The replication of one save, as far as it has come.
+
+    Attributes:
+        identity: Identity of this rank's shard.
+        task: Gives the slots of what has come from other ranks; ``None`` before it is begun.
+        comes_later: Whether the copies are made behind training.
+        kept: Ranks whose shards have come here.
+        group: The group for which a piece of another kind is kept here.
+        seconds: Time that it took; ``None`` before it is over.
+    """
+
+    identity: ShardIdentity
+    task: Task[list[Slot]] | None = None
+    comes_later: bool = False
+    kept: list[int] = field(default_factory=list)
+    group: Group | None = None
+    seconds: float | None = None
 
 
 class Replicator:
@@ -31,50 +51,43 @@ class Replicator:
 
     Args:
         strategy: Makes the copies.
-        timeout_s: The manager's deadline, in seconds.
-        background: Whether training goes on meanwhile; ``None``: if no GPU carries the bytes.
-        strict: Whether a save fails when a peer is lost; else it stands without copies.
+        options: Of the manager.
     """
 
-    def __init__(
-        self,
-        strategy: ReplicationStrategy,
-        timeout_s: float,
-        *,
-        background: bool | None,
-        strict: bool,
-    ) -> None:
+    def __init__(self, strategy: ReplicationStrategy, options: SaveOptions) -> None:
         self._strategy = strategy
-        self._timeout_s = timeout_s
-        self._background = background
-        self._strict = strict
+        self._timeout_s = options.timeout
+        self._background = options.background
+        self._strict = options.strict
         # Made when needed: a manager that has none can be handed to another process.
         self._thread: SerialThread | None = None
 
     @property
     def is_behind_training(self) -> bool:
-        """Whether :meth:`begin` returns before the copies are made."""
+        """True if :meth:`begin` returns before the copies are made."""
         if self._background is None:
             return not self._strategy.sends_from_devices
         return self._background
 
     def begin(
         self,
-        save: SaveUnderWay,
-        shelf: Shelf,
-        own: StagedShard | None,
+        replication: Replication,
+        store: Store,
+        own: Slot | None,
         error: str | None = None,
     ) -> None:
         """Have the copies made; all ranks call it once for each save.
 
         Args:
-            save: Where the outcome is kept; see :meth:`finish`.
-            shelf: Keeps the shards of other ranks.
-            own: This rank's shard; ``None`` if it could not be staged.
+            replication: Where the outcome is kept; see :meth:`finish`.
+            store: Keeps the shards of other ranks.
+            own: This rank's shard; ``None`` if it could not be captured.
             error: Why not; the others of the clique are told.
         """
-        turn = self._strategy.take_turn()
-        copies = save.copies = Task(partial(self._replicate, turn, save, shelf, own, error))
+        ticket = self._strategy.take_ticket()
+        copies = replication.task = Task(
+            partial(self._replicate, ticket, replication, store, own, error)
+        )
         if self.is_behind_training:
             if self._thread is None:
                 self._thread = SerialThread("localckpt-replicate")
@@ -83,10 +96,10 @@ class Replicator:
             except BaseException:
                 # No thread can be had, as while the interpreter ends, or an interrupt.
                 if copies.call_off():
-                    save.copies = None
-                    turn.end()
+                    replication.task = None
+                    ticket.end()
                 raise
-            save.copies_come_later = True
+            replication.comes_later = True
             return
         copies.run()
         failure = copies.error
@@ -97,7 +110,7 @@ class Replicator:
                 # Else the error would keep itself by these variables.
                 del failure, copies
 
-    def finish(self, save: SaveUnderWay) -> list[StagedShard]:
+    def finish(self, replication: Replication) -> list[Slot]:
         """Other ranks' shards that have come here and are to be kept.
 
         Raises:
@@ -105,12 +118,12 @@ class Replicator:
                 without them; or nobody knows, after all deadlines.
         """
         # Looked at once: another thread may drop them when they have failed.
-        if (copies := save.copies) is None:
+        if (copies := replication.task) is None:
             return []
-        self.settle(save)
+        self.await_exchanged(replication)
         if not copies.done():
             raise CheckpointingException(
-                f"replicating iteration {save.identity.iteration} has not ended after "
+                f"replicating iteration {replication.identity.iteration} has not ended after "
                 f"{STEPS * self._timeout_s:g} s: is a disk or a network interface stuck?"
             )
         try:
@@ -119,9 +132,9 @@ class Replicator:
             # An error keeps the frames that it came through: it must not be in one of them itself.
             del copies
 
-    def settle(self, save: SaveUnderWay) -> None:
+    def await_exchanged(self, replication: Replication) -> None:
         """Return when nothing is being sent or received for a save, or its deadlines are past."""
-        if (copies := save.copies) is not None:
+        if (copies := replication.task) is not None:
             copies.wait(STEPS * self._timeout_s)
 
     def cancel(self) -> None:
@@ -135,69 +148,58 @@ class Replicator:
 
     def _replicate(
         self,
-        turn: Turn,
-        save: SaveUnderWay,
-        shelf: Shelf,
-        own: StagedShard | None,
+        ticket: Ticket,
+        replication: Replication,
+        store: Store,
+        own: Slot | None,
         error: str | None,
-    ) -> list[StagedShard]:
-        turn.is_taken_up = True
+    ) -> list[Slot]:
+        ticket.is_taken_up = True
         try:
-            if not turn.wait(STEPS * self._timeout_s):
+            if not ticket.wait(STEPS * self._timeout_s):
                 raise CheckpointingException(
-                    f"iteration {save.identity.iteration} is not replicated: the replication "
-                    f"before it has not ended after {STEPS * self._timeout_s:g} s"
+                    f"iteration {replication.identity.iteration} is not replicated: the "
+                    f"replication before it has not ended after {STEPS * self._timeout_s:g} s"
                 )
-            return self._exchange(save, shelf, own, error)
+            return self._exchange(replication, store, own, error)
         except Exception as failure:
             # Else the frames, and with them the images, would stay until cycles are collected.
             forget_frames(failure)
             raise
         finally:
-            shelf.was_sent(save.identity)
-            turn.end()
+            if own is not None:
+                own.sent()
+            ticket.end()
 
     def _exchange(
-        self, save: SaveUnderWay, shelf: Shelf, own: StagedShard | None, error: str | None
-    ) -> list[StagedShard]:
+        self, replication: Replication, store: Store, own: Slot | None, error: str | None
+    ) -> list[Slot]:
         began = time.monotonic()
-        rooms: list[ShardIdentity] = []
-        group: ParityGroup | None = None
-
-        def make_room(peer: CkptID, nbytes: int) -> memoryview:
-            rooms.append(dataclasses.replace(save.identity, rank=peer.rank))
-            return shelf.make_room(rooms[-1], nbytes)
-
-        def make_parity_room(of: ParityOf, heads_nbytes: int, parity_nbytes: int) -> ParityRoom:
-            nonlocal group
-            group = of.group
-            rooms.append(save.identity.parity)
-            return shelf.make_parity_room(rooms[-1], of, heads_nbytes, parity_nbytes)
-
         with Attempt() as staging:
-            shelf.wait_staged()
+            if own is not None:
+                own.await_copied()
         try:
-            self._strategy.replicate_image(
-                own.source if own else None,
-                save.identity.ckpt_id,
-                make_room,
-                tensors_on_gpu=bool(own and own.on_gpu) and not self.is_behind_training,
+            slots = self._strategy.protect(
+                own,
+                replication.identity,
+                store,
+                self._timeout_s,
+                on_gpu=bool(own and own.gpu) and not self.is_behind_training,
                 error=error or staging.told,
-                accept_parity=make_parity_room,
             )
-            shards = [shelf.received(identity) for identity in rooms]
-        except Exception as failure:
-            shelf.drop_unfinished(rooms)
-            if self._strict or not isinstance(failure, PeerLostError):
+        except PeerLostError as failure:
+            if self._strict:
                 raise
             logger.warning(
                 "iteration %d has no copies of the shards of this clique: %s",
-                save.identity.iteration,
+                replication.identity.iteration,
                 str(failure),
             )
             forget_frames(failure)
             return []
-        save.kept = [s.identity.rank for s in shards if not s.identity.is_parity]
-        save.group = group
-        save.replicate_s = time.monotonic() - began
-        return shards
+        pieces = [slot.identity.piece for slot in slots]
+        replication.kept = [piece.rank for piece in pieces if piece.is_shard]
+        if not all(piece.is_shard for piece in pieces):
+            replication.group = self._strategy.protection[replication.identity.rank]
+        replication.seconds = time.monotonic() - began
+        return slots

@@ -1,17 +1,13 @@
-"""A save while it is under way, and what a manager tells of its last save and its last load."""
+"""Reports of the last save and the last load, and of the memory that saves take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from localckpt.async_save.foreign import ForeignOutcome
-from localckpt.async_save.request import Ticket
-from localckpt.ids import ParityGroup, Series, ShardIdentity
-from localckpt.managers.shelf import StagedShard
-from localckpt.threads import Task
+from localckpt.ids import Piece
 
-__all__ = ["LoadReport", "SaveReport", "SaveUnderWay"]
+__all__ = ["LoadReport", "MemoryPlan", "SaveReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,8 @@ class LoadReport:
         iteration: What was loaded.
         nbytes: Bytes of this rank's image.
         seconds: From the call of ``load`` to its return.
-        source: ``"own node"``, ``"peer rank <n>"``, or ``"parity"``.
+        source: ``"own node"``, ``"peer rank <n>"``, or the kind of the pieces that it was computed
+            from.
     """
 
     iteration: int
@@ -86,7 +83,7 @@ class MemoryPlan:
         staging_nbytes: Buffers that saves pass through.
         kept_nbytes: Checkpoints that stay in memory; 0 where they are on disk.
         shared: Whether it is shared memory (``/dev/shm``).
-        parity_nbytes: The parity that this rank keeps of other ranks' images; 0 without.
+        pieces: Bytes of each other kind of piece that this rank keeps of other ranks' images.
     """
 
     image_nbytes: int
@@ -94,23 +91,22 @@ class MemoryPlan:
     staging_nbytes: int
     kept_nbytes: int
     shared: bool
-    parity_nbytes: int = 0
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        images: Mapping[Series, int],
+        images: Mapping[Piece, int],
         rank: int,
         staging_nbytes: int,
         kept_nbytes: int,
-        *,
         shared: bool,
     ) -> MemoryPlan:
         """The plan of a rank for images of these sizes."""
-        replicas = sum(not series.is_parity and series.rank != rank for series in images)
-        parity_nbytes = images.get(Series(rank, is_parity=True), 0)
-        own_nbytes = images[Series(rank)]
-        return cls(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, parity_nbytes)
+        replicas = sum(piece.is_shard and piece.rank != rank for piece in images)
+        pieces = {p.kind: images[p] for p in images if p.rank == rank and not p.is_shard}
+        own_nbytes = images[Piece(rank)]
+        return cls(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, pieces)
 
     @property
     def nbytes(self) -> int:
@@ -118,68 +114,12 @@ class MemoryPlan:
         return self.staging_nbytes + self.kept_nbytes
 
     def __str__(self) -> str:
-        parity = f", {self.parity_nbytes / 1e6:.1f} MB of parity," if self.parity_nbytes else ""
+        pieces = "".join(f", {n / 1e6:.1f} MB of {kind}," for kind, n in self.pieces.items())
         return (
-            f"an image of {self.image_nbytes / 1e6:.1f} MB{parity} and {self.replicas} replicas of "
+            f"an image of {self.image_nbytes / 1e6:.1f} MB{pieces} and {self.replicas} replicas of "
             f"other ranks' take {self.nbytes / 1e6:.1f} MB of "
             f"{'shared' if self.shared else 'private'} memory, {self.kept_nbytes / 1e6:.1f} MB of "
             f"it to keep checkpoints in"
-        )
-
-
-@dataclass(eq=False)
-class SaveUnderWay:
-    """One save between its call and its end; times by ``time.monotonic()``.
-
-    Attributes:
-        ticket: Its place in a queue of ours; ``None`` in no queue, or in a foreign one.
-        is_scheduled: Whether somebody carries it out: a queue, or who called its function.
-        is_returned: Whether ``save`` has returned its request.
-        is_told: Whether other ranks may have learned how it ended here.
-        is_finalized: Whether all ranks have agreed that it is complete.
-        shards: What this rank keeps, its own first.
-        copies: What comes of replicating it.
-        copies_come_later: Whether that is behind training.
-        kept: Ranks whose shards have come here and are kept, too.
-        group: The ranks whose parity is kept here, too.
-        outcome: What the process of a foreign queue tells of it; ``None`` in a queue of ours.
-        here: What this process does of it for a foreign queue.
-    """
-
-    identity: ShardIdentity
-    called: float
-    previous_iteration: int
-    shards: list[StagedShard] = field(default_factory=list)
-    copies: Task[list[StagedShard]] | None = None
-    copies_come_later: bool = False
-    kept: list[int] = field(default_factory=list)
-    group: ParityGroup | None = None
-    ticket: Ticket | None = None
-    is_scheduled: bool = False
-    is_returned: bool = False
-    is_told: bool = False
-    is_finalized: bool = False
-    outcome: ForeignOutcome | None = None
-    here: Task[None] | None = None
-    error: str | None = None
-    staged: float = 0.0
-    replicate_s: float | None = None
-    returned: float = 0.0
-    durable: float | None = None
-
-    def take_ticket(self, ticket: Ticket) -> None:
-        """Note the place in a queue of ours, which carries the save out."""
-        self.ticket, self.is_scheduled = ticket, True
-
-    def report(self) -> SaveReport:
-        """What there is to tell so far."""
-        return SaveReport(
-            self.identity.iteration,
-            self.shards[0].nbytes if self.shards else 0,
-            self.staged - self.called if self.shards else 0.0,
-            self.replicate_s,
-            self.returned - self.called,
-            None if self.durable is None else self.durable - self.called,
         )
 
 

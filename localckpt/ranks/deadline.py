@@ -1,25 +1,56 @@
-"""A call that may never return, made so that whoever waits for it can stop waiting."""
+"""Deadlines, and calls that may never return, made so that their caller can stop waiting."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from localckpt.errors import CheckpointingException
 from localckpt.threads import Task
 
-__all__ = ["begin", "within"]
+__all__ = ["Deadline", "begin", "within"]
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The end of a wait.
+
+    Attributes:
+        timeout_s: The time that was given, in seconds, for messages.
+        at: The end of it, by the monotonic clock.
+    """
+
+    timeout_s: float
+    at: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """Make the deadline that is ``timeout_s`` from now."""
+        return cls(timeout_s, time.monotonic() + timeout_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; 0 once it has passed."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that have passed of the time that was given."""
+        return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
+
+
 def within(timeout_s: float, call: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
-    """What ``call()`` returns, or raises, in a thread of its own.
+    """Return what ``call()`` returns, or raise what it raises, in a thread of its own.
 
     Args:
         timeout_s: The longest wait for it, in seconds.
         call: What is called.
-        stop: Makes it end sooner; called when the wait for it is interrupted, as by Ctrl-C.
+        stop: Makes it end sooner; called when the wait for it fails, or is interrupted, as by
+            Ctrl-C.
 
     Raises:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.

@@ -53,11 +53,11 @@ class Failure:
         return raised
 
     @classmethod
-    def joint(cls, phase: str, failures: Mapping[int, Failure]) -> Failure:
+    def joint(cls, begin: str, failures: Mapping[int, Failure]) -> Failure:
         """Describe what went wrong on several ranks.
 
         Args:
-            phase: What they did, as an infinitive.
+            begin: What the text begins with; the ranks, and what each says, follow.
             failures: By rank; at least one.
         """
         # Peers of a rank that failed for a reason of its own have lost it: that says nothing more.
@@ -68,8 +68,8 @@ class Failure:
         alike = all(failure.fields == first.fields for failure in causes.values())
         told = said_by({rank: failure.text for rank, failure in causes.items()})
         if len(kinds) > 1:
-            return cls(CheckpointingException.__name__, f"could not {phase}: {told}")
-        return cls(first.kind, f"could not {phase}: {told}", first.fields if alike else {})
+            return cls(CheckpointingException.__name__, f"{begin}{told}")
+        return cls(first.kind, f"{begin}{told}", first.fields if alike else {})
 
 
 class Attempt:

@@ -1,10 +1,7 @@
 """The job's key-value store, and how a group of ranks opens a part of it that nobody has used.
 
 A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
-keys of ranks that died at any point. A part is therefore opened by a handshake. The first rank of
-the group publishes a random name, every other rank signs the name, and the first rank confirms it
-once all have signed. A rank signs a name only once, so a name that a dead first rank had published
-is either signed already or never confirmed, and is left for the next one.
+keys of ranks that died at any point. A part is therefore opened by a handshake (``opening.py``).
 """
 
 from __future__ import annotations
@@ -13,43 +10,42 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from statistics import median
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
-from localckpt.ranks.deadline import begin, within
+from localckpt.ranks.asking import StoreWait, ask_store, store_errors
+from localckpt.ranks.deadline import begin
+from localckpt.ranks.opening import Opening
 from localckpt.ranks.values import if_there
-from localckpt.threads import Task
+from localckpt.threads import Latch, Task, wait_for_any
+from localckpt.waiting import back_off
 
-__all__ = ["Group", "StorePart", "ask_store", "back_off", "default_store"]
+__all__ = ["AbandonedError", "Group", "StorePart", "default_store"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.25
-# At 1,024 ranks that wait long, the store is asked 4,096 times a second.
-_ASKED_AGAIN = 8
 # Time for the store itself, beyond the wait for other ranks.
 _STORE_TIMES = 2
-_LOOK_ROUND_S = 0.02
+# Of one message; without a deadline another one follows.
+_LONGEST_WAIT_S = 86400.0
 _LEAVING_S = 1.0
-_NAMED = 16
-_CLOSED, _CONFIRMED = "closed ", "confirmed"
 # Up to so many ranks, asking again and again is cheaper than a connection to wait on.
 _FEW_RANKS = 64
-_LONGEST_NAP_OF_FEW_S = 0.02
+_LONGEST_PAUSE_OF_FEW_S = 0.02
+# Fewer ranks ask as often as they like. Else so many waits say how long the next one usually takes,
+# and so much of it is slept at once.
+_VERY_FEW_RANKS, _WAITS, _SLEPT, _LONGEST_FIRST_PAUSE_S = 16, 5, 0.9, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +88,10 @@ class Group:
         return cls(members.index(dist.get_rank()), tuple(members), default_store())
 
 
+class AbandonedError(Exception):
+    """Ends a thread for which nobody waits any more."""
+
+
 class StorePart:
     """A fresh part of the job's store for some ranks, opened in the background.
 
@@ -118,9 +118,13 @@ class StorePart:
         self._process = os.getpid()
         self._group = group
         self._store: Store | None = None
-        self._waiter: Store | None = None
+        # Connections for waiting: those that are free, and the one of the thread that listens.
+        self._clients: list[Store] = []
+        self._listener: Store | None = None
         self._opening: Task[Store] | None = None
         self._closed = False
+        # The last waits that were not in vain, in seconds.
+        self._waits_s: deque[float] = deque(maxlen=_WAITS)
         self._remove_keys = remove_keys
         self._name = name
         self._timeout_s = timeout_s
@@ -150,11 +154,11 @@ class StorePart:
         """Whether this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
 
-    def open(self, in_a_hurry: Callable[[], bool] = lambda: False) -> Store:
+    def open(self, stopped: Latch) -> Store:
         """Return the part, once all ranks have made it.
 
         Args:
-            in_a_hurry: Whether to stop waiting.
+            stopped: Ends the wait.
 
         Raises:
             PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
@@ -169,11 +173,9 @@ class StorePart:
         if self._store is not None:
             return self._store
         opening = self._opening = self._opening or begin(self._agree)
-        until = time.monotonic() + self._limit_s
         try:
-            while not opening.done() and time.monotonic() < until and not in_a_hurry():
-                opening.wait(_LOOK_ROUND_S)
-            with _store_errors(f"open {self._name!r}", self._limit_s):
+            wait_for_any([opening.over, stopped], self._limit_s)
+            with store_errors(f"open {self._name!r}", self._limit_s):
                 self._store = opening.result(0)
         finally:
             if opening.done():
@@ -213,8 +215,7 @@ class StorePart:
         if self._store is None and (opening is None or not opening.done() or opening.error):
             return
         self._closed = True
-        # The connection ends with it.
-        self._waiter = None
+        self.hang_up()
         try:
             ask_store("leave the job's store", _LEAVING_S, partial(self._note, True))
         except PeerLostError as error:
@@ -222,7 +223,7 @@ class StorePart:
             logger.debug("%s", error)
 
     def _agree(self) -> Store:
-        opening = _Opening(
+        opening = Opening(
             PrefixStore(f"{self._number}", self._shared),
             self._name,
             self._group.rank,
@@ -230,47 +231,89 @@ class StorePart:
             self._timeout_s,
         )
         self._part = f"{self._number}/{opening.agree()}"
-        if len(self._group.ranks) > _FEW_RANKS:
-            self._waiter = self._own_client()
         # All ranks have come here, so none of them is in the last call on the part before.
         self._remove_before()
         self._note(False)
         return PrefixStore(self._part, self._shared)
 
-    def await_key(self, key: str, until: float, stop: Callable[[], bool]) -> bool:
-        """Wait until a key of the part is there.
+    def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
+        """Wait for a value of the part.
 
         Args:
-            key: Which key.
+            key: Its key.
             until: The deadline, by the monotonic clock.
-            stop: Whether to stop waiting before that.
+            wait: Told that nothing is left to do but to wait.
 
         Returns:
-            Whether it is there.
+            The value; ``None`` if it is not there in time.
+
+        Raises:
+            AbandonedError: The thread that waits has been abandoned.
+        """
+        wait.begun.set()
+        client = self._take_client() if self._is_large else None
+        if client is None:
+            value = self._poll(key, until, wait.abandoned)
+        else:
+            value = _get_in_time(client, key, until)
+        if wait.abandoned.is_set():
+            raise AbandonedError
+        if client is not None:
+            self._clients.append(client)
+        return value
+
+    def _poll(self, key: str, until: float, stopped: Latch) -> bytes | None:
+        """Ask again and again; in a world of some size first when the usual wait is almost over."""
+        assert self._store is not None
+        began = time.monotonic()
+        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
+        if len(self._group.ranks) > _VERY_FEW_RANKS and self._waits_s:
+            pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
+            pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
+        while not stopped.wait(min(pause_s, max(0.0, until - time.monotonic()))):
+            if (value := if_there(self._store, key)) is not None:
+                self._waits_s.append(time.monotonic() - began)
+                return value
+            if time.monotonic() > until:
+                return None
+            pause_s = next(pauses)
+        return None
+
+    def listener(self, stopped: Latch) -> tuple[Store, Callable[[str, float], bytes | None]]:
+        """The part for a thread that waits without a deadline, and how that thread waits.
+
+        Args:
+            stopped: Ends the wait; looked at when a value is there.
         """
         assert self._store is not None
-        if self._waiter is not None and not self._store.check([key]):
-            return self._wait_blocked(key, until, stop)
-        nap_s = _SHORTEST_NAP_S
-        while not self._store.check([key]):
-            if stop() or time.monotonic() > until:
-                return False
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_OF_FEW_S)
-        return True
+        if self._is_large and self._listener is None:
+            self._listener = self._take_client()
+        if (client := self._listener) is None:
+            return self._store, lambda key, until: self._poll(key, until, stopped)
 
-    def _wait_blocked(self, key: str, until: float, stop: Callable[[], bool]) -> bool:
-        """Wait on a connection of its own: one message, however long it takes."""
-        client = self._waiter
-        assert client is not None
-        left = timedelta(seconds=max(0.001, until - time.monotonic()))
-        waiting = begin(lambda: client.wait([key], left))
-        while not waiting.wait(_LOOK_ROUND_S):
-            if stop():
-                # The connection stays busy until the deadline, so it is of no more use.
-                self._waiter = self._own_client()
-                return False
-        return not isinstance(waiting.error, dist.DistStoreError) and waiting.take_result() is None
+        def fetch(key: str, until: float) -> bytes | None:
+            value = None
+            while value is None and not stopped.is_set() and time.monotonic() < until:
+                value = _get_in_time(client, key, until)
+            return value
+
+        return client, fetch
+
+    def hang_up(self) -> None:
+        """Give up the connections that were made for waiting."""
+        self._listener = None
+        self._clients.clear()
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether ranks wait on connections of their own; the root's process serves them all."""
+        return len(self._group.ranks) > _FEW_RANKS
+
+    def _take_client(self) -> Store | None:
+        """A connection that nobody else waits on; it is given back once it is free again."""
+        with suppress(IndexError):
+            return self._clients.pop()
+        return self._own_client()
 
     def _own_client(self) -> Store | None:
         """Another connection to the store; ``None`` where the store has none to give."""
@@ -297,159 +340,19 @@ class StorePart:
         )
 
 
-class _Opening:
-    """One handshake: all ranks come to one name that was never used before."""
-
-    def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
-    ) -> None:
-        self._store = store
-        self._name = name
-        self._rank = rank
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-
-    def agree(self) -> str:
-        return self._publish() if self._rank == 0 else self._sign()
-
-    def _publish(self) -> str:
-        before = (if_there(self._store, "opening") or b"").decode().removeprefix(_CLOSED)
-        name, others = secrets.token_hex(8), len(self._ranks) - 1
-        self._store.set("opening", name)
-        if before:
-            self._remove(before, range(1, others + 1))
-        # Also when another rank has given up.
-        self._wait(
-            lambda: (
-                self._store.add(f"{name}/signed", 0) >= others
-                or if_there(self._store, f"{name}/outcome") is not None
-            )
-        )
-        # No rank of a later attempt may sign a name that is confirmed already.
-        self._store.set("opening", f"{_CLOSED}{name}")
-        all_signed = self._store.add(f"{name}/signed", 0) >= others
-        outcome = self._decide(name, _CONFIRMED if all_signed else self._describe_unsigned(name))
-        if outcome != _CONFIRMED:
-            raise PeerLostError(outcome)
-        if self._wait(lambda: self._store.add(f"{name}/heard", 0) >= others):
-            self._store.delete_key("opening")
-            self._remove(name, ())
-        return name
-
-    def _sign(self) -> str:
-        refused: set[str] = set()
-        while self._wait(lambda: self._published() not in {"", *refused}):
-            name = self._published()
-            if name in {"", *refused}:
-                continue
-            # Once only: a name that this rank has signed before is of an attempt that is over. So
-            # is one that was given up before all had signed.
-            is_over = if_there(self._store, f"{name}/outcome") is not None
-            if is_over or self._store.add(f"{name}/signed/{self._rank}", 1) > 1:
-                refused.add(name)
-                continue
-            self._store.add(f"{name}/signed", 1)
-            if (outcome := self._hear(name)) is None:
-                refused.add(name)
-                self._remove(name, [self._rank])
-                continue
-            self._store.delete_key(f"{name}/signed/{self._rank}")
-            self._store.add(f"{name}/heard", 1)
-            if outcome != _CONFIRMED:
-                raise PeerLostError(outcome)
-            return name
-        raise PeerLostError(self._describe_lost([0]))
-
-    def _hear(self, name: str) -> str | None:
-        """The outcome of a name that was signed; ``None`` once another one is published."""
-        outcome: bytes | None = None
-        published = name
-
-        def is_decided() -> bool:
-            nonlocal outcome, published
-            # In this order: a first rank that goes on to its next opening has decided this one.
-            published = self._published(closed=True)
-            outcome = if_there(self._store, f"{name}/outcome")
-            return outcome is not None or published.removeprefix(_CLOSED) != name
-
-        if not self._wait(is_decided):
-            return self._decide(name, self._describe_unsigned(name))
-        return None if outcome is None else outcome.decode()
-
-    def _decide(self, name: str, outcome: str) -> str:
-        """Say how an opening ends, for all ranks, unless another rank has; what holds."""
-        return self._store.compare_set(f"{name}/outcome", "", outcome).decode()
-
-    def _published(self, *, closed: bool = False) -> str:
-        name = (if_there(self._store, "opening") or b"").decode()
-        return "" if name.startswith(_CLOSED) and not closed else name
-
-    def _remove(self, name: str, ranks: Sequence[int]) -> None:
-        for key in ("signed", "outcome", "heard", *(f"signed/{rank}" for rank in ranks)):
-            self._store.delete_key(f"{name}/{key}")
-
-    def _wait(self, is_there: Callable[[], bool]) -> bool:
-        naps = back_off()
-        while not is_there():
-            if time.monotonic() > self._deadline:
-                return False
-            time.sleep(next(naps))
-        return True
-
-    def _describe_unsigned(self, name: str) -> str:
-        others = range(1, len(self._ranks))
-        lost = [r for r in others if not self._store.check([f"{name}/signed/{r}"])]
-        return self._describe_lost(lost or [0])
-
-    def _describe_lost(self, lost: Sequence[int]) -> str:
-        named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])
-        named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
-        return (
-            f"waited {self._timeout_s:g} s to open {self._name!r}, and {named} (last seen: not "
-            f"seen yet) did not come. All ranks make their managers in the same order; what was "
-            f"saved before stands. If the ranks are alive but slow, give a longer timeout; else "
-            f"restart the job"
-        )
-
-
-def ask_store(
-    phase: str, limit_s: float, call: Callable[[], T], stop: Callable[[], None] | None = None
-) -> T:
-    """What a call that talks to the job's store returns.
-
-    Args:
-        phase: What is being done, for the error message.
-        limit_s: The longest wait for the store, in seconds.
-        call: What is called, in another thread.
-        stop: Makes it end sooner; called when it fails, or the wait for it is interrupted.
-
-    Raises:
-        PeerLostError: The store cannot be reached, or has not answered in time.
-    """
-    with _store_errors(phase, limit_s):
-        return within(limit_s, call, stop)
-
-
-@contextmanager
-def _store_errors(phase: str, limit_s: float) -> Iterator[None]:
-    try:
-        yield
-    except (TimeoutError, dist.DistError) as error:
-        why = str(error) or f"not for {limit_s:g} s"
-        raise PeerLostError(
-            f"could not {phase}: the job's key-value store does not answer ({why}). The "
-            f"process that hosts it, most often on the first node, has probably died, or "
-            f"cannot be reached from here; restart the job. What was saved before stands."
-        ) from error
-
-
-def back_off() -> Iterator[float]:
-    """Seconds to sleep before the store is asked again: a share of the time waited so far."""
-    start = time.monotonic()
-    while True:
-        waited_s = time.monotonic() - start
-        yield min(max(_SHORTEST_NAP_S, waited_s / _ASKED_AGAIN), _LONGEST_NAP_S)
+def _get_in_time(client: Store, key: str, until: float) -> bytes | None:
+    """Wait for a value on a connection that nobody else uses; ``None`` if it is not in time."""
+    value = b""
+    # torch's server ends the waits for a key that is not there when another client compares it, as
+    # :func:`if_there` does. No value that is waited for is empty.
+    while not value:
+        left_s = min(max(0.001, until - time.monotonic()), _LONGEST_WAIT_S)
+        client.set_timeout(timedelta(seconds=left_s))
+        try:
+            value = client.get(key)
+        except dist.DistStoreError:
+            return None
+    return value
 
 
 def default_store() -> Store:

@@ -9,23 +9,37 @@ decided once, by who writes the verdict first. A round takes O(N) operations of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isqrt
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from localckpt.ranks.values import delete, if_there, look, look_all, put
+from localckpt.ranks.values import (
+    Message,
+    delete,
+    drop,
+    if_there,
+    look,
+    look_all,
+    look_if_there,
+    put,
+    put_all,
+    take,
+)
 
-__all__ = ["Round", "remove_rounds"]
+__all__ = ["Fetch", "Round", "remove_rounds"]
 
-Await = Callable[[str, float], bool]
-"""``await_key(key, until)``: whether a key is there in time, by the monotonic clock."""
+Fetch = Callable[[str, float], bytes | None]
+"""``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
 
 _SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
 _INLINE, _APART = "=", "@"
+# The value of a key that only has to be there; not an empty one, which would be waited for again.
+_THERE = "1"
+_ACTS, _GIVES_UP = "acts", "gives up"
 
 
 class Round:
@@ -33,9 +47,9 @@ class Round:
 
     Args:
         store: The group's part of the job's store.
-        number: Of the round, from 0; the same on all ranks.
+        number: Of the round, from 0; the same on all ranks. It is an attribute, too.
         rank, world_size: This rank's place in the group, and the number of ranks.
-        await_key: Waits for a key.
+        fetch: Waits for a value.
     """
 
     def __init__(
@@ -44,12 +58,12 @@ class Round:
         number: int,
         rank: int,
         world_size: int,
-        await_key: Await,
+        fetch: Fetch,
     ) -> None:
         self._store = store
-        self._number = number
+        self.number = number
         self._rank = rank
-        self._await = await_key
+        self._fetch = fetch
         self._teams = _teams(world_size)
         self._team = rank // len(self._teams[0])
 
@@ -60,7 +74,7 @@ class Round:
             report: Anything that JSON can carry.
             wakes_root: Let the root know at once, though others have not reported yet.
         """
-        store, number, team = self._store, self._number, self._team
+        store, number, team = self._store, self.number, self._team
         # Two places in turn: what a rank said last is there for those who ask where it was seen.
         value = json.dumps([number, report]).encode()
         put(store, _report_key(self._rank, number), value)
@@ -71,10 +85,40 @@ class Round:
             store.delete_key(f"{number - 1}/count/{team}")
             delete(store, f"{number - 1}/team/{team}")
             if store.add(f"{number}/teams", 1) == len(self._teams):
-                store.set(f"{number}/complete", "")
+                store.set(f"{number}/complete", _THERE)
                 wakes_root = True
         if wakes_root:
-            store.set(f"{number}/look", "")
+            self.wake_root()
+
+    def note(self, what: str) -> None:
+        """Say what this rank begins to do, before it has anything to report."""
+        self._store.set(_note_key(self._rank), json.dumps([self.number, what]))
+
+    def put_data(self, data: bytes) -> None:
+        """Before the report: put the bytes that belong to it where the root takes them."""
+        put(self._store, _data_key(self._rank, self.number), data)
+
+    def take_data(self, rank: int) -> bytes:
+        """On the root: take the bytes that belong to a rank's report."""
+        return take(self._store, _data_key(rank, self.number))
+
+    def drop_data(self, nbytes: int) -> None:
+        """Delete the bytes of this rank's report if the root has not taken them."""
+        drop(self._store, _data_key(self._rank, self.number), nbytes)
+
+    def claim(self, *, acts: bool) -> bool:
+        """Settle whether the root acts or others give up; whether it is as the caller wants."""
+        mine = _ACTS if acts else _GIVES_UP
+        return bytes(self._store.compare_set(f"{self.number}/claim", "", mine)) == mine.encode()
+
+    def count_heard(self) -> None:
+        """Count this rank among those that have heard the verdict."""
+        self._store.add(f"{self.number}/heard", 1)
+
+    def is_heard_by_all(self) -> bool:
+        """On the root: whether all other ranks have heard the verdict."""
+        others = sum(map(len, self._teams)) - 1
+        return int(self._store.add(f"{self.number}/heard", 0)) >= others
 
     def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
         """On the root: wait until all ranks have reported; whether they have.
@@ -83,72 +127,136 @@ class Round:
             until: The deadline, by the monotonic clock.
             grace_until: The deadline once some rank has reported a failure.
         """
-        if not self._await(f"{self._number}/look", until) or self.is_complete():
+        if not self.wait_to_look(until) or self.is_complete():
             return self.is_complete()
-        return self._await(f"{self._number}/complete", min(until, grace_until()))
+        return self._fetch(f"{self.number}/complete", min(until, grace_until())) is not None
+
+    def wait_to_look(self, until: float) -> bool:
+        """On the root: wait until there is something to look at; whether there is in time."""
+        return self._fetch(f"{self.number}/look", until) is not None
+
+    def wake_root(self) -> None:
+        """Have the root look."""
+        self._store.set(f"{self.number}/look", _THERE)
 
     def is_complete(self) -> bool:
         """Whether all ranks have reported."""
-        return bool(self._store.check([f"{self._number}/complete"]))
+        return bool(self._store.check([f"{self.number}/complete"]))
 
     def reports(self) -> list[Any]:
-        """What each rank has reported, by rank; ``None`` for those that have not."""
-        store, number = self._store, self._number
-        if self.is_complete():
-            keys = [f"{number}/team/{team}" for team in range(len(self._teams))]
-            return [said for value in look_all(store, keys) for _, said in json.loads(value)]
+        """What each rank has reported, by rank.
+
+        It is ``None`` for ranks that have not, and for those that know the verdict, which another
+        rank gave, and have reported two rounds later since.
+        """
+        number = self.number
         reports: list[Any] = []
         for team, ranks in enumerate(self._teams):
-            if store.check([f"{number}/team/{team}"]):
-                joined = json.loads(look(store, f"{number}/team/{team}"))
-                reports += [said for _, said in joined]
-            else:
-                last = [self.last_report(rank) for rank in ranks]
-                reports += [said[1] if said and said[0] == number else None for said in last]
+            # Not there as long as some rank of the team has not reported, nor once all have done so
+            # in the next round.
+            joined = look_if_there(self._store, f"{number}/team/{team}")
+            last = json.loads(joined) if joined else [self.last_report(rank) for rank in ranks]
+            reports += [said[1] if said and said[0] == number else None for said in last]
         return reports
+
+    def join_teams(self) -> bool:
+        """Join the reports of teams whose last rank died before it had.
+
+        Returns:
+            Whether all ranks had reported, and the root gets to know it from here only.
+        """
+        reports = self.reports()
+        if None in reports or self.is_complete():
+            return False
+        for team, ranks in enumerate(self._teams):
+            joined = [[self.number, reports[rank]] for rank in ranks]
+            put(self._store, f"{self.number}/team/{team}", json.dumps(joined).encode())
+        self._store.set(f"{self.number}/complete", _THERE)
+        self.wake_root()
+        return True
 
     def last_report(self, rank: int) -> tuple[int, Any] | None:
         """The round and the report that a rank was last seen in; ``None`` if it never was."""
-        found = []
-        for number in (self._number, self._number - 1):
-            head = if_there(self._store, _report_key(rank, number))
-            if head is not None:
-                found.append(tuple(json.loads(look(self._store, _report_key(rank, number)))))
+        values = [
+            look_if_there(self._store, _report_key(rank, number))
+            for number in (self.number, self.number - 1)
+        ]
+        found = [tuple(json.loads(value)) for value in values if value is not None]
         return max(found, key=lambda said: said[0], default=None)
+
+    def last_seen(self, rank: int) -> str | None:
+        """The call that a rank was last seen in; ``None`` if it never was."""
+        noted = if_there(self._store, _note_key(rank))
+        began = (-1, None) if noted is None else json.loads(noted)
+        reported = self.last_report(rank) or (-1, [None])
+        # A note is of the round that the rank is to report in next.
+        seen: str | None = began[1] if began[0] > reported[0] else reported[1][0]
+        return seen
+
+    def give_parts(self, parts: Mapping[int, Any]) -> None:
+        """On the root, before the verdict: give ranks the parts of it that are theirs alone."""
+        told = {}
+        for rank, part in parts.items():
+            record, data = (part.record, part.data) if isinstance(part, Message) else (part, None)
+            message = Message([self.number, record, data is not None], data or b"")
+            told[_part_key(rank, self.number)] = message.to_bytes()
+        put_all(self._store, told)
+
+    def part(self) -> Any:
+        """This rank's part of a verdict that has parts; ``None`` if it has none for this rank."""
+        key = _part_key(self._rank, self.number)
+        value = look_if_there(self._store, key)
+        if value is None:
+            return None
+        message = Message.from_bytes(value)
+        number, record, has_data = message.record
+        # An earlier verdict may have had a part for this rank, and this one none.
+        if number != self.number:
+            return None
+        if not has_data:
+            return record
+        # It may be large.
+        drop(self._store, key, len(value))
+        return Message(record, message.data)
 
     def decide(self, verdict: Any) -> Any:
         """Give the verdict, unless another rank has; the one that holds."""
         text, kind = json.dumps(verdict), _INLINE
         if len(text) > _INLINE_NBYTES:
-            put(self._store, f"{self._number}/body", text.encode())
+            put(self._store, f"{self.number}/body", text.encode())
             text, kind = "", _APART
-        return self._read(self._store.compare_set(f"{self._number}/verdict", "", kind + text))
+        return self._read(self._store.compare_set(f"{self.number}/verdict", "", kind + text))
 
     def hear(self, until: float) -> Any:
         """Wait for the verdict; ``None`` if it is not in time."""
-        key = f"{self._number}/verdict"
-        return self._read(self._store.get(key)) if self._await(key, until) else None
+        value = self._fetch(f"{self.number}/verdict", until)
+        return None if value is None else self._read(value)
 
     def is_first_to_ask(self) -> bool:
         """Whether no other rank has waited in vain for the verdict: the first one looks why."""
-        return int(self._store.add(f"{self._number}/asked", 1)) == 1
+        return int(self._store.add(f"{self.number}/asked", 1)) == 1
 
-    def forget_before(self) -> None:
-        """On the root, when all have reported: delete what is left of the round before."""
-        _forget_verdict(self._store, self._number - 1)
+    def forget_before(self, first: int) -> None:
+        """On the root, when all have reported: delete what is left of the rounds from ``first``."""
+        for number in range(first, self.number):
+            _forget_verdict(self._store, number)
 
     def _read(self, value: bytes) -> Any:
         kind, text = value[:1].decode(), value[1:]
-        return json.loads(look(self._store, f"{self._number}/body") if kind == _APART else text)
+        return json.loads(look(self._store, f"{self.number}/body") if kind == _APART else text)
 
 
 def remove_rounds(store: Store, rank: int, world_size: int) -> None:
     """Delete what a rank may have left of its last rounds."""
     last = -1
     for number in (0, 1):
-        if if_there(store, _report_key(rank, number)) is not None:
-            last = max(last, json.loads(look(store, _report_key(rank, number)))[0])
+        if (value := look_if_there(store, _report_key(rank, number))) is not None:
+            last = max(last, json.loads(value)[0])
             delete(store, _report_key(rank, number))
+        delete(store, _part_key(rank, number))
+    store.delete_key(_note_key(rank))
+    for number in range(max(0, last - 1), last + 1):
+        delete(store, _data_key(rank, number))
     if rank > 0:
         return
     for number in range(max(0, last - 1), last + 1):
@@ -164,13 +272,25 @@ def _teams(world_size: int) -> list[range]:
 
 
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("teams", "complete", "look", "verdict", "asked"):
+    for key in ("teams", "complete", "look", "verdict", "asked", "claim", "heard"):
         store.delete_key(f"{number}/{key}")
     delete(store, f"{number}/body")
 
 
 def _report_key(rank: int, number: int) -> str:
     return f"said/{rank}/{number % 2}"
+
+
+def _note_key(rank: int) -> str:
+    return f"note/{rank}"
+
+
+def _data_key(rank: int, number: int) -> str:
+    return f"{number}/data/{rank}"
+
+
+def _part_key(rank: int, number: int) -> str:
+    return f"part/{rank}/{number % 2}"
 
 
 def _joined(values: list[bytes]) -> bytes:

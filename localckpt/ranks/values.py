@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["delete", "if_there", "look", "look_all", "put"]
+__all__ = [
+    "Message",
+    "delete",
+    "drop",
+    "if_there",
+    "look",
+    "look_all",
+    "look_if_there",
+    "put",
+    "put_all",
+    "take",
+]
 
 # A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
 _PART_NBYTES = 4 << 20
 _ABSENT = "\0absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A record, and bytes of any size beside it, which travel as they are.
+
+    Attributes:
+        record: Anything that JSON can carry.
+        data: The bytes.
+    """
+
+    record: Any = None
+    data: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        record = json.dumps(self.record).encode()
+        return b"".join([len(record).to_bytes(4, "little"), record, self.data])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Message:
+        end = 4 + int.from_bytes(packed[:4], "little")
+        return cls(json.loads(packed[4:end]), packed[end:])
 
 
 def put(store: Store, key: str, value: bytes) -> None:
@@ -18,8 +54,24 @@ def put(store: Store, key: str, value: bytes) -> None:
     parts = [value[i : i + _PART_NBYTES] for i in range(0, len(value), _PART_NBYTES)]
     for i, part in enumerate(parts[1:]):
         store.set(f"{key}.{i}", part)  # type: ignore[arg-type]
-    head = len(parts[1:]).to_bytes(4, "little")
-    store.set(key, head + b"".join(parts[:1]))  # type: ignore[arg-type]
+    store.set(key, _head(len(parts[1:])) + b"".join(parts[:1]))  # type: ignore[arg-type]
+
+
+def put_all(store: Store, values: Mapping[str, bytes]) -> None:
+    """As :func:`put`, for many values; few messages where the store takes it."""
+    together: dict[str, bytes] = {}
+    nbytes, extended = 0, store.has_extended_api()  # type: ignore[attr-defined]
+    for key, value in values.items():
+        if not extended or len(value) > _PART_NBYTES:
+            put(store, key, value)
+            continue
+        if nbytes + len(value) > _PART_NBYTES:
+            _set_all(store, together)
+            together, nbytes = {}, 0
+        together[key] = _head(0) + value
+        nbytes += len(value)
+    if together:
+        _set_all(store, together)
 
 
 def look(store: Store, key: str) -> bytes:
@@ -32,6 +84,26 @@ def look_all(store: Store, keys: Sequence[str]) -> list[bytes]:
     extended = store.has_extended_api()  # type: ignore[attr-defined]
     heads = store.multi_get(list(keys)) if extended else [store.get(key) for key in keys]
     return [_whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
+
+
+def look_if_there(store: Store, key: str) -> bytes | None:
+    """As :func:`look`, for a key that may not be there: then ``None``. Never waits."""
+    head = if_there(store, key)
+    return None if head is None else _whole(store, key, head)
+
+
+def take(store: Store, key: str) -> bytes:
+    """As :func:`look`, and delete the value."""
+    value = look(store, key)
+    drop(store, key, len(value))
+    return value
+
+
+def drop(store: Store, key: str, nbytes: int) -> None:
+    """Delete a value of a known size, if it is there."""
+    for i in range((nbytes - 1) // _PART_NBYTES):
+        store.delete_key(f"{key}.{i}")
+    store.delete_key(key)
 
 
 def delete(store: Store, key: str) -> None:
@@ -48,6 +120,15 @@ def if_there(store: Store, key: str) -> bytes | None:
     # In one step, since a ``get`` of a key that is deleted meanwhile would wait for it.
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
+
+
+def _head(more: int) -> bytes:
+    """What stands before a value: under how many further keys it goes on."""
+    return more.to_bytes(4, "little")
+
+
+def _set_all(store: Store, values: Mapping[str, bytes]) -> None:
+    store.multi_set(list(values), list(values.values()))  # type: ignore[attr-defined]
 
 
 def _whole(store: Store, key: str, head: bytes) -> bytes:

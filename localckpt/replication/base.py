@@ -1,4 +1,4 @@
-"""What every replication strategy can do: bring shards to ranks that lack them.
+"""Base of the replication strategies: brings shards to ranks that lack them.
 
 How copies are made is up to the strategies. All work is done on images; state dicts are turned
 into images and back at the edge.
@@ -8,39 +8,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from localckpt.ids import CkptID, Generation, ShardIdentity
+from localckpt.availability.inventory import Inventory
+from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardIdentity
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out
-from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.parity_image import ParityRoom
-from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import Store
 from localckpt.threads import Latch
 
-__all__ = ["STEPS", "Accept", "AcceptParity", "ReplicationStrategy", "Turn"]
+__all__ = ["STEPS", "Accept", "ReplicationStrategy", "Ticket"]
 
 STEPS = 7
-"""Announcing, making room (after an older save), connecting (twice), sending (with parity heads,
-too), telling the outcome: how often a replication may need the deadline."""
+"""Announcing, making room (after an older save), connecting (twice), sending (twice, where pieces
+are computed), telling the outcome: how often a replication may need the deadline."""
 
 # Two steps of a replication that each wait until their deadline end before the manager's.
 _STEPS_IN_TIME = 3
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
-AcceptParity = Callable[[ParityOf, int, int], ParityRoom]
-"""``accept_parity(of, heads_nbytes, parity_nbytes)``"""
 
 
-class Turn:
+class Ticket:
     """One replication's place among all that a strategy makes, whichever threads make them.
 
     Args:
@@ -50,7 +51,7 @@ class Turn:
     def __init__(self, before: Latch | None) -> None:
         self._before = before
         self.is_taken_up = False
-        """Whether somebody makes this replication, who then ends the turn."""
+        """True if somebody makes this replication, who then ends the ticket."""
         self.over = Latch()
 
     def wait(self, timeout_s: float) -> bool:
@@ -87,18 +88,18 @@ class ReplicationStrategy(ABC):
         self._has_own_timeout = timeout_s is not None
         self.target_device = target_device
         self.rate_limit: float | None = None
-        """How many bytes a second a rank may send behind training; ``None`` for any number."""
+        """Number of bytes a second that a rank may send behind training; ``None`` for any."""
         self._process_group = process_group
         self._everyone: Ranks | None = None
-        self._last_turn: Turn | None = None
+        self._last_ticket: Ticket | None = None
 
-    def take_turn(self) -> Turn:
-        """Announce a call of :meth:`replicate_image`; all ranks do so in the same order.
+    def take_ticket(self) -> Ticket:
+        """Announce a call of :meth:`protect`; all ranks do so in the same order.
 
         Managers may share a strategy, and each makes its copies in a thread of its own.
         """
-        self._last_turn = Turn(None if self._last_turn is None else self._last_turn.over)
-        return self._last_turn
+        self._last_ticket = Ticket(None if self._last_ticket is None else self._last_ticket.over)
+        return self._last_ticket
 
     def take_timeout(self, timeout_s: float) -> None:
         """Take a manager's deadline, for a save a part of it, unless the strategy was given one."""
@@ -121,7 +122,6 @@ class ReplicationStrategy(ABC):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
-        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         """Give this rank's image to its peers, and take theirs; all ranks call it together.
 
@@ -132,8 +132,6 @@ class ReplicationStrategy(ABC):
                 caller's to throw away when this raises.
             tensors_on_gpu: Whether the state is in GPU memory.
             error: Why this rank has no image to give, if so; its peers then raise it, too.
-            accept_parity: Gives writable memory for the parity that this rank is to keep, where the
-                strategy keeps parity instead of others' shards; see :attr:`parity`.
 
         Returns:
             The shards that were received.
@@ -145,8 +143,8 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def take_domains(self, domains: Sequence[str]) -> None:
-        """Learn what is lost together, before anything is replicated; all ranks call it together.
+    def place(self, domains: Sequence[str]) -> None:
+        """Place the ranks in groups, before anything is replicated; all ranks call it together.
 
         Args:
             domains: For each rank of the job, the token of its store.
@@ -156,36 +154,68 @@ class ReplicationStrategy(ABC):
             MismatchError: The ranks do not fit together.
         """
 
-    @property
-    @abstractmethod
-    def keepers(self) -> Mapping[int, Sequence[int]]:
-        """For each rank of the job the ranks that keep a copy of its shard, on other nodes.
+    def protect(
+        self,
+        own: Slot | None,
+        identity: ShardIdentity,
+        store: Store,
+        timeout_s: float,
+        *,
+        on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[Slot]:
+        """Exchange images with the ranks of this one's group; see :class:`Redundancy`."""
+        slots: list[Slot] = []
 
-        Known once domains were taken; the same on all ranks.
+        def accept(peer: CkptID, nbytes: int) -> memoryview:
+            of_peer = replace(identity, rank=peer.rank)
+            slots.append(store.reserve(of_peer, nbytes, timeout_s))
+            return slots[-1].image
+
+        source = own.source if own is not None else None
+        try:
+            self.replicate_image(
+                source, identity.ckpt_id, accept, tensors_on_gpu=on_gpu, error=error
+            )
+            for slot in slots:
+                slot.arrived()
+        except Exception:
+            store.release(slots)
+            raise
+        return slots
+
+    @property
+    def protection(self) -> Mapping[int, Group]:
+        """For each rank the group that protects its shard; see :class:`Redundancy`."""
+        return {}
+
+    def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        """Find what a loaded checkpoint lacks of its protection; see :class:`Redundancy`."""
+        return Lacking({})
+
+    def require_states(self, manager: str) -> None:  # noqa: B027 - most deal in states
+        """Check that a manager that keeps states, and no images, can use the strategy.
+
+        Args:
+            manager: Its name.
+
+        Raises:
+            MismatchError: The strategy deals in images only.
         """
 
     @property
     @abstractmethod
     def sends_from_devices(self) -> bool:
-        """Whether images of states on GPUs travel from GPU to GPU, and not through the host."""
-
-    @property
-    def parity(self) -> int:
-        """How many parities each group has; 0 where ranks keep each other's whole shards."""
-        return 0
-
-    def cliques(self) -> list[list[int]]:
-        """The groups of ranks of the job that keep parity, or copies, for each other."""
-        return []
+        """True if images of states on GPUs travel from GPU to GPU, and not through the host."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """End what other threads wait for here, with an error there, up to the next turn."""
+        """End what other threads wait for here, with an error there, up to the next ticket."""
 
-    def _end_idle_turn(self) -> None:
-        """Let others go on after a turn that an interrupt kept from being taken up."""
-        if self._last_turn is not None and not self._last_turn.is_taken_up:
-            self._last_turn.end()
+    def _end_idle_ticket(self) -> None:
+        """Let others go on after a ticket that an interrupt kept from being taken up."""
+        if self._last_ticket is not None and not self._last_ticket.is_taken_up:
+            self._last_ticket.end()
 
     def close(self) -> None:
         """Give up connections, and groups that the strategy made itself."""

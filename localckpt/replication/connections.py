@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.ranks.asking import ask_store
 from localckpt.ranks.deadline import begin
-from localckpt.ranks.job_store import ask_store, default_store
+from localckpt.ranks.job_store import default_store
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.ledger import first_line
+from localckpt.replication.progress import first_line
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.threads import Task
+from localckpt.waiting import wait_until
 
 __all__ = ["NEVER", "HostConnections", "as_tensor", "nothing", "views_last"]
 
@@ -36,43 +38,43 @@ NEVER = 3
 # gloo waits as long as it is told for other ranks, and without end for the store.
 _CONNECTING_TIMES = 2
 _LEAVING_S = 1.0
-_LOOK_ROUND_S = 0.02
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.02
+_LONGEST_PAUSE_S = 0.02
 
 
 class HostConnections:
-    """Each of some ranks, connected to each other one.
+    """This rank's connections to others.
 
     Args:
-        group: What sends and receives: a process group of torch's.
-        ranks: The ranks of the job that are connected, in the group's order.
+        ways: For each peer a process group of torch's that both are in, and the peer's place there.
+        ranks: The ranks of the job that take part, in the same order everywhere.
         rank: This rank of the job.
         store: A part of the job's key-value store that nobody else uses, if there is one.
-        asking: What the group has of it, which is Python's to keep.
+        asking: What the groups have of it, which is Python's to keep.
     """
 
     def __init__(
         self,
-        group: Any,
+        ways: Mapping[int, tuple[Any, int]],
         ranks: Sequence[int],
         rank: int,
         store: Store | None = None,
-        asking: _AskingStore | None = None,
+        asking: Sequence[_AskingStore] = (),
     ) -> None:
-        self._group = group
-        self._asking = asking
+        self._ways = dict(ways)
+        self._asking = list(asking)
         self._process = os.getpid()
         self.ranks = list(ranks)
         self.rank = rank
         self.store = store
         self.given_up = False
-        """Whether this rank has cut them because it does not wait for the others any more."""
+        """True if this rank has cut them because it does not wait for the others any more."""
 
     @classmethod
     def of(cls, group: GroupWrapper | dist.ProcessGroup | None) -> HostConnections:
         """The connections of a group that is the caller's."""
         members = GroupWrapper.wrap(group)
-        return cls(members.group, members.ranks, members.my_global_rank)
+        ways = _ways(members.group, members.ranks)
+        return cls(ways, members.ranks, members.my_global_rank)
 
     @classmethod
     def connect(
@@ -83,36 +85,45 @@ class HostConnections:
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
-        """New connections, whose failure touches no group; see :meth:`HostTransport.connect`."""
+        """New connections among all of some ranks; see :meth:`HostTransport.connect`."""
+        store = _part_of_store(name)
+        opening = _Opening(store, ranks, rank, timeout_s, is_given_up)
+        group = opening.finish()
+        return cls(_ways(group, ranks), ranks, rank, store, [opening.asking])
 
-        store = PrefixStore(f"localckpt/transport/{name}", default_store())
-        deadline = timedelta(seconds=timeout_s)
-        asking = _AskingStore(store, deadline, is_given_up)
-
-        def make() -> Any:
-            return dist.ProcessGroupGloo(asking, ranks.index(rank), len(ranks), deadline)
-
+    @classmethod
+    def connect_to(
+        cls, name: str, peers: Collection[int], rank: int, timeout_s: float
+    ) -> HostConnections:
+        """New connections to some peers; see :meth:`HostTransport.connect_to`."""
+        store, openings = _part_of_store(name), dict[int, _Opening]()
         try:
-            # The store's client, which it uses, waits for ever for a host that cannot be reached,
-            # and gloo for a rank that has died since it told its address.
-            gloo = _unless_given_up(begin(make), _CONNECTING_TIMES * timeout_s, is_given_up)
-        except (RuntimeError, TimeoutError) as error:
-            asking.close()
-            raise PeerLostError(
-                f"rank {rank} could not connect to ranks {list(ranks)} within {timeout_s:g} s "
-                f"({first_line(error) or 'no answer'}). Shards kept on this node are untouched; "
-                f"restart the job if one of these ranks has died."
-            ) from error
-        return cls(gloo, ranks, rank, store, asking)
+            # All at once: each waits for its peer, which connects to others as well.
+            for peer in sorted(peers):
+                pair = sorted((rank, peer))
+                part = PrefixStore(f"{pair[0]}-{pair[1]}", store)
+                openings[peer] = _Opening(part, pair, rank, timeout_s, lambda: False)
+            ways = {
+                peer: (opening.finish(), opening.ranks.index(peer))
+                for peer, opening in openings.items()
+            }
+        except BaseException:
+            for opening in openings.values():
+                opening.asking.close()
+            raise
+        asking = [opening.asking for opening in openings.values()]
+        return cls(ways, sorted((rank, *peers)), rank, store, asking)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send; gloo drops a message whose work object is dropped before it was sent."""
-        work: dist.Work = self._group.send([tensor], self._place(peer), tag)
+        group, place = self._way(peer)
+        work: dist.Work = group.send([tensor], place, tag)
         return work
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Ask for a message; it may come at any time from now on."""
-        work: dist.Work = self._group.recv([tensor], self._place(peer), tag)
+        group, place = self._way(peer)
+        work: dist.Work = group.recv([tensor], place, tag)
         return work
 
     def disconnect(self) -> None:
@@ -120,9 +131,8 @@ class HostConnections:
         if os.getpid() != self._process:
             # A fork has the sockets, too, and must not end what the trainer sends over them.
             return
-        # Once, since another thread may close these connections meanwhile.
-        group = self._group
-        for place, peer in enumerate(self.ranks if group is not None else ()):
+        # Looked at once, since another thread may close these connections meanwhile.
+        for peer, (group, place) in list(self._ways.items()):
             # A wait that runs out is gloo's one way to close every connection of a group; on a
             # connection that is closed already, there is no wait.
             with contextlib.suppress(RuntimeError):
@@ -133,18 +143,75 @@ class HostConnections:
         """Connections of our own end with the last reference; a caller's group is the caller's."""
         if os.getpid() != self._process:
             return
-        self._group = None
-        if self._asking is not None:
-            self._asking.close()
+        self._ways = {}
+        for asking in self._asking:
+            asking.close()
 
-    def _place(self, peer: int) -> int:
+    def _way(self, peer: int) -> tuple[Any, int]:
         if peer not in self.ranks:
             raise MismatchError(f"rank {peer} is not among the ranks {self.ranks} that exchange")
-        return self.ranks.index(peer)
+        return self._ways[peer]
+
+
+class _Opening:
+    """A process group over gloo that is being made, in another thread.
+
+    Args:
+        store: A part of the job's key-value store for it alone.
+        ranks: The ranks of the job that make it together, in the same order everywhere.
+        rank: This rank of the job.
+        timeout_s: The longest that it may take, in seconds.
+        is_given_up: Whether it is not waited for any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        is_given_up: Callable[[], bool],
+    ) -> None:
+        self.ranks = list(ranks)
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._is_given_up = is_given_up
+        deadline = timedelta(seconds=timeout_s)
+        self.asking = asking = _AskingStore(store, deadline, is_given_up)
+        place, count = self.ranks.index(rank), len(self.ranks)
+        # The store's client, which it uses, waits for ever for a host that cannot be reached, and
+        # gloo for a rank that has died since it told its address.
+        self._making = begin(lambda: dist.ProcessGroupGloo(asking, place, count, deadline))
+
+    def finish(self) -> Any:
+        """The group, once all ranks have made it.
+
+        Raises:
+            PeerLostError: Some rank did not come in time.
+        """
+        limit_s = _CONNECTING_TIMES * self._timeout_s
+        try:
+            return _unless_given_up(self._making, limit_s, self._is_given_up)
+        except (RuntimeError, TimeoutError) as error:
+            self.asking.close()
+            raise PeerLostError(
+                f"rank {self._rank} could not connect to ranks {self.ranks} within "
+                f"{self._timeout_s:g} s ({first_line(error) or 'no answer'}). Shards kept on this "
+                f"node are untouched; restart the job if one of these ranks has died."
+            ) from error
+
+
+def _part_of_store(name: str) -> Store:
+    return PrefixStore(f"localckpt/transport/{name}", default_store())
+
+
+def _ways(group: Any, ranks: Sequence[int]) -> dict[int, tuple[Any, int]]:
+    """The connections of a group that all of some ranks are in."""
+    return {rank: (group, place) for place, rank in enumerate(ranks)}
 
 
 class _AskingStore(Store):
-    """What gloo finds other ranks by: a wait asks the job's store again and again.
+    """Store by which gloo finds other ranks: a wait asks the job's store again and again.
 
     A wait on the store would hold up all other users of this process's client, and a client of its
     own takes a reverse look-up of the host's name to connect, which may take seconds.
@@ -185,31 +252,31 @@ class _AskingStore(Store):
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """What is there; gloo has waited for it."""
+        """Value of a key; gloo has waited for it."""
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
-        deadline = time.monotonic() + (timeout or self._longest).total_seconds()
-        nap_s = _SHORTEST_NAP_S
-        while not self._store.check(keys):
+        timeout_s = (timeout or self._longest).total_seconds()
+
+        def are_there() -> bool:
             if self._is_given_up():
                 raise TimeoutError("it is not waited for any more")
-            if time.monotonic() > deadline:
-                raise TimeoutError("they did not all come")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            return bool(self._store.check(keys))
+
+        if not wait_until(are_there, timeout_s, longest_s=_LONGEST_PAUSE_S):
+            raise TimeoutError("they did not all come")
 
 
 def _unless_given_up(outcome: Task[Any], timeout_s: float, is_given_up: Callable[[], bool]) -> Any:
-    """What comes of a call in another thread.
+    """Result of a call in another thread.
 
     Raises:
         TimeoutError: It is not over in time, or given up; it goes on, and its outcome is lost.
     """
     deadline = time.monotonic() + timeout_s
     while not outcome.done() and time.monotonic() < deadline and not is_given_up():
-        outcome.wait(_LOOK_ROUND_S)
+        outcome.wait(_LONGEST_PAUSE_S)
     try:
         return outcome.result(0)
     finally:
@@ -228,5 +295,5 @@ def nothing() -> torch.Tensor:
 
 
 def views_last(source: ShardSource) -> bool:
-    """Whether what a source has read stays valid when it reads on."""
+    """True if what a source has read stays valid when it reads on."""
     return isinstance(source, MemorySource) or getattr(source, "views_last", False)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.ledger import CHUNK_NBYTES, Ledger, PeerFailed, numbered
+from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, numbered
 from localckpt.state_dict.source import ShardSource
 
 __all__ = ["DeviceTransport"]
@@ -66,11 +66,11 @@ class DeviceTransport:
                 f"rank {self._group.my_global_rank} cannot exchange shards: this transport broke "
                 f"before"
             )
-        ledger = Ledger(self._group.my_global_rank, self.timeout_s)
+        progress = Progress(self._group.my_global_rank, self.timeout_s)
         for peer, source in sends:
-            ledger.expect(peer, sent=source.nbytes)
+            progress.expect(peer, sent=source.nbytes)
         for peer, view in receives:
-            ledger.expect(peer, received=len(view))
+            progress.expect(peer, received=len(view))
         outgoing, incoming = _Buckets(), _Buckets()
         stream = None
         if self._device.type != "cpu":
@@ -79,8 +79,8 @@ class DeviceTransport:
             stream.wait_stream(accelerator.current_stream(self._device))
         try:
             with torch.get_device_module(self._device).stream(stream):
-                self._connect(ledger)
-                self._run(sends, receives, outgoing, incoming, ledger)
+                self._connect(progress)
+                self._run(sends, receives, outgoing, incoming, progress)
             if stream is not None:
                 stream.synchronize()
         except BaseException as error:
@@ -94,8 +94,12 @@ class DeviceTransport:
             if stream is not None:
                 stream.synchronize()
             if isinstance(error, PeerFailed):
-                raise ledger.explain(error) from error.__cause__
+                raise progress.explain(error) from error.__cause__
             raise
+
+    def abort(self) -> None:
+        """End an exchange that is under way in another thread; without a GPU at its deadline."""
+        self.broken = True
 
     def close(self) -> None:
         self.broken = True
@@ -106,7 +110,7 @@ class DeviceTransport:
         receives: Sequence[tuple[int, memoryview]],
         outgoing: _Buckets,
         incoming: _Buckets,
-        ledger: Ledger,
+        progress: Progress,
     ) -> None:
         """Step k moves bucket k of every image, on all ranks: no order of waits can form a ring."""
         sizes = [source.nbytes for _, source in sends] + [len(view) for _, view in receives]
@@ -128,44 +132,44 @@ class DeviceTransport:
                     ops.append(self._op(dist.isend, bucket, peer, number))
                     batch.departures.append((peer, stop - start))
             if ops:
-                with ledger.blaming(*batch.peers):
+                with progress.blaming(*batch.peers):
                     batch.works = dist.batch_isend_irecv(ops)
                 under_way.append(batch)
             if len(under_way) > 1:
-                self._finish(under_way.pop(0), ledger)
+                self._finish(under_way.pop(0), progress)
         for batch in under_way:
-            self._finish(batch, ledger)
+            self._finish(batch, progress)
 
-    def _finish(self, batch: _Batch, ledger: Ledger) -> None:
-        self._wait(batch.works, batch.peers, ledger)
+    def _finish(self, batch: _Batch, progress: Progress) -> None:
+        self._wait(batch.works, batch.peers, progress)
         for peer, place, bucket in batch.arrivals:
             torch.frombuffer(place, dtype=torch.uint8).copy_(bucket, non_blocking=True)
-            ledger.count(peer, received=len(place))
+            progress.count(peer, received=len(place))
         for peer, nbytes in batch.departures:
-            ledger.count(peer, sent=nbytes)
+            progress.count(peer, sent=nbytes)
 
-    def _wait(self, works: Iterable[dist.Work], peers: Sequence[int], ledger: Ledger) -> None:
+    def _wait(self, works: Iterable[dist.Work], peers: Sequence[int], progress: Progress) -> None:
         for work in works:
-            with ledger.blaming(*peers):
+            with progress.blaming(*peers):
                 if self._device.type == "cpu":
-                    work.wait(ledger.left())
+                    work.wait(progress.left())
                     continue
                 # NCCL's own wait only holds up the stream, so the deadline is kept by asking.
                 while not work.is_completed():
-                    if ledger.is_over():
+                    if progress.is_over() or self.broken:
                         raise RuntimeError("the operation did not end")
                     time.sleep(_POLL_S)
                 work.wait()
 
-    def _connect(self, ledger: Ledger) -> None:
+    def _connect(self, progress: Progress) -> None:
         """NCCL connects a group at its first operation, in which all members must take part."""
         if self._connected:
             return
         ranks = self._group.ranks
-        with ledger.blaming(*(rank for rank in ranks if rank != self._group.my_global_rank)):
+        with progress.blaming(*(rank for rank in ranks if rank != self._group.my_global_rank)):
             flag = torch.zeros(1, device=self._device)
             work = dist.all_reduce(flag, group=self._group.group, async_op=True)
-        self._wait([cast(dist.Work, work)], ranks, ledger)
+        self._wait([cast(dist.Work, work)], ranks, progress)
         self._connected = True
 
     def _bucket(self, buckets: _Buckets, start: int, place: int, nbytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Who sends which shard to whom when ranks lack shards that others hold.
+"""Plans of who sends which shard to whom when ranks lack shards that others hold.
 
 Pure functions of plain data: every rank computes the same plan from the same records. Nothing is
 moved here.
@@ -40,15 +40,20 @@ class ExchangePlan(Generic[IdT]):
         return list(self._transfers)
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """What ``rank`` sends to others."""
+        """Entries that ``rank`` sends to others."""
         return list(self._by_sender.get(rank, ()))
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """What ``rank`` gets from others."""
+        """Entries that ``rank`` gets from others."""
         return list(self._by_receiver.get(rank, ()))
 
+    def peers(self, rank: int) -> set[int]:
+        """The ranks that ``rank`` sends to or gets something from."""
+        senders = {entry.sender for entry in self.receives(rank)}
+        return senders | {entry.receiver for entry in self.sends(rank)}
+
     def required_ids(self, rank: int) -> list[IdT]:
-        """What ``rank`` must be able to read, for itself or for others."""
+        """Shards that ``rank`` must be able to read, for itself or for others."""
         return list(dict.fromkeys(entry.id_ for entry in self.entries if entry.sender == rank))
 
     # Looked through once, not once for every question: there is an entry for each rank of the job.

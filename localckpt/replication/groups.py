@@ -1,4 +1,4 @@
-"""Which ranks hold each other's replicas, and a process group as plain facts.
+"""Groups of ranks that hold each other's replicas, and a process group as plain facts.
 
 ``parse_group_sequence`` and ``check_failure_domains`` are pure functions of numbers and names;
 ``GroupWrapper`` answers questions about a group of ranks, and makes the groups of a list.
@@ -121,7 +121,7 @@ class GroupWrapper:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -149,7 +149,7 @@ class GroupWrapper:
         return self.ranks[group_rank]
 
     def supports(self, device_type: str) -> bool:
-        """Whether tensors on such a device can be sent point to point."""
+        """True if tensors on such a device can be sent point to point."""
         return device_type in self.supported_devices
 
 

@@ -1,35 +1,20 @@
-"""Images from host memory or files, over gloo, with an answer for every chunk.
-
-gloo does not tell whoever waits for a message that was half sent or half received when its
-connection broke: the wait lasts until the deadline. So nobody waits for such a message here. Each
-chunk is followed by an empty message, its mark, which cannot arrive in part; when the mark is there
-the chunk is, and the receiver answers with another empty message.
-"""
+"""Images from host memory or files, over gloo, in chunks that are answered; see ``messages.py``."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from enum import IntEnum
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.ranks.failure import forget_frames
-from localckpt.replication.connections import (
-    NEVER,
-    HostConnections,
-    as_tensor,
-    nothing,
-    views_last,
-)
+from localckpt.replication.connections import HostConnections, views_last
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.ledger import CHUNK_NBYTES, Ledger, PeerFailed, chunks, numbered
+from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.pacing import Pacer
+from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.threads import run_interruptibly
 
@@ -107,6 +92,29 @@ class HostTransport:
             rate_limit=rate_limit,
         )
 
+    @classmethod
+    def connect_to(
+        cls,
+        name: str,
+        peers: Collection[int],
+        rank: int,
+        timeout_s: float = 300.0,
+        *,
+        rate_limit: float | None = None,
+    ) -> HostTransport:
+        """A transport with connections to those that this rank sends to or receives from, only.
+
+        Args:
+            name: Has not been used before in this job; the same on all ranks that transfer.
+            peers: Each of them calls this, too, with this rank among its peers.
+            rank, timeout_s, rate_limit: As for :meth:`connect`.
+
+        Raises:
+            PeerLostError: Some peer did not come.
+        """
+        connections = HostConnections.connect_to(name, peers, rank, timeout_s)
+        return cls(connections, timeout_s, rate_limit=rate_limit)
+
     def exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
@@ -125,23 +133,26 @@ class HostTransport:
     ) -> None:
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
-        ledger = Ledger(self._rank, self.timeout_s + self.pacer.longest_s(max(sent, received)))
+        progress = Progress(self._rank, self.timeout_s + self.pacer.longest_s(max(sent, received)))
+        messages = Messages(self.connections, progress, self.pacer)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []
         try:
             for peer, source in sends:
-                ledger.expect(peer, sent=source.nbytes)
-            for peer, arrivals in self._ask(receives, ledger).items():
+                progress.expect(peer, sent=source.nbytes)
+            for peer, view in receives:
+                progress.expect(peer, received=len(view))
+            for peer, arrivals in self._ask(receives, messages).items():
                 # One each, so that a peer that is slow does not hold back answers to another.
                 receiver = threading.Thread(
                     target=self._receive,
-                    args=(peer, arrivals, ledger, failures),
+                    args=(peer, arrivals, messages, progress, failures),
                     name=f"localckpt-receive-{peer}",
                     daemon=True,
                 )
                 receiver.start()
                 receivers.append(receiver)
-            self._send(sends, ledger)
+            self._send(sends, messages)
         except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
             failures.append(error)
             self._disconnect()
@@ -155,7 +166,7 @@ class HostTransport:
             own = [failure for failure in failures if not isinstance(failure, PeerFailed)]
             first = own[0] if own else failures[0]
             if isinstance(first, PeerFailed):
-                raise ledger.explain(first) from first.__cause__
+                raise progress.explain(first) from first.__cause__
             raise first
 
     def abort(self) -> None:
@@ -168,69 +179,56 @@ class HostTransport:
         self.broken = True
 
     def _ask(
-        self, receives: Sequence[tuple[int, memoryview]], ledger: Ledger
-    ) -> dict[int, list[_Chunk]]:
-        """Ask for all that is to come; a mark always after its chunk, on both sides."""
-        asked: dict[int, list[_Chunk]] = {}
+        self, receives: Sequence[tuple[int, memoryview]], messages: Messages
+    ) -> dict[int, list[Incoming]]:
+        """Ask for all that is to come."""
+        asked: dict[int, list[Incoming]] = {}
         for peer, number, view in numbered(receives):
-            ledger.expect(peer, received=len(view))
             for start, stop in chunks(len(view), self._chunk_nbytes):
-                with ledger.blaming(peer):
-                    data = self._receive_one(as_tensor(view[start:stop]), peer, number, _Kind.DATA)
-                    mark = self._receive_one(nothing(), peer, number, _Kind.MARK)
-                asked.setdefault(peer, []).append(_Chunk(peer, number, stop - start, data, mark))
+                asked.setdefault(peer, []).append(messages.ask(peer, number, view[start:stop]))
         return asked
 
     def _receive(
-        self, peer: int, arrivals: list[_Chunk], ledger: Ledger, failures: list[BaseException]
+        self,
+        peer: int,
+        arrivals: Sequence[Incoming],
+        messages: Messages,
+        progress: Progress,
+        failures: list[BaseException],
     ) -> None:
         """Answer one peer's chunks; runs in a thread of its own."""
         answers: list[dist.Work] = []
-        arrived = 0
         try:
             for chunk in arrivals:
-                ledger.wait(peer, chunk.mark)
-                arrived += 1
-                ledger.wait(peer, chunk.data)
-                ledger.count(peer, received=chunk.nbytes)
-                with ledger.blaming(peer):
-                    answers.append(self._send_one(nothing(), peer, chunk.number, _Kind.ANSWER))
+                answers.append(messages.take(chunk))  # noqa: PERF401 - kept when one fails
             for answer in answers:
-                ledger.wait(peer, answer)
+                progress.wait(peer, answer)
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
             failures.append(failure)
             self._disconnect()
-            for chunk in arrivals[arrived:]:
-                # Complete chunks whose mark was not looked at any more.
-                if _is_done(chunk.data):
-                    ledger.count(peer, received=chunk.nbytes)
+            for chunk in arrivals:
+                messages.count_arrived(chunk)
 
-    def _send(self, sends: Sequence[tuple[int, ShardSource]], ledger: Ledger) -> None:
-        unanswered: deque[_Chunk] = deque()
+    def _send(self, sends: Sequence[tuple[int, ShardSource]], messages: Messages) -> None:
+        unanswered: deque[Outgoing] = deque()
         try:
-            for peer, number, nbytes, view in self._read(sends, unanswered, ledger):
-                self.pacer.wait(nbytes)
-                with ledger.blaming(peer):
-                    answer = self._receive_one(nothing(), peer, number, _Kind.ANSWER)
-                    data = self._send_one(as_tensor(view), peer, number, _Kind.DATA)
-                    mark = self._send_one(nothing(), peer, number, _Kind.MARK)
-                unanswered.append(_Chunk(peer, number, nbytes, data, mark, answer))
+            for peer, number, view in self._read(sends, unanswered, messages):
+                unanswered.append(messages.send(peer, number, view))
             while unanswered:
-                self._settle(unanswered.popleft(), ledger)
+                messages.await_taken(unanswered.popleft())
         except BaseException:
             self._disconnect()
             for chunk in unanswered:
-                if chunk.answer is not None and _is_done(chunk.answer):
-                    ledger.count(chunk.peer, sent=chunk.nbytes)
+                messages.count_arrived(chunk)
             raise
 
     def _read(
         self,
         sends: Sequence[tuple[int, ShardSource]],
-        unanswered: deque[_Chunk],
-        ledger: Ledger,
-    ) -> Iterator[tuple[int, int, int, memoryview]]:
-        """Chunks in the order of sending: ``(peer, number, nbytes, view)``."""
+        unanswered: deque[Outgoing],
+        messages: Messages,
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        """Chunks in the order of sending: ``(peer, number, view)``."""
         bounces: list[memoryview] = []
         bounced = 0
         for peer, number, source in numbered(sends):
@@ -238,7 +236,7 @@ class HostTransport:
                 view = source.read(start, stop) if views_last(source) else None
                 if view is None or view.readonly:
                     while len(unanswered) >= _BOUNCES:
-                        self._settle(unanswered.popleft(), ledger)
+                        messages.await_taken(unanswered.popleft())
                     if not bounces:
                         largest = max(source.nbytes for _, source in sends)
                         nbytes = min(self._chunk_nbytes, largest)
@@ -248,52 +246,9 @@ class HostTransport:
                     # In pieces, so that they are still in the processor's cache when copied.
                     for at, end in chunks(stop - start, PIECE_NBYTES):
                         view[at:end] = source.read(start + at, start + end)
-                yield peer, number, stop - start, view
-
-    def _settle(self, sent: _Chunk, ledger: Ledger) -> None:
-        if sent.answer is not None:
-            ledger.wait(sent.peer, sent.answer)
-        ledger.wait(sent.peer, sent.data)
-        ledger.wait(sent.peer, sent.mark)
-        ledger.count(sent.peer, sent=sent.nbytes)
-
-    def _send_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
-        return self.connections.send(tensor, peer, number * len(_Kind) + kind)
-
-    def _receive_one(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
-        return self.connections.receive(tensor, peer, number * len(_Kind) + kind)
+                yield peer, number, view
 
     def _disconnect(self) -> None:
         self.broken = True
         self.pacer.stop()
         self.connections.disconnect()
-
-
-class _Kind(IntEnum):
-    """Which messages of one image belong together; part of their tags."""
-
-    DATA = 0
-    MARK = 1
-    ANSWER = 2
-    NEVER = NEVER
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk under way. gloo drops a message whose work object is dropped before it was sent."""
-
-    peer: int
-    number: int
-    nbytes: int
-    data: dist.Work
-    mark: dist.Work
-    answer: dist.Work | None = None
-
-
-def _is_done(work: dist.Work) -> bool:
-    """Whether a message arrived before the connections were closed."""
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return False
-    return True

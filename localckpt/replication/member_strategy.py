@@ -1,4 +1,4 @@
-"""What cliques and parity groups have in common: who is a member, what members tell each other.
+"""Base of strategies whose ranks form groups: who is a member, what members tell each other.
 
 Members announce what they have before anything is sent, and keep their connections from save to
 save. What is sent is up to the strategies.
@@ -10,17 +10,18 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
 from localckpt.ranks.ranks import GRACE_S
-from localckpt.replication.base import STEPS, ReplicationStrategy, Turn
+from localckpt.replication.base import STEPS, ReplicationStrategy, Ticket
 from localckpt.replication.groups import require_same
 from localckpt.replication.host_transport import HostTransport
-from localckpt.replication.ledger import CHUNK_NBYTES
 from localckpt.replication.membership import Membership
+from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.source import ShardSource
 
@@ -29,7 +30,7 @@ __all__ = ["Announcement", "MemberStrategy"]
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a member says before anything is sent."""
+    """Message of a member before anything is sent."""
 
     rank: int
     id_: CkptID
@@ -39,8 +40,8 @@ class Announcement:
     """Name of the connections it still has from the last save."""
     offer: str
     """A name for new ones; the first member's is taken."""
-    over_device: bool = False
-    head_nbytes: int = 0
+    more: Any
+    """Told by the strategy itself."""
     chunk_nbytes: int = CHUNK_NBYTES
 
 
@@ -80,31 +81,28 @@ class MemberStrategy(ReplicationStrategy):
 
     @property
     def _others_s(self) -> float:
-        """How long members whose deadline passed may take to say so, in seconds."""
+        """Time that members whose deadline passed may take to say so, in seconds."""
         return min(GRACE_S, self.timeout_s / 2)
 
-    def take_turn(self) -> Turn:
+    def take_ticket(self) -> Ticket:
         self._members.wait_again()
-        return super().take_turn()
+        return super().take_ticket()
 
-    def take_domains(self, domains: Sequence[str]) -> None:
-        if self._last_turn is not None:
+    def place(self, domains: Sequence[str]) -> None:
+        if self._last_ticket is not None:
             # Other ranks, too, had theirs over or given up before they came here.
-            self._last_turn.over.wait(STEPS * self.timeout_s)
+            self._last_ticket.over.wait(STEPS * self.timeout_s)
         # Both count messages, and a rank that was interrupted may have sent fewer than the others.
         if self._everyone is not None:
             self._everyone.close()
             self._everyone = None
         self._members.begin_anew()
-        self._members.take_domains(domains)
-
-    def cliques(self) -> list[list[int]]:
-        return self._members.cliques()
+        self._members.place(domains)
 
     def give_up(self) -> None:
         if os.getpid() != self._process:
             return
-        self._end_idle_turn()
+        self._end_idle_ticket()
         self._members.stop_waiting()
         # Looked at once: another thread may be about to connect anew.
         if (host := self._host) is not None:
@@ -134,11 +132,15 @@ class MemberStrategy(ReplicationStrategy):
         source: ShardSource | None,
         ckpt_id: CkptID,
         error: str | None,
-        *,
-        over_device: bool = False,
-        head_nbytes: int = 0,
+        more: Any = None,
     ) -> list[Announcement]:
         """Tell the other members what this one has.
+
+        Args:
+            source: The image of this rank's shard; ``None`` if there is an error.
+            ckpt_id: Name of the shard.
+            error: Why this rank has no shard, if so.
+            more: Anything else for the other members, in JSON.
 
         Returns:
             What all have told, in the order of the members.
@@ -157,8 +159,7 @@ class MemberStrategy(ReplicationStrategy):
             error=error,
             connection=self._host_name if self._host and not self._host.broken else "",
             offer=new_name(),
-            over_device=over_device,
-            head_nbytes=head_nbytes,
+            more=more,
             chunk_nbytes=self._chunk_nbytes,
         )
         told = self._members.coordinator.gather(

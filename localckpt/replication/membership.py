@@ -1,4 +1,4 @@
-"""Which clique this rank is in, and how the ranks came to it.
+"""Clique of this rank, and how the ranks came to it.
 
 Cliques are given, counted from rank numbers, or formed from failure domains once these are known.
 What the members then do together is not decided here.
@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import groupby
 
 import torch.distributed as dist
 
@@ -79,11 +80,11 @@ class Membership:
         self._coordinator: Ranks | None = None
         self._cliques: list[list[int]] | None = None
         self.owns_group = False
-        """Whether the clique's process group was made here."""
+        """True if the clique's process group was made here."""
         self.group_limit_s = math.inf
-        """What an operation on that group may take, in seconds."""
+        """Time that an operation on that group may take, in seconds."""
         self.keepers: dict[int, list[int]] = {}
-        """For each rank of the job those that keep a copy of its shard, once domains are taken."""
+        """For each rank of the job those that keep a copy of its shard, once they are placed."""
         self.keepers_here: dict[int, list[int]] = {}
         """The same for the members of this rank's clique, as ranks of the default group."""
         if group is not None:
@@ -102,7 +103,7 @@ class Membership:
 
     @property
     def group(self) -> GroupWrapper:
-        """The clique; formed by the number of ranks on a node if no domains were taken."""
+        """The clique; formed by the number of ranks on a node if the ranks were not placed."""
         if self._group is None:
             self._agree_on_parameters()
             self._form_by_numbers(default_replication_jump() if self._jump is None else self._jump)
@@ -118,11 +119,11 @@ class Membership:
 
     @property
     def has_devices(self) -> bool:
-        """Whether members can send to each other from GPU to GPU."""
+        """True if members can send to each other from GPU to GPU."""
         return (self._group or GroupWrapper()).supports("cuda")
 
-    def take_domains(self, domains: Sequence[str]) -> None:
-        """Form the cliques, or check them; see :meth:`ReplicationStrategy.take_domains`."""
+    def place(self, domains: Sequence[str]) -> None:
+        """Form the cliques, or check them; see :meth:`ReplicationStrategy.place`."""
         numbers: dict[str, int] = {}
         nodes = [numbers.setdefault(domain, len(numbers)) for domain in domains]
         if self._group is None and self._jump is None:
@@ -155,8 +156,12 @@ class Membership:
         """All cliques of the job, as places among its ranks; all ranks call it together."""
         if self._cliques is None:
             # Explicit groups are known to their members only; all ranks must come to one answer.
-            told = self._everyone().gather("compare cliques", self.group.ranks)
-            self._cliques = _places(told, self._everyone().global_ranks)
+            everyone = self._everyone()
+            self._cliques = everyone.decide(
+                "compare cliques",
+                lambda: self.group.ranks,
+                lambda told: _places(told, everyone.global_ranks),
+            )
         return self._cliques
 
     def begin_anew(self) -> None:
@@ -187,7 +192,7 @@ class Membership:
 
     @property
     def in_a_hurry(self) -> bool:
-        """Whether :meth:`stop_waiting` holds."""
+        """True if :meth:`stop_waiting` holds."""
         return self._coordinator is not None and self._coordinator.in_a_hurry
 
     def close(self) -> None:
@@ -207,16 +212,9 @@ class Membership:
         """Compare what the ranks were given; once."""
         if self._agreed:
             return
-        told = self._everyone().gather("agree on cliques", [self._parameters, self._failure_domain])
-        require_same("replication parameters", {r: params for r, (params, _) in enumerate(told)})
-        outer = [domain for _, domain in told]
-        without = [rank for rank, domain in enumerate(outer) if domain is None]
-        if 0 < len(without) < len(outer):
-            raise MismatchError(
-                f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), "
-                f"and the others were: give it to all ranks, or to none"
-            )
-        self._outer = None if without else outer
+        mine = [self._parameters, self._failure_domain]
+        runs = self._everyone().decide("agree on cliques", lambda: mine, _judge_parameters)
+        self._outer = [domain for domain, count in runs for _ in range(count)] or None
         self._agreed = True
 
     def _form_by_numbers(self, jump: int) -> None:
@@ -253,6 +251,24 @@ class Membership:
             owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
         }
         self._group = group
+
+
+def _judge_parameters(told: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
+    """Check what the ranks were given; their failure domains in runs, if they were given any.
+
+    Args:
+        told: Of each rank its parameters, in words, and its failure domain.
+    """
+    require_same("replication parameters", {r: str(params) for r, (params, _) in enumerate(told)})
+    outer = [domain for _, domain in told]
+    without = [rank for rank, domain in enumerate(outer) if domain is None]
+    if 0 < len(without) < len(outer):
+        raise MismatchError(
+            f"ranks {without} were given no failure_domain (nor {FAILURE_DOMAIN_VARIABLE}), and "
+            f"the others were: give it to all ranks, or to none"
+        )
+    named = [domain for domain in outer if domain is not None]
+    return [(domain, len(list(run))) for domain, run in groupby(named)]
 
 
 def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:

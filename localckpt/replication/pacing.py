@@ -33,5 +33,5 @@ class Pacer:
         self._stopped.set()
 
     def longest_s(self, nbytes: int) -> float:
-        """How long the limit makes it take to send so many bytes, in seconds."""
+        """Time that sending so many bytes takes at least, in seconds."""
         return nbytes / self._rate

@@ -1,4 +1,4 @@
-"""Which ranks keep each other's shards, decided from what is lost together: pure functions.
+"""Placement of ranks that keep each other's shards, by what is lost together: pure functions.
 
 Whole nodes are put together before their ranks are: when two nodes are lost, data is lost only if
 they are partners, and a node whose ranks all have their partners on the same few nodes has fewest
@@ -120,7 +120,7 @@ def _require_domains(domains: Sequence[str], factor: int, what: str) -> None:
 
 
 def _are_apart(domains: Iterable[str], factor: int) -> bool:
-    """Whether things in these domains can be dealt so that no group has two of one domain."""
+    """True if things in these domains can be dealt so that no group has two of one domain."""
     counts = Counter(domains)
     groups = counts.total() // factor
     return groups > 0 and max(counts.values()) <= groups

@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from localckpt.errors import CheckpointingException
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.replication.exchange import ExchangePlan
-from localckpt.replication.transport import HostTransport
+from localckpt.replication.transport import HostTransport, Transport
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["as_asked", "carry_out", "new_name", "ranks_of"]
+__all__ = ["as_asked", "carry_out", "connect_for", "new_name"]
 
 IdT = TypeVar("IdT", bound=Hashable)
 
 # What a rank does from its connecting to the end of its exchange has two.
 _DEADLINES = 2
+
+
+def connect_for(
+    plan: ExchangePlan[IdT],
+    name: str,
+    rank: int,
+    timeout_s: float,
+    *,
+    rate_limit: float | None = None,
+) -> Transport | None:
+    """Connect a rank to all with which a plan moves something; ``None`` if there are none.
+
+    Args:
+        plan: The plan.
+        name: Has not been used before in this job; the same on all ranks.
+        rank: This rank.
+        timeout_s: Deadline of connecting, and of each exchange, in seconds.
+        rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.
+
+    Raises:
+        PeerLostError: Some peer did not come.
+    """
+    if not (peers := plan.peers(rank)):
+        return None
+    return HostTransport.connect_to(name, peers, rank, timeout_s, rate_limit=rate_limit)
 
 
 def carry_out(
@@ -28,14 +55,14 @@ def carry_out(
     open_source: Callable[[IdT], ShardSource],
     accept: Callable[[IdT, int], memoryview],
     timeout_s: float,
-    transport: HostTransport | None = None,
+    transport: Transport | None = None,
 ) -> list[IdT]:
     """Move what a plan moves; see :meth:`ReplicationStrategy.retrieve_image`.
 
     Args:
         everyone: The ranks that call it together.
         timeout_s: Deadline of connecting, and of the exchange, in seconds.
-        transport: Connections among the ranks that take part, which stay the caller's; ``None`` for
+        transport: Connections to all peers of this rank, which stay the caller's; ``None`` for
             new ones.
     """
     if not plan.transfers:
@@ -48,44 +75,54 @@ def carry_out(
                 sources[id_] = open_source(id_)
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-        offers = everyone.share("open shards for other ranks", opening, [sizes, new_name()])
+        name, coming = everyone.settle(
+            "open shards for other ranks", opening, sizes, partial(_judge_offers, plan)
+        )
         views: list[tuple[int, memoryview]] = []
         with Attempt() as accepting:
-            announced = {sender: iter(sizes) for sender, (sizes, _) in enumerate(offers)}
-            for entry in plan.transfers:
-                nbytes = next(announced[entry.sender])
-                if entry.receiver == rank:
-                    view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
-                    views.append((entry.sender, view))
+            for entry, nbytes in zip(plan.receives(rank), coming or (), strict=True):
+                view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
+                views.append((entry.sender, view))
         everyone.settle("make room for shards of other ranks", accepting)
         with Attempt() as exchanging:
-            ranks = ranks_of(plan)
-            if rank in ranks:
+            if transport is None and (transport := connect_for(plan, name, rank, timeout_s)):
+                opened.callback(transport.close)
+            if transport is not None:
                 # Senders of many start with different receivers.
-                sends = sorted(
-                    plan.sends(rank), key=lambda entry: (entry.receiver - rank) % len(offers)
-                )
-                if transport is None:
-                    transport = HostTransport.connect(offers[0][1], ranks, rank, timeout_s)
-                    opened.callback(transport.close)
+                world = everyone.world_size
+                sends = sorted(plan.sends(rank), key=lambda e: (e.receiver - rank) % world)
                 transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
         # Others may be in the middle of theirs, and go on together with this rank.
         everyone.settle(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,
-            others_s=_DEADLINES * timeout_s,
+            deadline=Deadline.after(everyone.timeout_s + _DEADLINES * timeout_s),
         )
     return [entry.id_ for entry in plan.receives(rank)]
 
 
-def ranks_of(plan: ExchangePlan[Any]) -> list[int]:
-    """The ranks that send or receive something."""
-    return sorted({rank for entry in plan.transfers for rank in (entry.sender, entry.receiver)})
+def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> PerRank:
+    """A name for connections, and for each rank the sizes of what comes to it, in its order.
+
+    Args:
+        plan: What moves.
+        sizes: Of each rank the sizes of what it sends, in the order in which it sends.
+    """
+    offered = {
+        (entry.receiver, entry.id_): nbytes
+        for sender, of_sender in enumerate(sizes)
+        for entry, nbytes in zip(plan.sends(sender), of_sender, strict=True)
+    }
+    receivers = dict.fromkeys(entry.receiver for entry in plan.transfers)
+    coming = {
+        rank: [offered[rank, entry.id_] for entry in plan.receives(rank)] for rank in receivers
+    }
+    return PerRank(new_name(), coming)
 
 
 def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
-    """What ``accept`` gave, as bytes; refused if it does not fit."""
+    """Memory that ``accept`` gave, as bytes; refused if it does not fit."""
     if view.nbytes != nbytes or view.readonly:
         raise CheckpointingException(
             f"the memory for shard {id_} must be writable and have {nbytes} bytes, "

@@ -1,4 +1,4 @@
-"""Who keeps copies of whose shards, and the protocol by which copies are made.
+"""Strategies that keep copies of shards, and the protocol by which copies are made.
 
 A strategy agrees with its peers, asks for memory, and lets a transport move the bytes. Where images
 lie, and what is in them, it does not know.
@@ -13,16 +13,20 @@ from typing import Self
 
 import torch.distributed as dist
 
+from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException
-from localckpt.ids import CkptID
+from localckpt.ids import Checkpoint, CkptID, Group
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
-from localckpt.replication.base import Accept, AcceptParity, ReplicationStrategy
+from localckpt.replication.base import Accept, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.ledger import CHUNK_NBYTES
 from localckpt.replication.member_strategy import Announcement, MemberStrategy
 from localckpt.replication.membership import Membership
+from localckpt.replication.progress import CHUNK_NBYTES
+from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
+from localckpt.replication.shard_plans import missing_copies
 from localckpt.replication.transport import Transport, choose_transport
 from localckpt.state_dict.source import ShardSource
 
@@ -47,16 +51,11 @@ class NoReplication(ReplicationStrategy):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
-        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         return []
 
-    def take_domains(self, domains: Sequence[str]) -> None:
+    def place(self, domains: Sequence[str]) -> None:
         return
-
-    @property
-    def keepers(self) -> Mapping[int, Sequence[int]]:
-        return {}
 
     @property
     def sends_from_devices(self) -> bool:
@@ -169,13 +168,12 @@ class CliqueReplicationStrategy(MemberStrategy):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
-        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         group, clique = self._members.group, self._members.coordinator
         announced = self._announce(
-            source, ckpt_id, error, over_device=tensors_on_gpu and group.supports("cuda")
+            source, ckpt_id, error, tensors_on_gpu and group.supports("cuda")
         )
         what = f"iteration {ckpt_id.iteration}"
 
@@ -188,7 +186,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         clique.settle(f"make room for replicas of {what}", accepting)
 
         started = time.monotonic()
-        over_device = all(peer.over_device for peer in announced)
+        over_device = all(peer.more for peer in announced)
         with Attempt() as exchanging:
             assert source is not None
             arrivals = iter(views)
@@ -203,7 +201,12 @@ class CliqueReplicationStrategy(MemberStrategy):
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
-        clique.settle(f"replicate {what}", exchanging, grace_s=grace_s, others_s=self._others_s)
+        clique.settle(
+            f"replicate {what}",
+            exchanging,
+            grace_s=grace_s,
+            deadline=Deadline.after(clique.timeout_s + self._others_s),
+        )
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
             what, source.nbytes if source else 0, len(announced) - 1, took_s,
@@ -211,8 +214,12 @@ class CliqueReplicationStrategy(MemberStrategy):
         return [peer.id_ for peer in senders]
 
     @property
-    def keepers(self) -> Mapping[int, Sequence[int]]:
-        return self._members.keepers
+    def protection(self) -> Mapping[int, Group]:
+        keepers = self._members.keepers
+        return {rank: Group((rank, *kept), len(kept)) for rank, kept in keepers.items()}
+
+    def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        return Lacking(missing_copies(checkpoint, inventory, self._members.keepers))
 
     @property
     def sends_from_devices(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a redundancy scheme costs, and which losses of nodes it survives: pure functions.
+"""Cost of redundancy schemes, and the losses of nodes that they survive: pure functions.
 
 Nothing here knows of ranks that run, or of torch: it answers before a job is started. The groups of
 a scheme are disjoint, so chances are counted exactly; :func:`loss_of_groups` is for groups that are
@@ -10,19 +10,21 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 from typing import Any, Literal
 
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ids import Group
 
 __all__ = [
     "Cost",
     "LossChance",
     "Scheme",
     "Survival",
+    "chances_of_loss",
     "loss_of_groups",
     "survivability",
     "usual_schemes",
@@ -36,7 +38,7 @@ _TEXT = re.compile(r"none|replicas:([0-9]{1,9})|parity:([0-9]{1,9})/([0-9]{1,9})
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How shards are kept on more than one node. ``str()`` is what :meth:`parse` takes.
+    """Way in which shards are kept on more than one node. ``str()`` is what :meth:`parse` takes.
 
     Nodes stand in disjoint groups, as many as there can be of ``group_size``; where the nodes do
     not divide, sizes differ by one at most. A rank's group has one rank on each of these nodes.
@@ -110,17 +112,17 @@ class Scheme:
         return tuple((size, number) for size, number in sizes if number)
 
     def tolerated(self, size: int) -> int:
-        """How many nodes of a group of ``size`` nodes may be lost, whichever they are."""
+        """Number of nodes of a group of ``size`` nodes that may be lost, whichever they are."""
         return size - 1 if self.kind == "replicas" else self.parity
 
     def extra_memory(self, size: int) -> Fraction:
-        """What a rank in a group of ``size`` nodes keeps beside its own shard, in shards."""
+        """Memory that a rank in a group of ``size`` nodes needs beside its own shard, in shards."""
         if self.kind == "replicas":
             return Fraction(size - 1)
         return Fraction(self.parity, size - self.parity)
 
     def bytes_sent(self, size: int) -> int:
-        """What a rank in a group of ``size`` nodes sends in one save, in shards."""
+        """Bytes that a rank in a group of ``size`` nodes sends in one save, in shards."""
         # A parity of g members has C = shard / (g - M) bytes a stripe; a member passes on M
         # accumulators of C for each of the g - M stripes to which it contributes.
         return size - 1 if self.kind == "replicas" else self.parity
@@ -140,7 +142,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LossChance:
-    """How likely data is lost with a number of nodes, every set of so many being as likely.
+    """Chance that data is lost with a number of nodes, every set of so many being as likely.
 
     Attributes:
         lost: How many nodes are lost at once.
@@ -162,7 +164,7 @@ class LossChance:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """What a scheme costs a job, and what it survives.
+    """Cost of a scheme for a job, and what it survives.
 
     Attributes:
         scheme: The scheme.
@@ -192,7 +194,7 @@ class Survival:
 
     @property
     def survives_any(self) -> int:
-        """How many nodes may be lost, whichever they are, without losing data."""
+        """Number of nodes that may be lost, whichever they are, without losing data."""
         return min(self.scheme.tolerated(size) for size, _ in self.groups)
 
     def to_json(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def survivability(
     *,
     most_lost: int | None = None,
 ) -> Survival:
-    """What a scheme costs, and how likely it loses data with some number of nodes.
+    """Compute what a scheme costs, and how likely it loses data with some number of nodes.
 
     Chances are exact: sets of lost nodes that leave every group with what it can spare are counted
     by a product of polynomials, one for each group, whose coefficient of x^k is the number of ways
@@ -263,6 +265,20 @@ def usual_schemes(nodes: int) -> list[Scheme]:
     return [scheme for scheme in schemes if scheme.group_size <= nodes]
 
 
+def chances_of_loss(nodes: Sequence[str], protection: Mapping[int, Group]) -> list[LossChance]:
+    """Chances that data is lost with 1, 2, ... nodes, for a checkpoint with all its protection.
+
+    Args:
+        nodes: For each rank of the job its node.
+        protection: For each rank the group that protects its shard, if there is one.
+    """
+    groups = {protection.get(rank, Group((rank,), 0)): None for rank in range(len(nodes))}
+    on_nodes = [frozenset(nodes[rank] for rank in group.ranks) for group in groups]
+    spare = [group.spare for group in groups]
+    most = min(_LOST_AT_MOST, len(set(nodes)))
+    return [loss_of_groups(on_nodes, spare, lost) for lost in range(1, most + 1)]
+
+
 def loss_of_groups(
     groups_of_nodes: Sequence[Iterable[Hashable]],
     tolerated: int | Sequence[int],
@@ -272,7 +288,7 @@ def loss_of_groups(
     samples: int = 100_000,
     seed: int = 0,
 ) -> LossChance:
-    """How likely data is lost where groups may overlap, as in rings.
+    """Chance that data is lost where groups may overlap, as in rings.
 
     All sets of lost nodes are tried if they are few enough; else some are drawn at random, the same
     ones at every call with the same seed.

@@ -23,10 +23,17 @@ __all__ = ["DeviceTransport", "HostTransport", "Transport", "choose_transport"]
 
 
 class Transport(Protocol):
-    """Sends and receives images at once."""
+    """Connections to other ranks, over which images are sent and received at once.
+
+    To add one: a module beside this one, and a choice in :func:`choose_transport`, for the
+    replication of saves, or in ``retrieval.connect_for``, for all else.
+    """
 
     broken: bool
-    """Whether an exchange failed: the connections are closed, and a new transport is needed."""
+    """True if an exchange failed, or was ended: a new transport is needed."""
+
+    timeout_s: float
+    """Deadline of each exchange, in seconds; may be changed between two."""
 
     def exchange(
         self,
@@ -43,6 +50,10 @@ class Transport(Protocol):
                 broke. It names the peer and how far it came.
             CheckpointingException: A source failed; the peers see this rank as lost.
         """
+        ...
+
+    def abort(self) -> None:
+        """End an exchange that is under way in another thread, with an error there."""
         ...
 
     def close(self) -> None:

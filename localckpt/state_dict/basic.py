@@ -1,24 +1,87 @@
-"""A TensorAwareStateDict for states made of nested dicts, lists, tuples and dataclasses."""
+"""Wrappers of a state: the interface between a trainer's state and the managers.
+
+A state is made of nested dicts, lists, tuples and dataclasses. A value with ``state_dict`` and
+``load_state_dict`` (a model, an optimizer, a data loader) at the outermost level of a plain dict is
+saved as its own state, and takes it when it stands there in the state that is loaded into; as in
+torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.state_dict.base import TensorAwareStateDict
 from localckpt.state_dict.containers import map_tensors, named_tensors
-from localckpt.state_dict.stateful import own_states
 
-__all__ = ["BasicTensorAwareStateDict", "PlainState", "unwrapped", "wrapped"]
+__all__ = [
+    "BasicTensorAwareStateDict",
+    "PlainState",
+    "TensorAwareStateDict",
+    "give_states",
+    "is_stateful",
+    "own_states",
+    "stateful_keys",
+    "unwrapped",
+    "wrapped",
+]
+
+_NVRX_CLASS = "nvidia_resiliency_ext.checkpointing.local.base_state_dict.TensorAwareStateDict"
+
+
+class TensorAwareStateDict(ABC):
+    """A state whose tensors can be taken out, moved and put back.
+
+    It is *hollow* while its tensors are out. The managers find tensors in any object by themselves
+    and need none of these methods; they are for code that works with states directly. Subclasses of
+    NVRx's class of this name count as subclasses of this one.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        if cls is not TensorAwareStateDict:
+            return NotImplemented
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in other.__mro__}
+        return True if _NVRX_CLASS in bases else NotImplemented
+
+    @abstractmethod
+    def pop_tensors(self) -> list[torch.Tensor]:
+        """Take all tensors out and remember their shape, dtype and device; makes it hollow."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors, in the order of :meth:`pop_tensors`."""
+
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """True while the tensors are out."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors back, in the order of :meth:`pop_tensors`."""
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Put uninitialised tensors of the remembered shape, dtype and device back."""
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Replace each tensor by its copy in host memory."""
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """Move each tensor back to the device it came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """Stands where a tensor was taken out."""
+    """Placeholder of a tensor that was taken out."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,9 +128,10 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         if not self._is_hollow:
             raise CheckpointingException("this state has its tensors: pop_tensors() comes first")
         tensors = list(tensor_data)
-        places = self._count(_Hollow)
-        if len(tensors) != places:
-            raise MismatchError(f"{len(tensors)} tensors given for {places} places")
+        places: list[_Hollow] = []
+        map_tensors(self.state_dict, places.append, _Hollow)
+        if len(tensors) != len(places):
+            raise MismatchError(f"{len(tensors)} tensors given for {len(places)} places")
         remaining = iter(tensors)
         self.state_dict = map_tensors(self.state_dict, lambda _: next(remaining), _Hollow)
         self._is_hollow = False
@@ -111,21 +175,50 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
                 "this state is hollow: its tensors were popped and not inserted again"
             )
 
-    def _count(self, leaf: type) -> int:
-        found: list[Any] = []
-        map_tensors(self.state_dict, found.append, leaf)
-        return len(found)
-
 
 class PlainState(BasicTensorAwareStateDict):
-    """What a manager wraps a plain object in; whoever loads it gets the plain object again."""
+    """Wrapper of a plain object, for a manager; whoever loads it gets the plain object again."""
 
 
 def wrapped(state: Any) -> TensorAwareStateDict:
-    """What a user gave to save, or to load into, as the managers handle it."""
+    """Wrap a state that a user gave to save, or to load into, unless it is a wrapper itself."""
     return state if isinstance(state, TensorAwareStateDict) else PlainState(own_states(state))
 
 
 def unwrapped(state: Any) -> Any:
-    """What :func:`wrapped` was given."""
+    """Return the state that :func:`wrapped` was given."""
     return state.state_dict if isinstance(state, PlainState) else state
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value tells and takes a state of its own."""
+    kind = type(value)
+    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def stateful_keys(state: Any) -> list[Any]:
+    """The keys of a dict under which such values stand; empty for anything else."""
+    if not isinstance(state, dict):
+        return []
+    return [key for key, value in state.items() if is_stateful(value)]
+
+
+def own_states(state: Any) -> Any:
+    """The state with the own state of each such value in its place, as a new dict."""
+    keys = stateful_keys(state)
+    if not keys:
+        return state
+    return {**state, **{key: state[key].state_dict() for key in keys}}
+
+
+def give_states(into: Any, loaded: Any) -> Any:
+    """Have the values of ``into`` take their states.
+
+    Returns:
+        What was loaded, with those values in the places of their states.
+    """
+    for key in stateful_keys(into):
+        if isinstance(loaded, Mapping) and key in loaded:
+            into[key].load_state_dict(loaded[key])
+            loaded[key] = into[key]  # type: ignore[index]
+    return loaded

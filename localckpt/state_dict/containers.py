@@ -1,4 +1,4 @@
-"""Walks nested containers: names their tensors by path, and rebuilds them around other values."""
+"""Walks through nested containers: tensors by path, and copies around other values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def named_values(state: Any, wanted: tuple[type, ...]) -> list[tuple[str, Any]]:
-    """As :func:`named_tensors`, for values of other classes; paths are made for those alone."""
+    """Each value of the wanted classes, with its path, as :func:`named_tensors` gives tensors."""
     if isinstance(state, wanted):
         return [("", state)]
     found: list[tuple[str, Any]] = []
@@ -70,7 +70,7 @@ def joined(keys: Iterable[Any]) -> str:
 
 
 def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """What stands in a dict, list, tuple or dataclass, by its keys; ``None`` for all else."""
+    """Members of a dict, list, tuple or dataclass, by their keys; ``None`` for all else."""
     if isinstance(value, dict):
         return iter(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.host_memory import memory_at
+from localckpt.memory.host_memory import memory_at
 
 __all__ = [
     "ArrayTensor",

@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
-from localckpt.ids import MOST_DIGITS, MOST_RANKS, Generation, ShardIdentity, ShardRecord
-from localckpt.lineage import Lineage
-from localckpt.state_dict.digests import digests_nbytes
-from localckpt.state_dict.layout import (
-    ITEM_NBYTES,
-    PAGE_NBYTES,
-    Layout,
-    TensorSlot,
-    round_up,
+from localckpt.ids import (
+    MOST_DIGITS,
+    MOST_RANKS,
+    SHARD_KIND,
+    Generation,
+    Group,
+    ShardIdentity,
+    ShardRecord,
 )
-from localckpt.state_dict.parity_of import ParityOf
+from localckpt.lineage import Lineage
+from localckpt.memory.digests import digests_nbytes
+from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.state_dict.layout import ITEM_NBYTES, Layout, TensorSlot
 
 __all__ = [
     "DIGESTS",
+    "FORMATS",
     "FORMAT_VERSION",
-    "PARITY_OF",
     "RESERVED_NAMES",
     "SKELETON",
     "ImageHeader",
+    "frame_skeleton",
+    "group_of",
     "header_length",
+    "kind_of",
     "parse_header",
     "parse_record",
     "parse_safetensors",
@@ -41,11 +46,13 @@ __all__ = [
 ]
 
 FORMAT_VERSION = "localckpt-1"
+"""The version that is written; :data:`FORMATS` has all that are read."""
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
-# Only in the header of a parity.
-PARITY_OF = "parity_of"
+# Ends the key of what a piece of another kind protects; the kind stands before it.
+_OF = "_of"
+_KIND = re.compile(r"[a-z]{1,32}")
 # Absent from the headers of earlier versions.
 LINEAGE = "lineage"
 _BEGINNING = b'{"%s":' % METADATA.encode()
@@ -60,18 +67,32 @@ _GROWTH_NBYTES = 512
 _LINEAGE_NBYTES = 512
 
 
+class _Format(NamedTuple):
+    """Reader of one version of the format.
+
+    Attributes:
+        read_claims: Reads from a header's metadata which piece the image is, and, unless it is a
+            shard, what it protects: the text in the metadata, and the group.
+        split_skeleton: Splits the bytes of the skeleton into the table of tensors and the pickle.
+    """
+
+    read_claims: Callable[[dict[str, Any]], tuple[ShardIdentity, str | None, Group | None]]
+    split_skeleton: Callable[[bytes], tuple[bytes, bytes]]
+
+
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
     """A parsed header. Offsets count from the start of the image, in bytes."""
 
+    format: _Format
     identity: ShardIdentity
     slots: dict[str, TensorSlot]
     data_start: int
     skeleton_start: int
     digests_start: int
     nbytes: int
-    parity_of: ParityOf | None = None
-    """Of what it is the parity; ``None`` for a shard."""
+    protects: str | None = None
+    """JSON text of what it protects, for its redundancy scheme; ``None`` for a shard."""
 
 
 def render_slots(layout: Layout) -> bytes:
@@ -85,7 +106,7 @@ def render_header(
     data_nbytes: int,
     skeleton_nbytes: int,
     identity: ShardIdentity,
-    parity_of: ParityOf | None = None,
+    protects: str | None = None,
     at_least_nbytes: int = 0,
 ) -> tuple[bytes, int]:
     """Build the header.
@@ -95,7 +116,8 @@ def render_header(
         data_nbytes: Bytes of the tensors.
         skeleton_nbytes: Bytes of the skeleton.
         identity: What the shard is.
-        parity_of: What it is the parity of, if it is one.
+        protects: For a piece that is no shard, JSON text of what it protects: a list that begins
+            with the ranks of its group, and how many of them may be lost.
         at_least_nbytes: The header is not shorter; a multiple of 4096.
 
     Returns:
@@ -118,15 +140,15 @@ def render_header(
         "rank": str(identity.rank),
         "world_size": str(identity.world_size),
     }
-    if parity_of is not None:
-        claims[PARITY_OF] = parity_of.to_json()
+    if protects is not None:
+        claims[f"{identity.kind}{_OF}"] = protects
     metadata = json.dumps(claims).encode()
-    room = len(metadata) + _LINEAGE_NBYTES
+    reserved = len(metadata) + _LINEAGE_NBYTES
     if identity.lineage is not None:
         claims[LINEAGE] = json.dumps(identity.lineage.to_json(), separators=(",", ":"))
         metadata = json.dumps(claims).encode()
-    room = max(room, len(metadata))
-    start = round_up(8 + room + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
+    reserved = max(reserved, len(metadata))
+    start = round_up(8 + reserved + len(slots_json) + _GROWTH_NBYTES, PAGE_NBYTES)
     start = max(start, at_least_nbytes)
     if start - 8 > _MAX_HEADER_NBYTES:
         raise MismatchError(
@@ -144,6 +166,18 @@ def render_header(
     text = b"%s%s,%s%s}" % (_BEGINNING, metadata, slots_json, tail.encode())
     header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
     return header, digests_start + digests
+
+
+def frame_skeleton(table: bytes, pickle: bytes) -> bytes:
+    """Join a table of tensors and a pickle to the bytes of a skeleton."""
+    return len(table).to_bytes(8, "little") + table + pickle
+
+
+def _split_skeleton(framed: bytes) -> tuple[bytes, bytes]:
+    end = 8 + int.from_bytes(framed[:8], "little")
+    if end > len(framed):
+        raise CorruptShardError("the skeleton is cut short")
+    return framed[8:end], framed[end:]
 
 
 def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
@@ -194,7 +228,8 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
         CorruptShardError: The header does not describe an image of that size.
     """
     metadata, slots = parse_safetensors(header)
-    identity, parity_of = _claims_of(metadata)
+    reader = _format_of(metadata)
+    identity, protects, _ = reader.read_claims(metadata)
     end = sum(slot.nbytes for slot in slots)
     by_name = {slot.name: slot for slot in slots}
     skeleton, digests = by_name.pop(SKELETON, None), by_name.pop(DIGESTS, None)
@@ -211,18 +246,19 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
     if start + end != image_nbytes:
         _refuse(f"it has {image_nbytes} bytes and its header describes {start + end}")
     return ImageHeader(
+        reader,
         identity,
         by_name,
         start,
         start + skeleton.offset,
         digests_start,
         image_nbytes,
-        parity_of,
+        protects,
     )
 
 
 def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
-    """What a shard is, without looking at the rest of its header, which may describe 100,000 slots.
+    """Read what a shard is, and not the rest of its header, which may describe 100,000 slots.
 
     Arguments as for :func:`parse_header`.
 
@@ -236,8 +272,30 @@ def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
         metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEGINNING))
     except (ValueError, RecursionError) as error:
         _refuse(f"its header is not JSON: {error}", error)
-    identity, parity_of = _claims_of(metadata)
-    return ShardRecord(identity, image_nbytes, None if parity_of is None else parity_of.group)
+    identity, _, group = _format_of(metadata).read_claims(metadata)
+    return ShardRecord(identity, image_nbytes, group)
+
+
+def kind_of(metadata: dict[str, Any]) -> str:
+    """Kind of the piece whose header has this metadata."""
+    for key in metadata:
+        kind = key.removesuffix(_OF)
+        if kind != key and kind != SHARD_KIND and _KIND.fullmatch(kind):
+            return kind
+    return SHARD_KIND
+
+
+def group_of(protects: Any, kind: str) -> Group:
+    """Group that a piece of a kind protects, of the text in its header.
+
+    Raises:
+        MismatchError: That is no such text, or tells of a group that cannot be.
+    """
+    try:
+        ranks, spare, *_ = json.loads(protects)
+        return Group(tuple(ranks), spare, kind)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MismatchError(f"it does not say which group it protects: {error}") from error
 
 
 def _entry(name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> str:
@@ -261,15 +319,20 @@ def _parse_entry(name: str, entry: Any) -> TensorSlot:
     _refuse(f"the header's entry for tensor {name!r} contradicts itself")
 
 
-def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT_VERSION:
-        found = metadata.get("format") if isinstance(metadata, dict) else None
-        if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):
-            raise FormatVersionError(
-                f"its format is {found}, and this version of localckpt reads {FORMAT_VERSION}: use "
-                f"the version that wrote it, or give the job another session_id"
-            )
-        _refuse(f"its format is {found!r}, this version reads {FORMAT_VERSION!r}")
+def _format_of(metadata: Any) -> _Format:
+    found = metadata.get("format") if isinstance(metadata, dict) else None
+    if isinstance(found, str) and found in FORMATS:
+        return FORMATS[found]
+    known = " and ".join(FORMATS)
+    if isinstance(found, str) and re.fullmatch(r"localckpt-\d+", found):
+        raise FormatVersionError(
+            f"its format is {found}, and this version of localckpt reads {known}: use the version "
+            f"that wrote it, or give the job another session_id"
+        )
+    _refuse(f"its format is {found!r}, this version reads {known!r}")
+
+
+def _read_claims(metadata: dict[str, Any]) -> tuple[ShardIdentity, str | None, Group | None]:
     names = ("epoch", "sequence", "iteration", "rank", "world_size")
     texts = [metadata.get(name) for name in names]
     session = metadata.get("session")
@@ -287,15 +350,16 @@ def _claims_of(metadata: Any) -> tuple[ShardIdentity, ParityOf | None]:
     generation = Generation(epoch, sequence)
     lineage = _lineage_of(metadata, generation)
     identity = ShardIdentity(session, generation, iteration, rank, world_size, lineage=lineage)
-    if PARITY_OF not in metadata:
-        return identity, None
+    if (kind := kind_of(metadata)) == SHARD_KIND:
+        return identity, None, None
+    protects = metadata[f"{kind}{_OF}"]
     try:
-        parity_of = ParityOf.from_json(metadata[PARITY_OF])
+        group = group_of(protects, kind)
     except MismatchError as error:
         _refuse(str(error), error)
-    if rank not in parity_of.group.ranks or max(parity_of.group.ranks) >= world_size:
-        _refuse(f"it says that it is rank {rank}'s of {world_size} and of {parity_of.group}")
-    return identity.parity, parity_of
+    if rank not in group.ranks or max(group.ranks) >= world_size:
+        _refuse(f"it says that it is rank {rank}'s of {world_size} and of {group}")
+    return identity.of_kind(kind), protects, group
 
 
 def _lineage_of(metadata: dict[str, Any], generation: Generation) -> Lineage | None:
@@ -315,6 +379,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a name stands twice")
     return result
+
+
+FORMATS = {"localckpt-1": _Format(_read_claims, _split_skeleton)}
+"""Readers of the versions of the format, by what ``format`` says in the metadata of a header."""
 
 
 def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:

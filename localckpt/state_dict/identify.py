@@ -1,30 +1,30 @@
-"""Tells what an image is, and whether it is good, without making tensors, and without torch."""
+"""Identity and verification of an image, without making tensors, and without torch."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity, ShardRecord
-from localckpt.state_dict.digests import (
+from localckpt.memory.digests import (
     BLOCK_NBYTES,
     DIGEST_NBYTES,
     BlockHasher,
     covered_nbytes,
 )
+from localckpt.memory.host_memory import round_up
 from localckpt.state_dict.header import (
     ImageHeader,
     header_length,
     parse_header,
     parse_record,
 )
-from localckpt.state_dict.layout import round_up
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 
 __all__ = [
     "find_bad_blocks",
     "read_header",
-    "read_verified_identity",
     "read_verified_record",
     "verify",
 ]
@@ -40,13 +40,8 @@ def read_header(source: ShardSource) -> ImageHeader:
     return parse_header(source.read(0, start), source.nbytes)
 
 
-def read_verified_identity(source: ShardSource) -> ShardIdentity:
-    """What the shard is; see :func:`read_verified_record`."""
-    return read_verified_record(source).identity
-
-
 def read_verified_record(source: ShardSource) -> ShardRecord:
-    """What the shard is, by a header whose blocks are as they were written.
+    """Record of a shard, from a header whose blocks are as they were written.
 
     Raises:
         CorruptShardError: The header is damaged.
@@ -72,8 +67,17 @@ def _read_verified_record(source: ShardSource) -> ShardRecord:
     return record
 
 
-def verify(source: ShardSource, identity: ShardIdentity) -> None:
+def verify(
+    source: ShardSource,
+    identity: ShardIdentity,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> None:
     """Read a whole image, and check that it is what was saved.
+
+    Args:
+        source: The image.
+        identity: Identity of the shard that it must be.
+        on_read: Called with the number of bytes, each time that some have been read.
 
     Raises:
         CorruptShardError: It is damaged, or another shard's.
@@ -85,14 +89,16 @@ def verify(source: ShardSource, identity: ShardIdentity) -> None:
     hasher = BlockHasher(identity)
     for start in range(0, header.digests_start, PIECE_NBYTES):
         stop = min(start + PIECE_NBYTES, header.digests_start)
-        hasher.check(start, [source.read(start, stop)], digests)
+        piece = source.read(start, stop)
+        on_read(stop - start)
+        hasher.check(start, [piece], digests)
 
 
 def find_bad_blocks(source: ShardSource, identity: ShardIdentity) -> frozenset[int]:
     """Read a whole image, from several threads, and say which of its blocks cannot be trusted.
 
     Where a block does not match its digest, either may be damaged: the block that the digest lies
-    in is told, too. All bytes of all other blocks are what was saved.
+    in is given, too. All bytes of all other blocks are what was saved.
 
     Returns:
         Their numbers, counted in blocks of :data:`BLOCK_NBYTES` to the end of the digests.
@@ -110,9 +116,9 @@ def find_bad_blocks(source: ShardSource, identity: ShardIdentity) -> frozenset[i
     bad: set[int] = set()
 
     def places(start: int, stop: int) -> list[memoryview]:
-        if not hasattr(of_thread, "room"):
-            of_thread.room = memoryview(bytearray(PIECE_NBYTES))
-        return [of_thread.room[: stop - start]]
+        if not hasattr(of_thread, "buffer"):
+            of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
+        return [of_thread.buffer[: stop - start]]
 
     def filled(start: int, parts: list[memoryview]) -> None:
         (piece,) = parts

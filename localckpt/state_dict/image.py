@@ -1,8 +1,8 @@
 """The shard image: a state turned into one run of bytes.
 
 ``capture`` finds the tensors of a state and says how large its image is; ``Capture.write`` copies
-them into a buffer; ``seal`` adds the digests. What the bytes mean is in ``docs/format.md``. Reading
-is in ``restore.py``.
+them into a buffer; ``write_digests`` adds the digests. ``docs/format.md`` describes the bytes;
+``restore.py`` reads them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,29 @@ import xxhash
 
 from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.block_copies import BlockCopies
-from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.digests import BlockHasher
-from localckpt.state_dict.garbage import collection_paused
-from localckpt.state_dict.header import render_header, render_slots
+from localckpt.memory.copying import BlockCopies, Copier
+from localckpt.memory.digests import BlockHasher
+from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
+from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
+from localckpt.state_dict.header import frame_skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
 from localckpt.state_dict.refusals import require_loadable, take_or_refuse
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
-from localckpt.state_dict.side_streams import CopiesUnderWay, SideStreams, copy_to_host
-from localckpt.state_dict.skeleton import insert_tensors
+from localckpt.state_dict.skeleton import collection_paused, insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.targets import names_of
-from localckpt.state_dict.tensor_table import (
-    Source,
-    TensorTable,
-    build_table,
-    flat_bytes,
-    is_flat,
-    signature,
-    storage_address,
-)
+from localckpt.state_dict.tensor_table import Source, TensorTable, build_table, signature
 
-__all__ = ["Capture", "ImagePlanner", "pack", "seal", "unpack"]
+__all__ = ["Capture", "ImagePlanner", "pack", "unpack", "write_digests"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What stays the same from save to save while the structure does."""
+    """Results that serve every save as long as the structure of the state stays the same."""
 
     signature: tuple[Any, ...]
     table: TensorTable
@@ -56,15 +47,15 @@ class _Plan:
     slots_json: bytes
     table_json: bytes
     runs: tuple[_Copy, ...]
-    """What fills slots from one run of host memory each."""
+    """Sources of the slots that are filled from one run of host memory each."""
     copies: BlockCopies
-    """Of the above."""
+    """Copies of ``runs``."""
     others: tuple[_Copy, ...]
-    """What fills the other slots, in the order of their offsets."""
+    """Sources of the other slots, in the order of their offsets."""
 
 
 class _Copy(NamedTuple):
-    """What fills one slot."""
+    """Source of one slot, and the place of the slot in the tensor data."""
 
     source: Source
     offset: int
@@ -72,21 +63,21 @@ class _Copy(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What has become of an image.
+    """Outcome of writing an image.
 
     Attributes:
         covered_nbytes: How many bytes the digests cover, which follow them.
         under_way: The copies that are not over yet, those of guarded storages.
-        sealed: Whether the digests are there; else :func:`seal` adds them once all is copied.
+        has_digests: The digests are there; else :func:`write_digests` adds them once all is copied.
     """
 
     covered_nbytes: int
     under_way: CopiesUnderWay
-    sealed: bool
+    has_digests: bool
 
 
 class ImagePlanner:
-    """Captures states, and keeps the layout from save to save.
+    """Captures of states, whose layout is kept from save to save.
 
     Args:
         allowed: What the skeleton may name. A state that could not be read back is refused when its
@@ -99,9 +90,7 @@ class ImagePlanner:
         self._checked: bytes | None = None
         """The digest of the last skeleton that was looked through."""
         self._rebuilt: frozenset[Name] = frozenset()
-        self._told: set[str] = set()
-        self.layouts_made = 0
-        """How many layouts have been computed."""
+        self._warned: set[str] = set()
 
     @collection_paused()
     def capture(self, state: Any) -> Capture:
@@ -120,7 +109,7 @@ class ImagePlanner:
         if has_objects:
             self._require_loadable(state, skeleton, tensors, is_new)
         if plan is None or is_new:
-            self._tell_unsaved_marks(tensors, names)
+            self._warn_of_unsaved_marks(tensors, names)
             table = build_table(tensors, names)
             layout = lay_out(table.slots)
             runs, others = _copies(table, layout, tensors)
@@ -128,10 +117,7 @@ class ImagePlanner:
             plan = self._plan = _Plan(
                 found, table, layout, render_slots(layout), table.to_json(), runs, copies, others
             )
-            self.layouts_made += 1
-        table_json = plan.table_json
-        framed = len(table_json).to_bytes(8, "little") + table_json + skeleton
-        return Capture(plan, framed, tensors)
+        return Capture(plan, frame_skeleton(plan.table_json, skeleton), tensors)
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
@@ -151,13 +137,13 @@ class ImagePlanner:
             self._rebuilt = named
         self._checked = digest
 
-    def _tell_unsaved_marks(
+    def _warn_of_unsaved_marks(
         self, tensors: Sequence[torch.Tensor], names: Mapping[int, str]
     ) -> None:
         for tensor in tensors:
             for name, kind in unsaved_marks(tensor).items():
-                if name not in self._told:
-                    self._told.add(name)
+                if name not in self._warned:
+                    self._warned.add(name)
                     logger.warning(
                         "the attribute %r of tensors is not saved with them: %s has one of class "
                         "%s. Saved are numbers, text, dtypes, and containers of these",
@@ -231,8 +217,8 @@ class Capture:
             else storage_address(tensors[source.number]) + source.span[0]
             for source, _, _ in self.plan.runs
         ]
-        sealed = not now and not later
-        hasher = BlockHasher(identity) if sealed else None
+        has_digests = not now and not later
+        hasher = BlockHasher(identity) if has_digests else None
         try:
             unguarded, under_way = streams.queue(now), streams.queue(later)
             self.plan.copies.copy(image, start, covered, sources, copier, hasher, tensors)
@@ -241,7 +227,7 @@ class Capture:
             streams.synchronize()
             raise
         unguarded.wait()
-        return Written(covered, under_way, sealed)
+        return Written(covered, under_way, has_digests)
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
         """Put a part of the image into device memory, without a way through the host.
@@ -273,7 +259,7 @@ class Capture:
         return render_header(self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity)
 
 
-def seal(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
+def write_digests(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
     """Write the digests behind the bytes they cover: the image is complete."""
     BlockHasher(identity).fill(image, covered_nbytes)
 
@@ -283,8 +269,8 @@ def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = Non
     capture = (planner or ImagePlanner()).capture(state)
     image = memoryview(bytearray(capture.nbytes(identity)))
     written = capture.write(image, identity, Copier(1), SideStreams())
-    if not written.sealed:
-        seal(image, written.covered_nbytes, identity)
+    if not written.has_digests:
+        write_digests(image, written.covered_nbytes, identity)
     return MemorySource(image)
 
 
@@ -308,7 +294,7 @@ def unpack(
 def _copies(
     table: TensorTable, layout: Layout, tensors: list[torch.Tensor]
 ) -> tuple[tuple[_Copy, ...], tuple[_Copy, ...]]:
-    """What fills the slots: runs of host memory, and all else."""
+    """Sources of all slots: runs of host memory, and all others."""
     runs: list[_Copy] = []
     others: list[_Copy] = []
     for slot, source in zip(layout.slots, table.sources, strict=True):

@@ -1,4 +1,4 @@
-"""Where each tensor lies in an image: a pure function of names, dtypes and shapes."""
+"""Layout of the tensors in an image: a pure function of names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["ITEM_NBYTES", "PAGE_NBYTES", "Layout", "TensorSlot", "lay_out", "round_up"]
+from localckpt.memory.host_memory import PAGE_NBYTES
 
-PAGE_NBYTES = 4096
+__all__ = ["ITEM_NBYTES", "Layout", "TensorSlot", "lay_out"]
 
 ITEM_NBYTES = {
     "C64": 8,
@@ -70,8 +70,3 @@ def lay_out(slots: Iterable[TensorSlot]) -> Layout:
 def _alignment(slot: TensorSlot) -> int:
     """The largest power of two that divides the slot's size, up to a page."""
     return gcd(slot.nbytes, PAGE_NBYTES)
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``nbytes``."""
-    return -(-nbytes // multiple) * multiple

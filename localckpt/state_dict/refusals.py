@@ -1,4 +1,4 @@
-"""Refuses a state that could not be loaded again, and says where in it the reasons stand.
+"""Refusal of a state that could not be loaded again, with the places of the reasons in it.
 
 The check is that of a load, on the same bytes. Places are looked for only once something is wrong.
 """
@@ -14,7 +14,7 @@ import torch
 
 from localckpt.errors import CheckpointingException, CorruptShardError, UnsafeGlobalError
 from localckpt.state_dict.containers import children_of, joined
-from localckpt.state_dict.pickle_limits import MAX_DEPTH
+from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.skeleton import Taken, check_skeleton, take_tensors
 
@@ -79,8 +79,8 @@ def _refusal(
     if others:
         texts.append(f"the state cannot be saved: {'; '.join(others)}")
     if names:
-        told = [f"{name}{_place(places[name])}" for name in names]
-        texts.append(str(allowed.refusal(names, told)))
+        placed = [f"{name}{_place(places[name])}" for name in names]
+        texts.append(str(allowed.refusal(names, placed)))
     kind = UnsafeGlobalError if names else CheckpointingException
     return kind(". Also, ".join(texts))
 
@@ -100,19 +100,19 @@ def _find(
     reasons = _reasons(value, allowed)
     if not reasons or id(value) in inside:
         return reasons
-    told: set[Name | str] = set()
+    noted: set[Name | str] = set()
     if len(keys) < _MOST_LEVELS:
         inside.add(id(value))
         for key, child in _parts_of(value):
             # Names are all of the whole; of what cannot be pickled, the first hides the others.
-            is_told = reasons <= told and all(isinstance(reason, Name) for reason in reasons)
-            if is_told or len(places) >= _MOST_PLACES:
+            is_noted = reasons <= noted and all(isinstance(reason, Name) for reason in reasons)
+            if is_noted or len(places) >= _MOST_PLACES:
                 break
-            told |= _find(child, (*keys, key), allowed, places, inside)
+            noted |= _find(child, (*keys, key), allowed, places, inside)
         inside.discard(id(value))
-    for reason in sorted(reasons - told, key=str):
+    for reason in sorted(reasons - noted, key=str):
         # What is wrong with a part is what cannot be pickled of the whole.
-        if isinstance(reason, Name) or not told:
+        if isinstance(reason, Name) or not noted:
             places.setdefault(reason, joined(keys).removeprefix("state_dict."))
     return reasons
 

@@ -1,4 +1,4 @@
-"""Reads a state back from an image, every block verified before it is used.
+"""Restoring of a state from an image, every block verified before it is used.
 
 Bytes are copied piece by piece from where the image lies straight into the tensors, so no second
 copy of the state is made.
@@ -20,24 +20,17 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import with_class
 from localckpt.ids import ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
-from localckpt.state_dict.garbage import collection_paused
-from localckpt.state_dict.host_memory import memory_at, prefer_huge_pages
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.gpu_copies import BounceBuffers
+from localckpt.memory.host_memory import memory_at, prefer_huge_pages
+from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.side_streams import Landing
-from localckpt.state_dict.skeleton import check_skeleton, insert_tensors
+from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
-from localckpt.state_dict.tensor_table import (
-    ARRAY,
-    TableEntry,
-    copy_values,
-    flat_bytes,
-    is_flat,
-    parse_entries,
-)
+from localckpt.state_dict.tensor_table import ARRAY, TableEntry, parse_entries
 
 __all__ = ["ImageReader"]
 
@@ -132,10 +125,11 @@ class ImageReader:
         blocks = self._source.read(start, header.digests_start)
         self._hasher.check(start, [blocks], self._digests)
         framed = bytes(blocks[header.skeleton_start - start :])
-        table_nbytes = int.from_bytes(framed[:8], "little")
-        if 8 + table_nbytes > len(framed):
-            raise CorruptShardError(f"{header.identity}: the skeleton is cut short")
-        return parse_entries(framed[8 : 8 + table_nbytes]), framed[8 + table_nbytes :]
+        try:
+            table, pickle = header.format.split_skeleton(framed)
+            return parse_entries(table), pickle
+        except CorruptShardError as error:
+            raise CorruptShardError(f"{header.identity}: {error}") from error
 
     def _require_consistent(self, entries: tuple[TableEntry, ...]) -> None:
         """The table and the header describe the same bytes; else others' memory is hit."""
@@ -156,7 +150,7 @@ class ImageReader:
                 )
 
     def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
-        """What is given has just the room for what was saved."""
+        """Check that each given tensor has as many bytes as the saved one."""
         for name, base in bases.items():
             nbytes = self.header.slots[name].nbytes
             if nbytes != base.nbytes:
@@ -189,7 +183,7 @@ class ImageReader:
             targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
             starts = [target.start for target in targets]
             on_gpus = {target.device for target in targets if target.is_on_gpu}
-            landing = Landing(on_gpus, PIECE_NBYTES)
+            bounce = BounceBuffers(on_gpus, PIECE_NBYTES)
 
             def overlapping(start: int, stop: int) -> list[_Target]:
                 return targets[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
@@ -201,11 +195,11 @@ class ImageReader:
                     begin, end = max(start, target.start), min(stop, target.stop)
                     if target.memory is not None and begin < end:
                         if done < begin:
-                            parts.append(landing.room()[done - start : begin - start])
+                            parts.append(bounce.buffer()[done - start : begin - start])
                         parts.append(target.memory[begin - target.start : end - target.start])
                         done = end
                 if done < stop:
-                    parts.append(landing.room()[done - start : stop - start])
+                    parts.append(bounce.buffer()[done - start : stop - start])
                 return parts
 
             def filled(start: int, parts: list[memoryview]) -> None:
@@ -213,7 +207,7 @@ class ImageReader:
                 if on_gpus:
                     near = overlapping(start, start + sum(map(len, parts)))
                     there = [target for target in near if target.is_on_gpu]
-                    landing.copy([copy for target in there for copy in target.takes(start, parts)])
+                    bounce.copy([copy for target in there for copy in target.takes(start, parts)])
 
             self._source.stream(self.header.digests_start, places, filled)
             for target in targets:
@@ -242,18 +236,18 @@ class _Target:
 
     @property
     def device(self) -> torch.device:
-        """Where its bytes are put."""
+        """Device that the bytes are put on."""
         return self._filled.device
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether that is neither in host memory nor nowhere."""
+        """True if that device is neither the host nor the meta device."""
         return self.memory is None and not self._filled.is_meta
 
     def takes(
         self, start: int, parts: list[memoryview]
     ) -> Iterator[tuple[torch.Tensor, memoryview]]:
-        """What belongs to the tensor of the image's bytes from ``start`` on, and where."""
+        """Parts of the image, from ``start`` on, that belong to the tensor, with their places."""
         flat = flat_bytes(self._filled)
         for part in parts:
             begin, end = max(start, self.start), min(start + len(part), self.stop)

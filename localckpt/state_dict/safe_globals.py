@@ -1,10 +1,10 @@
-"""Which classes and functions a shard may name: reading one never runs other code.
+"""Allow-list of the classes and functions that a shard may name: reading one never runs other code.
 
 Allowed are the value types of Python, numpy and torch listed here, whatever the user passes as
-``safe_globals=`` or to ``torch.serialization.add_safe_globals``, what ``library_globals.py`` lists
-for libraries that are imported, and two kinds of class that the running program has already
-imported: named tuples, and subclasses of TensorAwareStateDict. What calls whatever it is given is
-never allowed, whoever asks for it.
+``safe_globals=`` or to ``torch.serialization.add_safe_globals``, the classes listed here for
+libraries that are imported, and two kinds of class that the running program has already imported:
+named tuples, and subclasses of TensorAwareStateDict. What calls whatever it is given is never
+allowed, whoever asks for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy
 import torch
 
 from localckpt.errors import UnsafeGlobalError
-from localckpt.state_dict.base import TensorAwareStateDict
-from localckpt.state_dict.library_globals import is_library_value
+from localckpt.state_dict.basic import TensorAwareStateDict
 
 __all__ = ["Name", "SafeGlobals"]
 
@@ -84,6 +83,30 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "localckpt.state_dict.skeleton": ("_itself", "_restore_subclass"),
 }
 
+# Allowed while the running program has Megatron-Core imported.
+_MEGATRON = {
+    "megatron.core.dist_checkpointing.tensor_aware_state_dict": ("MCoreTensorAwareStateDict",),
+    "megatron.core.dist_checkpointing.mapping": (
+        *("ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"),
+    ),
+    # What the arguments of a run, which Megatron-LM saves with its state, hold beside plain values.
+    "megatron.core.enums": ("ModelType", "Fp4Recipe", "Fp8Recipe"),
+    "megatron.core.transformer.enums": (
+        *("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope"),
+        *("InferenceCudaGraphScope", "LayerType", "ModelType"),
+    ),
+    "megatron.core.optimizer.optimizer_config": (
+        *("AdamOptimizerConfig", "OptimizerConfig", "ParamKey", "SGDOptimizerConfig"),
+    ),
+    "megatron.core.rerun_state_machine": (
+        *("Call", "Caller", "QuickStats", "RerunDiagnostic", "RerunMode", "RerunState"),
+        "RerunValidationStatus",
+    ),
+    "signal": ("Signals",),
+    # Transformer Engine's extra state.
+    "_io": ("BytesIO",),
+}
+
 # Python 3.13 moved the classes, and 3.14 moved them back; numpy 1 has no module of this name.
 _MOVED = {"pathlib._local": "pathlib"}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
@@ -119,11 +142,12 @@ class SafeGlobals:
             UnsafeGlobalError: It is not allowed; the message says how to allow it.
         """
         module = _MOVED.get(module, module)
-        if name in _VALUES.get(module, ()) or is_library_value(module, name):
+        libraries = _MEGATRON if "megatron.core" in sys.modules else {}
+        if name in _VALUES.get(module, ()) or name in libraries.get(module, ()):
             return _imported(module, name)
         if (added := self.added(module, name)) is not None:
             return added
-        found = _resolve(module, name) if module in sys.modules else None
+        found = _resolve_if_imported(module, name)
         if isinstance(found, type) and _is_value_class(found):
             return found
         # A memory format is pickled as "torch.channels_last" of some module that imports torch.
@@ -148,8 +172,8 @@ class SafeGlobals:
             names: What is not allowed.
             places: Where each is in the state, if that is known.
         """
-        told = places or [str(name) for name in names]
-        text = f"the state refers to {', '.join(told)}, which may not be loaded from a file."
+        placed = places or [str(name) for name in names]
+        text = f"the state refers to {', '.join(placed)}, which may not be loaded from a file."
         reasons = {
             name: reason
             for name in names

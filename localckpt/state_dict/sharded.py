@@ -23,13 +23,13 @@ _SPECS = "torch.distributed._shard.sharding_spec"
 _GROUPS = "torch.distributed._shard.api"
 
 _Figures = tuple[list[int], list[int], str | None]
-"""Of a shard: offsets, sizes, and where it is."""
+"""Offsets and sizes of a shard, and its placement."""
 _Devices = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.device]
-"""Where local tensors are, by offsets and sizes."""
+"""Devices of local tensors, by offsets and sizes."""
 
 
 def is_sharded(value: torch.Tensor) -> bool:
-    """Whether a tensor is a ShardedTensor."""
+    """Return whether a tensor is a ShardedTensor."""
     kind = type(value)
     return kind.__qualname__ == "ShardedTensor" and kind.__module__.startswith(_MODULE)
 

@@ -1,4 +1,4 @@
-"""Takes the tensors out of any object graph, and puts them back.
+"""Skeletons: object graphs without their tensors, and with the tensors put back.
 
 The skeleton is the object's pickle with a number in place of each tensor. Tensors are found while
 pickling, so whatever can be pickled can be saved, and the object is never changed. Reading goes
@@ -7,9 +7,11 @@ through an allow-list (``safe_globals.py``).
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -30,13 +32,12 @@ from localckpt.state_dict.foreign_values import (
     type_of_constant,
 )
 from localckpt.state_dict.marks import marks_of, set_marks
-from localckpt.state_dict.pickle_limits import check_opcodes
-from localckpt.state_dict.pickle_places import Place, place_at, unframed
+from localckpt.state_dict.pickles import Place, check_opcodes, place_at, unframed
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 from localckpt.state_dict.stand_ins import check_calls
 
-__all__ = ["Taken", "check_skeleton", "insert_tensors", "take_tensors"]
+__all__ = ["Taken", "check_skeleton", "collection_paused", "insert_tensors", "take_tensors"]
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -54,6 +55,23 @@ class Taken(NamedTuple):
     skeleton: bytes
     tensors: list[torch.Tensor]
     has_objects: bool
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keep the garbage collector from running while very many objects are made that live on.
+
+    Making 10,000 tensors would set off two full ones, each of which looks at every object of the
+    trainer: 0.1 s with torch alone imported.
+    """
+    was_enabled = gc.isenabled()
+    try:
+        # Inside, so that an interrupt right after it does not leave the collector off.
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def take_tensors(state: Any, *, arrays: bool = True) -> Taken:
@@ -247,7 +265,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
-    """As torch's, but an index outside of the tensor is an error."""
+    """Do as torch's function, but refuse an index outside of the tensor."""
     if layout == torch.sparse_coo:
         indices, values, size, *coalesced = data
         is_coalesced = coalesced[0] if coalesced else None
@@ -263,7 +281,7 @@ def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
 def _rebuild_nested_tensor(
     buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
 ) -> Any:
-    """As torch's, but a part that reaches outside of the buffer is an error."""
+    """Do as torch's function, but refuse a part that reaches outside of the buffer."""
     if any(t.dtype is not torch.int64 for t in (sizes, strides, offsets)) or buffer.dim() != 1:
         raise CorruptShardError("the skeleton makes a nested tensor of other tensors")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
@@ -275,22 +293,22 @@ def _rebuild_nested_tensor(
 
 
 def _has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its value is what its storage holds, and not made of other tensors or scales."""
+    """Return whether a tensor's value is what its storage holds, not made of tensors or scales."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _dispatches(tensor: torch.Tensor) -> bool:
-    """Whether it is a wrapper (a DTensor, say) that pickles as the tensors it wraps."""
+    """Return whether a tensor is a wrapper (a DTensor, say), pickled as the tensors it wraps."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor with attributes is pickled as a call of; they are set afterwards."""
+    """Return a tensor whose attributes are set afterwards: it is pickled as a call of this."""
     return tensor
 
 
 def _leave_marks(tensor: torch.Tensor, marks: Any) -> None:
-    """In place of ``set_marks``: the tensor keeps the attributes that it has."""
+    """Leave the tensor the attributes that it has, in place of ``set_marks``."""
 
 
 def _restore_subclass(

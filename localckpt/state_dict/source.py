@@ -1,4 +1,4 @@
-"""Where the bytes of an image can be read from: a buffer, a file, shared memory."""
+"""Sources of the bytes of an image: a buffer, a file, shared memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.host_memory import address_of
+from localckpt.memory.copying import Copier
+from localckpt.memory.host_memory import address_of
 
 __all__ = [
     "PIECE_NBYTES",
@@ -47,11 +47,7 @@ def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -
         for start in starts:
             handle(start, min(start + PIECE_NBYTES, stop))
 
-    copier = Copier(threads)
-    try:
-        copier.share(range(0, stop, PIECE_NBYTES), work)
-    finally:
-        copier.close()
+    Copier(threads).share(range(0, stop, PIECE_NBYTES), work)
 
 
 class ShardSource(Protocol):

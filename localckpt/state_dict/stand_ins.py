@@ -1,4 +1,4 @@
-"""Checks each call that a skeleton makes before any is made.
+"""Check of each call that a skeleton makes, before any is made.
 
 The skeleton is read once with a stand-in for every class, function and object that it names. A
 stand-in knows which arguments its real one may be called with, and refuses all others, so the real
@@ -102,7 +102,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Any:
-    """Stands for a class, a function or an object of which only the name matters."""
+    """Stand-in for a class, a function or an object of which only the name matters."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
@@ -127,7 +127,7 @@ class _Any:
 
 
 class _Fixed(_Any):
-    """Stands for an object that no pickle changes once it is made."""
+    """Stand-in for an object that no pickle changes once it is made."""
 
     def __setstate__(self, state: Any) -> None:
         _refuse("gives a state to a value that has none")
@@ -146,18 +146,18 @@ class _Fixed(_Any):
 
 
 class _Tensor(_Fixed):
-    """Stands for a tensor."""
+    """Stand-in for a tensor."""
 
 
 class _Named(_Fixed):
-    """Stands for a class that is a value itself, and is not called."""
+    """Stand-in for a class that is a value itself, and is not called."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         _refuse("calls a class that is not called")
 
 
 class _MadeOfLiterals(_Any):
-    """Stands for a class that is called with containers and text that stand in the pickle."""
+    """Stand-in for a class that is called with containers and text that stand in the pickle."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, _Any) for value in args):
@@ -174,7 +174,7 @@ class _Fraction(_MadeOfLiterals):
 
 
 def _conversion(*kinds: type) -> type[_Any]:
-    """Stands for a class that a ``__reduce__`` calls with one value of these types, or none."""
+    """Stand-in for a class that a ``__reduce__`` calls with one value of these types, or none."""
 
     class Conversion(_Any):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _conversion(*kinds: type) -> type[_Any]:
 
 
 def _function(check: Callable[..., Any]) -> type[_Any]:
-    """Stands for a function; ``check`` gets its arguments, and gives what stands for its result."""
+    """Stand-in for a function; ``check`` gets its arguments, and gives its result's stand-in."""
 
     class Function(_Named):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def _function(check: Callable[..., Any]) -> type[_Any]:
 
 
 class _TensorMaker(_Fixed):
-    """Stands for a function that makes a tensor of others, and checks its arguments itself."""
+    """Stand-in for a function that makes a tensor of others, and checks its arguments itself."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _Tensor()
@@ -243,7 +243,7 @@ _UNIT = re.compile(r"[A-Za-zμ]{1,7}")
 
 
 class _Dtype(_Fixed):
-    """Stands for a dtype; ``value`` is one that is made of what is known to be right."""
+    """Stand-in for a dtype; ``value`` is one that is made of what is known to be right."""
 
     made: ClassVar[list[_Dtype]]
     """All of one skeleton."""
@@ -361,7 +361,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 class _Array(_Fixed):
-    """Stands for an array."""
+    """Stand-in for an array."""
 
     def __init__(
         self, dtype: numpy.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
@@ -433,11 +433,11 @@ _PLACES = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1}
 
 
 class _BitGeneratorClass(_Named):
-    """Stands for a class of bit generators."""
+    """Stand-in for a class of bit generators."""
 
 
 class _BitGenerator(_Fixed):
-    """Stands for a bit generator."""
+    """Stand-in for a bit generator."""
 
     def __setstate__(self, state: Any) -> None:
         numbers, seeds = state if type(state) is tuple else (state, None)
@@ -447,7 +447,7 @@ class _BitGenerator(_Fixed):
 
 
 class _Generator(_Fixed):
-    """Stands for a generator, or for one of the old kind."""
+    """Stand-in for a generator, or for one of the old kind."""
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is tuple and len(state) in (3, 5):
@@ -485,14 +485,14 @@ def _check_generator(bits: Any = "MT19937", make: Any = None) -> _Generator:
 
 
 class _SeedSequence(_Fixed):
-    """Stands for what seeds come from."""
+    """Stand-in for what seeds come from."""
 
     def __setstate__(self, state: Any) -> None:
         _check_seeds(state)
 
 
 class _SeedSequenceClass(_Named):
-    """Stands for the class of those."""
+    """Stand-in for the class of those."""
 
 
 def _check_seed_sequence(kind: Any, checksum: Any, state: Any) -> _SeedSequence:

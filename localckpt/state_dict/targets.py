@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,19 +12,13 @@ import numpy
 import torch
 
 from localckpt.errors import MismatchError
-from localckpt.state_dict.base import TensorAwareStateDict
+from localckpt.memory.tensor_bytes import is_flat
+from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.foreign_values import ArrayTensor
-from localckpt.state_dict.garbage import collection_paused
-from localckpt.state_dict.skeleton import take_tensors
-from localckpt.state_dict.tensor_table import (
-    ARRAY,
-    TableEntry,
-    build_table,
-    is_flat,
-    packed,
-    structures,
-)
+from localckpt.state_dict.sharded import is_sharded
+from localckpt.state_dict.skeleton import collection_paused, take_tensors
+from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
 
 __all__ = ["Targets", "find_targets", "names_of"]
 
@@ -91,7 +85,7 @@ class Targets:
         ]
 
     def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
-        """What each slot of an image is to be copied to.
+        """Target of each slot of an image.
 
         Raises:
             MismatchError: Other tensors were saved; it lists them.
@@ -112,7 +106,7 @@ class Targets:
         return targets
 
     def _plain_targets(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor] | None:
-        """What fills each slot, if each tensor has its own, shares no bytes, and lies as it did."""
+        """Target of each slot, if each tensor has its own, shares no bytes, and lies as it did."""
         tensors, names = self.tensors, self.names
         if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
             return None
@@ -149,15 +143,35 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
 
 
 def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
-    """``id(tensor)`` to its path in a state, for those in its containers."""
+    """Return ``id(tensor)`` to its path in a state, for those in its containers.
+
+    The tensors that a DTensor, a ShardedTensor or another wrapper is made of have its path.
+    """
     root = vars(state) if isinstance(state, TensorAwareStateDict) else state
     names: dict[int, str] = {}
     for path, value in named_values(root, (torch.Tensor, numpy.ndarray)):
-        names.setdefault(id(value), path.removeprefix("state_dict."))
+        for inner_path, inner in _made_of(path.removeprefix("state_dict."), value):
+            names.setdefault(id(inner), inner_path)
     for tensor in tensors:
         if type(tensor) is ArrayTensor and id(tensor.array) in names:
             names[id(tensor)] = names[id(tensor.array)]
     return names
+
+
+def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Paths of a tensor and of the tensors inside of it."""
+    yield path, value
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return
+    if isinstance(value, torch.Tensor) and is_sharded(value):
+        shards: Any = value
+        inner = [(str(number), s.tensor) for number, s in enumerate(shards.local_shards())]
+    elif callable(flatten := getattr(value, "__tensor_flatten__", None)):
+        inner = [(name, getattr(value, name)) for name in flatten()[0]]
+    else:
+        return
+    for name, tensor in inner:
+        yield from _made_of(path if len(inner) == 1 else f"{path}.{name}", tensor)
 
 
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""How each tensor of a state is found in an image's slots, aliases and strides included.
+"""Table of a state's tensors: the place of each in an image's slots, aliases and strides included.
 
 Tensors that share bytes share a slot and come back sharing bytes; a view that overlaps another is
 described by its place in the slot that covers both. A dense tensor is stored in the order in which
@@ -17,6 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from localckpt.errors import CorruptShardError
+from localckpt.memory.tensor_bytes import (
+    byte_span,
+    is_flat,
+    is_lazy,
+    same_view,
+    storage_address,
+    storage_bytes,
+)
 from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.header import RESERVED_NAMES
 from localckpt.state_dict.layout import TensorSlot
@@ -27,13 +35,9 @@ __all__ = [
     "TableEntry",
     "TensorTable",
     "build_table",
-    "copy_values",
-    "flat_bytes",
-    "is_flat",
     "packed",
     "parse_entries",
     "signature",
-    "storage_address",
     "structures",
 ]
 
@@ -55,8 +59,6 @@ _LABELS = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SHARED = "shared:"
 _View = tuple[int, tuple[int, ...]]
@@ -90,7 +92,7 @@ class TableEntry(NamedTuple):
         return dtype
 
     def reach_nbytes(self) -> int:
-        """How many bytes of its slot the tensor needs, from the slot's first byte on.
+        """Bytes of its slot that the tensor needs, from the slot's first byte on.
 
         Raises:
             CorruptShardError: No tensor has such a dtype, or lies so.
@@ -113,12 +115,12 @@ class TableEntry(NamedTuple):
 
     @property
     def is_blob(self) -> bool:
-        """Whether its slot is a range of bytes of a storage, and no tensor's value."""
+        """True if the slot is a range of bytes of a storage, and no tensor's value."""
         return self.slot is not None and self.slot.startswith(_SHARED)
 
 
 class Source(NamedTuple):
-    """What fills a slot: a tensor's value, or a range of bytes of its storage.
+    """Source of a slot: a tensor's value, or a range of bytes of its storage.
 
     Attributes:
         number: Of the tensor.
@@ -134,7 +136,7 @@ class Source(NamedTuple):
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that is contiguous in the slot."""
         if self.span is not None:
-            return _storage_bytes(tensor, self.span)
+            return storage_bytes(tensor, self.span)
         return packed(tensor, self.strides)
 
 
@@ -223,7 +225,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
     taken: set[str] = set(RESERVED_NAMES)
 
     def add_slot(number: int, span: tuple[int, int] | None) -> tuple[str, _View | None]:
-        """Returns the slot's name, and the view of the tensor in it, if it is the tensor's own."""
+        """Add a slot; return its name, and the tensor's view of it, if it is the tensor's own."""
         tensor = tensors[number]
         # A name that is no text (half of a surrogate pair) would keep other tools from the file.
         wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
@@ -253,25 +255,25 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
         whole = None
         if base is not None:
             name, whole = add_slot(base, None)
-            start = _span(tensors[base])[0]
+            start = byte_span(tensors[base])[0]
         else:
-            spans = [_span(tensors[number]) for number in cluster]
+            spans = [byte_span(tensors[number]) for number in cluster]
             start = min(s for s, _ in spans) // _BLOB_ALIGN * _BLOB_ALIGN
             # Storages that begin at the same byte (two arrays of numpy) may differ in length.
             longest = max(cluster, key=lambda n: tensors[n].untyped_storage().nbytes())
             name, _ = add_slot(longest, (start, max(e for _, e in spans)))
         for number in cluster:
             tensor = tensors[number]
-            if base is not None and _same_view(tensor, tensors[base]):
+            if base is not None and same_view(tensor, tensors[base]):
                 view = whole
             else:
-                view = (_span(tensor)[0] - start, tensor.stride())
+                view = (byte_span(tensor)[0] - start, tensor.stride())
             entries[number] = _entry(tensor, name, view)
     return TensorTable(tuple(e for e in entries if e is not None), tuple(slots), tuple(sources))
 
 
 def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
-    """What two states must share, tensor by tensor, for one to be restored into the other.
+    """Properties that two states share, tensor by tensor, if one can be restored into the other.
 
     A tensor that has a slot for itself may have any strides on either side.
     """
@@ -342,32 +344,12 @@ def _stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """As torch makes them for a new tensor."""
+    """Strides of a new, contiguous tensor, as torch makes them."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor; ``view`` cannot give them where a dimension of 1 has stride 0."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return _storage_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
-
-
-def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """``target.copy_(source)`` for two tensors of one dtype and shape, whatever the dtype."""
-    integers = _INTEGERS.get(source.itemsize)
-    if integers is not None and not _is_lazy(target) and not _is_lazy(source):
-        # torch has a dozen dtypes whose values it cannot copy.
-        target, source = target.view(integers), source.view(integers)
-    target.copy_(source, non_blocking=non_blocking)
 
 
 def _entry(tensor: torch.Tensor, slot: str | None, view: _View | None) -> TableEntry:
@@ -397,7 +379,7 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     clusters: list[list[int]] = []
     for number, tensor in enumerate(tensors):
         alone = tensor.is_meta or tensor.numel() == 0 or type(tensor) is ArrayTensor
-        if alone or _is_lazy(tensor):
+        if alone or is_lazy(tensor):
             clusters.append([number])
         else:
             key = (str(tensor.device), storage_address(tensor))
@@ -406,10 +388,10 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         if len(members) == 1:
             clusters.append(members)
             continue
-        members.sort(key=lambda n: _span(tensors[n]))
+        members.sort(key=lambda n: byte_span(tensors[n]))
         end = -1
         for number in members:
-            start, stop = _span(tensors[number])
+            start, stop = byte_span(tensors[number])
             if start >= end:
                 clusters.append([])
             clusters[-1].append(number)
@@ -421,55 +403,22 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) -> int | None:
     """The member whose own value holds all bytes of the cluster, if there is one."""
-    if all(_same_view(tensors[n], tensors[cluster[0]]) for n in cluster):
+    if all(same_view(tensors[n], tensors[cluster[0]]) for n in cluster):
         tensor = tensors[cluster[0]]
-        start, stop = _span(tensor)
+        start, stop = byte_span(tensor)
         # A tensor that repeats its own bytes (expanded) is smaller as a view of them, unless they
         # are not its value.
         repeats = tensor.numel() * tensor.itemsize > stop - start
-        return None if repeats and not _is_lazy(tensor) else cluster[0]
-    spans = [_span(tensors[n]) for n in cluster]
+        return None if repeats and not is_lazy(tensor) else cluster[0]
+    spans = [byte_span(tensors[n]) for n in cluster]
     whole = (min(s for s, _ in spans), max(e for _, e in spans))
     for number, span in zip(cluster, spans, strict=True):
         if span == whole and tensors[number].is_contiguous():
             fits = all(
-                (_span(tensors[n])[0] - whole[0]) % tensors[n].itemsize == 0 for n in cluster
+                (byte_span(tensors[n])[0] - whole[0]) % tensors[n].itemsize == 0 for n in cluster
             )
             return number if fits else None
     return None
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor touches in its storage."""
-    if tensor.numel() == 0:
-        return (0, 0)
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
-    return (start * tensor.itemsize, (start + reach + 1) * tensor.itemsize)
-
-
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.storage_offset() == b.storage_offset()
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-    )
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether its value is one run of bytes in its storage."""
-    return tensor.is_contiguous() and not _is_lazy(tensor)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether its value is not what its storage holds (a pending conjugation or negation)."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins, in host or device memory."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _free_name(wanted: str, taken: set[str]) -> str:

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from localckpt.errors import CheckpointingException
-from localckpt.state_dict.host_memory import (
+from localckpt.memory.host_memory import (
     HUGE_PAGE_NBYTES,
+    PAGE_NBYTES,
     address_of,
     map_memory,
     populate,
     prefer_huge_pages,
+    round_up,
 )
-from localckpt.state_dict.layout import PAGE_NBYTES, round_up
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 
@@ -39,12 +40,10 @@ logger = logging.getLogger(__name__)
 class Buffer(ABC):
     """Page-aligned memory of a fixed size, and whether a save is using it."""
 
-    lease = 0
-    """How often it has been taken: tells a save whether the buffer is still its own."""
     owner: Hashable = None
-    """Who took it last: finds the buffer of a save that was interrupted while it took one."""
+    """Last owner: tells a slot whether the buffer is still its own."""
     is_being_sent = False
-    """Whether other ranks still get its bytes; it is not free before they have them."""
+    """True while other ranks still get the bytes; the buffer is not free before they have them."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -68,17 +67,16 @@ class Buffer(ABC):
     @property
     @abstractmethod
     def in_use(self) -> bool:
-        """Whether a save has taken it and nobody has given it back."""
+        """True if a save has taken the buffer, and nobody has given it back."""
 
     def take(self, owner: Hashable = None) -> None:
-        """Reserve it for a save, which can be named."""
+        """Reserve it for an owner, which can be named."""
         # The owner first: memory that is in use always has one.
         self.owner = owner
-        self.lease += 1
 
     @abstractmethod
     def give_back(self) -> None:
-        """Called by whoever is done with the bytes, in whatever process that is."""
+        """Release the buffer, from whatever process is done with the bytes."""
 
     @abstractmethod
     def close(self) -> None:

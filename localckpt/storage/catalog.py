@@ -1,7 +1,7 @@
-"""Looks at a store from outside, while a job uses it or long after: nothing is changed, or locked.
+"""View of a store from outside, while a job uses it or long after: nothing is changed, or locked.
 
 Files come, go and are recycled meanwhile. What was read of one counts only if it still has its name
-afterwards, and is the same file: one that a job lets go loses its name first.
+afterwards, and is the same file: one that a job retires loses its name first.
 """
 
 from __future__ import annotations
@@ -13,35 +13,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from localckpt.errors import (
-    CheckpointingException,
-    CorruptShardError,
-    FormatVersionError,
-    StorageError,
-)
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import ShardRecord
 from localckpt.lineage import EpochId, Lineage
 from localckpt.state_dict.identify import read_verified_record, verify
-from localckpt.state_dict.source import Filled, Places
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import (
     CORRUPT,
     DIRTY,
     EPOCH_NAME,
     OWNER_NAME,
+    RECYCLED,
     SESSION_PREFIX,
     SHARD,
-    SPARE,
-    STAGING_PREFIX,
     TOKEN_NAME,
     session_of,
 )
-from localckpt.storage.notes import epoch_note, owner_of, read_note
-from localckpt.storage.owner import Running
-from localckpt.storage.staging import is_buffer, is_live
+from localckpt.storage.owner import Running, epoch_note, owner_of, read_note
+from localckpt.storage.problem import Problem
+from localckpt.storage.staging import find_buffers, is_buffer, is_live
 
 __all__ = [
-    "Fault",
     "Leftover",
     "LeftoverKind",
     "SessionFolder",
@@ -50,15 +42,12 @@ __all__ = [
     "find_sessions",
     "find_staging",
     "node_token",
-    "split_claim",
     "uncounted_file",
 ]
 
-Fault = Literal["damaged", "other version", "other session", "unreadable"]
-LeftoverKind = Literal["dirty", "spare", "corrupt", "staging", "shard"]
+LeftoverKind = Literal["dirty", "recycled", "corrupt", "staging", "shard"]
 
-_ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", SPARE: "spare", CORRUPT: "corrupt"}
-_SHARED_MEMORY = Path("/dev/shm")
+_ENDINGS: dict[str, LeftoverKind] = {DIRTY: "dirty", RECYCLED: "recycled", CORRUPT: "corrupt"}
 _LOOKS = 4
 
 
@@ -69,7 +58,7 @@ class ShardFile:
     path: Path
     record: ShardRecord
     modified_at: float = 0.0
-    """When it was last written to, in seconds since 1970."""
+    """Time of the last write, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +67,18 @@ class UncountedFile:
 
     path: Path
     nbytes: int
-    fault: Fault
-    why: str
-    claim: str = ""
-    """What it says that it is, where that may be a part of the damage."""
+    problem: Problem
 
     @property
     def description(self) -> str:
-        """What is wrong, with what it says that it is."""
-        return f"it claims to be {self.claim}, and {self.why}" if self.claim else self.why
+        """Text of the problem, with what the file says that it is."""
+        claim, text = self.problem.claim, self.problem.text
+        return f"it claims to be {claim}, and {text}" if claim else text
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file that may go: one that is being written, waits to be overwritten, or was set aside.
+    """A file that may go: one that is being written, waits to be overwritten, or is in quarantine.
 
     A shard is one only if it is asked for, by its epoch.
     """
@@ -100,7 +87,7 @@ class Leftover:
     nbytes: int
     kind: LeftoverKind
     is_live: bool
-    """Whether the process that it belongs to still runs."""
+    """True if the process that it belongs to still runs."""
 
 
 class SessionFolder:
@@ -125,8 +112,8 @@ class SessionFolder:
         for folder in _folders(self.folder):
             for _ in range(_LOOKS):
                 paths = _files(folder, SHARD)
-                files = [self._identify(path) for path in paths]
-                # In place of one that was let go, another came that was not seen yet.
+                files = [self._examine(path, read_verified_record) for path in paths]
+                # In place of one that was retired, another came that was not seen yet.
                 if None not in files:
                     break
             found += [file for file in files if isinstance(file, ShardFile)]
@@ -134,8 +121,8 @@ class SessionFolder:
         return found, uncounted
 
     def verify_again(self, path: Path) -> ShardFile | UncountedFile | None:
-        """Read a file that was set aside, and check every block, as :meth:`verify` does."""
-        file = self._identify(path)
+        """Read a file in quarantine, and check every block, as :meth:`verify` does."""
+        file = self._examine(path, read_verified_record)
         return self.verify(file, lambda _: None) if isinstance(file, ShardFile) else file
 
     def verify(
@@ -152,10 +139,15 @@ class SessionFolder:
         """
 
         def examine(source: FileSource) -> ShardRecord:
-            verify(_WatchedSource(source, on_read), shard.record.identity)
+            verify(source, shard.record.identity, on_read)
             return shard.record
 
-        return self._examine(shard.path, examine)
+        found = self._examine(shard.path, examine)
+        if isinstance(found, UncountedFile):
+            # Its header is verified, and no mere claim.
+            problem = replace(found.problem, text=str(found.problem), claim="")
+            return replace(found, problem=problem)
+        return found
 
     def noted_lineages(self) -> list[Lineage]:
         """Lineages of the attempts that began here last, as far as their notes can be read.
@@ -192,7 +184,7 @@ class SessionFolder:
         ]
 
     def leftovers(self) -> list[Leftover]:
-        """What is no shard, in the folders of all ranks.
+        """Files that are no shards, in the folders of all ranks.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -210,19 +202,12 @@ class SessionFolder:
         return found
 
     def corrupt_files(self) -> list[Path]:
-        """What was set aside as damaged, in the folders of all ranks.
+        """Files in quarantine, in the folders of all ranks.
 
         Raises:
             StorageError: A directory cannot be read.
         """
         return [path for folder in _folders(self.folder) for path in _files(folder, CORRUPT)]
-
-    def _identify(self, path: Path) -> ShardFile | UncountedFile | None:
-        file = self._examine(path, read_verified_record)
-        if isinstance(file, UncountedFile) and file.fault == "damaged":
-            claim, why = split_claim(file.why)
-            return replace(file, claim=claim, why=why)
-        return file
 
     def _examine(
         self, path: Path, examine: Callable[[FileSource], ShardRecord]
@@ -238,7 +223,7 @@ class SessionFolder:
             finally:
                 source.close()
         except CheckpointingException as error:
-            result = UncountedFile(path, before.st_size, *_fault_of(error))
+            result = UncountedFile(path, before.st_size, Problem.of(error, path))
         after = _status(path)
         if after is None or after.st_ino != before.st_ino:
             return None
@@ -249,7 +234,7 @@ class SessionFolder:
     def _judge(self, path: Path, record: ShardRecord) -> ShardFile | UncountedFile:
         if record.identity.session_id != self.session_id:
             why = f"it belongs to session {record.identity.session_id!r}"
-            return UncountedFile(path, record.nbytes, "other session", why)
+            return UncountedFile(path, record.nbytes, Problem("other session", why, path=path))
         return ShardFile(path, record)
 
 
@@ -281,26 +266,17 @@ def node_token(root: Path) -> str | None:
 def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
     """Description of a file that cannot be used."""
     status = _status(path)
-    return UncountedFile(path, 0 if status is None else status.st_size, *_fault_of(error))
+    return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
 
 
-def split_claim(why: str) -> tuple[str, str]:
-    """Split the text of an error into the name that it gives a damaged shard, and what is wrong.
-
-    The name comes from the shard's header. Where that itself is not verified, it is no fact.
-    """
-    claim, _, wrong = why.rpartition(" is damaged: ")
-    return claim, wrong
-
-
-def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
+def find_staging() -> list[Leftover]:
     """Staging buffers in this node's shared memory, whatever store they are for.
 
     Those of other users are left out, unless this is root.
     """
     running = Running()
     found = []
-    for path in sorted(shared_memory.glob(f"{STAGING_PREFIX}*")):
+    for path in find_buffers():
         live, status = is_live(path, running), _status(path)
         # A lock that a dead process has left is removed with its buffers, or without any.
         if live and not is_buffer(path):
@@ -309,38 +285,6 @@ def find_staging(shared_memory: Path = _SHARED_MEMORY) -> list[Leftover]:
             continue
         found.append(Leftover(path, status.st_size, "staging", live))
     return found
-
-
-class _WatchedSource:
-    """A file that tells how much of it is read."""
-
-    def __init__(self, source: FileSource, on_read: Callable[[int], None]) -> None:
-        self._source = source
-        self._on_read = on_read
-
-    @property
-    def nbytes(self) -> int:
-        return self._source.nbytes
-
-    def read(self, start: int, stop: int) -> memoryview:
-        view = self._source.read(start, stop)
-        self._on_read(len(view))
-        return view
-
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        self._source.stream(stop, places, filled)
-
-    def close(self) -> None:
-        self._source.close()
-
-
-def _fault_of(error: CheckpointingException) -> tuple[Fault, str]:
-    if isinstance(error, FormatVersionError):
-        return "other version", str(error)
-    if isinstance(error, CorruptShardError):
-        return "damaged", str(error)
-    cause = error.__cause__
-    return "unreadable", (isinstance(cause, OSError) and cause.strerror) or str(error)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -1,40 +1,136 @@
-"""Shards in files on the node's own disk."""
+"""Stores of files on the node's own disk, whose slots have their memory in a pool of buffers.
+
+``ReadOnlyStore`` is for a process that only reads: nothing is made, renamed or claimed in its
+directory.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from localckpt.ids import Series, ShardIdentity
+from localckpt.errors import CheckpointingException
+from localckpt.ids import Piece, ShardIdentity
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY
 from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
+from localckpt.storage.problem import Problem
+from localckpt.storage.rank_folder import SeenFolder
+from localckpt.storage.slot import Slot
 from localckpt.storage.staging import StagingFolder, remove_orphans
-from localckpt.storage.store import Store, one_at_a_time
-from localckpt.storage.write import Digests, ShardWrite
+from localckpt.storage.store import Stored
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DiskStore"]
+__all__ = ["DiskStore", "PooledStore", "ReadOnlyStore"]
 
 logger = logging.getLogger(__name__)
 
 
-class DiskStore(Store):
+class PooledStore(DirectoryStore):
+    """A directory, and buffers.
+
+    Args:
+        root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
+        make_buffer: Makes a buffer that holds a number of bytes.
+        num_buffers: How many saves can be under way.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        session_id: str,
+        rank: int,
+        timeout_s: float,
+        make_buffer: Callable[[int], Buffer],
+        num_buffers: int,
+    ) -> None:
+        super().__init__(root, session_id, rank, timeout_s)
+        self._pool = BufferPool(make_buffer, num_buffers)
+        self._num_buffers = num_buffers
+
+    def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
+        self._sizes[piece] = nbytes
+        self._pool.prepare(piece, nbytes, gpu)
+
+    def is_busy(self) -> bool:
+        return any(map(self._pool.is_busy, self.image_nbytes))
+
+    def planned_nbytes(self) -> tuple[int, int, bool]:
+        total_nbytes = sum(map(buffer_nbytes, self.image_nbytes.values()))
+        return self._num_buffers * total_nbytes, 0, False
+
+    def close(self) -> None:
+        self._pool.close()
+        super().close()
+
+    def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        # For a load, the buffer that this rank's next save will want anyway.
+        return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
+
+    def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
+        if (buffer := slot.buffer) is not None:
+            buffer.give_back()
+        else:
+            self._drop_memory(slot)
+
+    def _drop_memory(self, slot: Slot) -> None:
+        # By its owner: an interrupt may have come before the slot knew what it has.
+        self._pool.release(slot)
+
+    def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
+        """Do nothing: files on disk are found again by name."""
+
+
+class ReadOnlyStore(PooledStore):
+    """Shards of a session on this node, on disk or in shared memory, beside whoever writes them.
+
+    A file that the job of this session retires while it is read is an error of that read.
+
+    Args:
+        root, session_id, rank, timeout_s: As for :class:`DirectoryStore`; the directory may be
+            missing.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float
+    ) -> None:
+        super().__init__(root, session_id, rank, timeout_s, PrivateBuffer, 2)
+
+    def _take_folder(self, timeout_s: float) -> SeenFolder:
+        return SeenFolder(self.root, self.session_id, self.rank)
+
+    def reserve(
+        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
+    ) -> Slot:
+        # Also a shard that is computed is for this load alone.
+        return super().reserve(identity, nbytes, timeout_s, is_kept=False)
+
+    def list_stored(self) -> list[Stored]:
+        return super().list_stored() if self._session.is_dir() else []
+
+    def _write_options(self, slot: Slot) -> NoReturn:
+        raise CheckpointingException(f"{slot.identity} cannot be saved: {self.root} is only read")
+
+    def _quarantine(self, path: Path, problem: Problem) -> None:
+        logger.warning("%s stays as it is, and is not used: %s", path, problem)
+
+
+class DiskStore(PooledStore):
     """A directory on the node's disk.
 
     Args:
-        root, session_id, rank, timeout_s: As for :class:`Store`.
+        root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
         writer: Who writes: a ``"thread"`` of this process, from private memory, or another
             ``"process"``, from shared memory.
         num_buffers: How many saves can be under way.
-        shared_memory: Directory of the shared buffers.
     """
 
     def __init__(
@@ -46,13 +142,12 @@ class DiskStore(Store):
         *,
         writer: Literal["thread", "process"] = "thread",
         num_buffers: int = 2,
-        shared_memory: Path = Path("/dev/shm"),
     ) -> None:
-        super().__init__(root, session_id, rank, timeout_s)
-        self._shared_memory = shared_memory
-        self._staging = StagingFolder(shared_memory)
-        self._writer, self._num_buffers = writer, num_buffers
-        remove_orphans(shared_memory)
+        self._staging = StagingFolder()
+        make_buffer = PrivateBuffer if writer == "thread" else self._make_shared
+        super().__init__(root, session_id, rank, timeout_s, make_buffer, num_buffers)
+        self._writer = writer
+        remove_orphans()
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
@@ -64,80 +159,29 @@ class DiskStore(Store):
                 self.root,
                 kind,
             )
-        self._pool = BufferPool(
-            PrivateBuffer if writer == "thread" else self._make_shared, num_buffers
-        )
 
-    def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        return self._pool.take(identity.series, nbytes, timeout_s, identity)
-
-    def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
-        self._pool.prepare(series, nbytes, pin)
-
-    def is_busy(self, series: Series) -> bool:
-        return self._pool.is_busy(series)
-
-    def receive(self, nbytes: int, timeout_s: float) -> Buffer:
-        # The buffer that this rank's next save will want anyway.
-        return self._pool.take(Series(self.rank), nbytes, timeout_s, self.LOADING)
-
-    def release(self, owner: Hashable) -> None:
-        self._pool.release(owner)
-
-    @one_at_a_time
-    def write_job(
-        self,
-        buffer: Buffer,
-        identity: ShardIdentity,
-        nbytes: int,
-        covered_nbytes: int,
-        digests: Digests,
-    ) -> ShardWrite:
+    def _write_options(self, slot: Slot) -> dict[str, bool]:
         with storage_errors("recycle a file in", self.folder):
-            recycled = self._claim_spare(identity, nbytes) is not None
-        return ShardWrite(
-            buffer,
-            nbytes,
-            covered_nbytes,
-            identity,
-            digests,
-            dirty=self._dirty(identity),
-            final=self._free_path(identity),
-            recycled=recycled,
-            direct=self._direct,
-        )
+            recycled = self._claim_recycled(slot.identity, slot.nbytes) is not None
+        return {"recycled": recycled, "direct": self._direct}
 
-    def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
-        if buffer.in_use and buffer.lease == lease:
-            self._pool.drop(buffer)
-
-    def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
-        if buffer.in_use and buffer.lease == lease:
-            buffer.give_back()
-        with storage_errors("clean up", self.folder):
-            self._dirty(identity).unlink(missing_ok=True)
-
-    def check_room(self, images: Collection[int], checkpoints: int, ranks: int) -> None:
-        super().check_room(images, checkpoints, ranks)
+    def check_space(self, checkpoints: int, ranks: int) -> None:
+        super().check_space(checkpoints, ranks)
         if self._writer == "process":
-            with storage_errors("look at", self._shared_memory):
-                status = os.statvfs(self._shared_memory)
+            with storage_errors("look at", self._staging.path):
+                status = os.statvfs(self._staging.path)
                 had = self._staging.nbytes()
-            sizes = [buffer_nbytes(image) for image in images]
-            check_shared_memory(self._shared_memory, status, had, sizes, self._num_buffers)
+            sizes = [buffer_nbytes(image) for image in self.image_nbytes.values()]
+            check_shared_memory(self._staging.path, status, had, sizes, self._num_buffers)
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of all staging buffers."""
-        return self._pool.nbytes
+    def planned_nbytes(self) -> tuple[int, int, bool]:
+        staging_nbytes, kept_nbytes, _ = super().planned_nbytes()
+        return staging_nbytes, kept_nbytes, self._writer == "process"
 
-    def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
+    def close(self) -> None:
         self._pool.close()
         self._staging.close()
-        super().close(unfinished)
-
-    def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
-        """Files on disk are found again by name."""
+        super().close()
 
     def _make_shared(self, nbytes: int) -> Buffer:
         return SharedBuffer(self._staging.new_path(), nbytes)

@@ -1,4 +1,4 @@
-"""Turns what the operating system refuses into an error that says what to do."""
+"""Errors of the operating system, as errors that say what to do."""
 
 from __future__ import annotations
 

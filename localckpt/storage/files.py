@@ -1,4 +1,4 @@
-"""Reads images from files: cold ones past the page cache, warm ones out of it."""
+"""Images in files: cold ones are read past the page cache, warm ones out of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.state_dict.source import PIECE_NBYTES, Filled, Places, handle_pieces, scatter
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.failures import storage_errors

@@ -9,21 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localckpt.errors import StorageError
-from localckpt.ids import Series, ShardIdentity
-from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.ids import Piece, ShardIdentity
+from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
+from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.names import DIRTY, SPARE
+from localckpt.storage.names import DIRTY, RECYCLED
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
 from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
-from localckpt.storage.store import Store, one_at_a_time
-from localckpt.storage.write import Digests, ShardWrite
+from localckpt.storage.slot import Slot
 from localckpt.threads import Task
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def default_root() -> Path:
     return Path(f"/dev/shm/localckpt-{os.getuid()}")
 
 
-class MemoryStore(Store):
+class MemoryStore(DirectoryStore):
     """A directory in shared memory.
 
     Args:
-        root, session_id, rank, timeout_s: As for :class:`Store`.
+        root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
         num_buffers: How many saves can be under way.
         keep_last: How many checkpoints are kept; one more has its memory made ahead of time.
     """
@@ -68,125 +68,103 @@ class MemoryStore(Store):
             logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
         self._num_buffers = num_buffers
         self._keep_last = keep_last
-        self._series: set[Series] = set()
         self._preparing: Task[None] | None = None
-        # Files by their name as dirty or committed (by identity) or as spare (by name).
+        # Files by their name as dirty or committed (by identity) or as recycled (by name).
         self._staged: dict[ShardIdentity, _MappedFile] = {}
-        self._spares: dict[str, _MappedFile] = {}
+        self._recycled: dict[str, _MappedFile] = {}
 
-    def stage(self, identity: ShardIdentity, nbytes: int, timeout_s: float) -> Buffer:
-        wait_until_free(lambda: not self.is_busy(identity.series), timeout_s)
-        self._finish_preparing()
-        return self._mapped(identity, nbytes)
+    def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        if slot.is_kept:
+            wait_until_free(lambda: not self._is_busy(slot.identity.piece), timeout_s)
+            self._finish_preparing()
+            return self._mapped(slot)
+        buffer = allocate(PrivateBuffer, slot.nbytes)
+        buffer.take(slot)
+        return buffer
 
     @one_at_a_time
-    def _mapped(self, identity: ShardIdentity, nbytes: int) -> Buffer:
+    def _mapped(self, slot: Slot) -> Buffer:
+        identity, nbytes = slot.identity, slot.nbytes
         path = self._dirty(identity)
         with storage_errors("recycle a file in", self.folder):
-            claimed = self._claim_spare(identity, nbytes)
-        buffer = self._spares.pop(claimed, None) if claimed is not None else None
+            claimed = self._claim_recycled(identity, nbytes)
+        buffer = self._recycled.pop(claimed, None) if claimed is not None else None
         try:
             if buffer is None:
                 buffer = _MappedFile(path, nbytes, create=claimed is None)
             else:
                 buffer.resize(path, nbytes)
         except StorageError:
-            # The spare's space goes back to the node, which has too little.
+            # Its space goes back to the node, which has too little.
             if buffer is not None:
                 buffer.close()
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)
             raise
+        buffer.take(slot)
         self._staged[identity] = buffer
         return buffer
 
     @one_at_a_time
-    def prepare(self, series: Series, nbytes: int, pin: torch.device | None = None) -> None:
-        self._series.add(series)
-        wanted = (self._keep_last + 1) * len(self._series)
+    def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
+        self._sizes[piece] = nbytes
+        wanted = (self._keep_last + 1) * len(self._sizes)
         if self._preparing is not None and not self._preparing.done():
             return
         if len(self.images()) < wanted:
-            preparing = Task(lambda: self._make_spare(nbytes, pin))
+            preparing = Task(lambda: self._make_ahead(nbytes, gpu))
             preparing.start("localckpt-prepare", daemon=True)
             # Once it runs: one that an interrupt kept from starting could not be waited for.
             self._preparing = preparing
 
+    def is_busy(self) -> bool:
+        return any(map(self._is_busy, self.image_nbytes))
+
     @one_at_a_time
-    def is_busy(self, series: Series) -> bool:
-        busy = [i for i, b in self._staged.items() if i.series == series and b.in_use]
+    def _is_busy(self, piece: Piece) -> bool:
+        busy = [i for i, b in self._staged.items() if i.piece == piece and b.in_use]
         return len(busy) >= self._num_buffers
 
-    def receive(self, nbytes: int, timeout_s: float) -> Buffer:
-        return allocate(PrivateBuffer, nbytes)
+    def planned_nbytes(self) -> tuple[int, int, bool]:
+        total_nbytes = sum(self.image_nbytes.values())
+        # What is staged is what is kept; each save under way has a file of its own.
+        return self._num_buffers * total_nbytes, self._keep_last * total_nbytes, True
+
+    def _write_options(self, slot: Slot) -> dict[str, bool]:
+        return {"in_place": True}
+
+    def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
+        if was_unfinished and (buffer := slot.buffer) is not None:
+            if slot.is_kept:
+                self._staged.pop(slot.identity, None)
+            buffer.close()
 
     @one_at_a_time
-    def release(self, owner: Hashable) -> None:
-        for identity in [identity for identity in self._staged if identity == owner]:
-            self._staged.pop(identity).close()
+    def _drop_memory(self, slot: Slot) -> None:
+        if not slot.is_kept:
+            self._give_back(slot, was_unfinished=True)
+            return
+        # Not by what the slot knows: an interrupt may have come before it knew.
+        if (buffer := self._staged.pop(slot.identity, None)) is not None:
+            buffer.close()
+        with storage_errors("remove", self._dirty(slot.identity)):
+            self._dirty(slot.identity).unlink(missing_ok=True)
+            self._path(slot.identity).unlink(missing_ok=True)
 
-    @one_at_a_time
-    def write_job(
-        self,
-        buffer: Buffer,
-        identity: ShardIdentity,
-        nbytes: int,
-        covered_nbytes: int,
-        digests: Digests,
-    ) -> ShardWrite:
-        return ShardWrite(
-            buffer,
-            nbytes,
-            covered_nbytes,
-            identity,
-            digests,
-            dirty=self._dirty(identity),
-            final=self._free_path(identity),
-            in_place=True,
-        )
-
-    @one_at_a_time
-    def abandon(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
-        self._staged.pop(identity, None)
-        buffer.close()
-        with storage_errors("remove", self._dirty(identity)):
-            self._dirty(identity).unlink(missing_ok=True)
-            self._path(identity).unlink(missing_ok=True)
-
-    @one_at_a_time
-    def drop_unfinished(self, buffer: Buffer, lease: int, identity: ShardIdentity) -> None:
-        is_committed = False
-        try:
-            with storage_errors("clean up", self.folder):
-                try:
-                    self._dirty(identity).unlink()
-                except FileNotFoundError:
-                    is_committed = True
-        finally:
-            # Also when the store does not work: it may again, and nobody else gives this back.
-            if not is_committed:
-                self._staged.pop(identity, None)
-                buffer.close()
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of all files that this process has mapped."""
-        return sum(len(b.view) for b in (*self._staged.values(), *self._spares.values()))
-
-    def close(self, unfinished: Iterable[ShardIdentity] = ()) -> None:
+    def close(self) -> None:
         if self._process != os.getpid():
             return
         self._closed = True
         self._finish_preparing()
-        for buffer in (*self._staged.values(), *self._spares.values()):
+        for buffer in (*self._staged.values(), *self._recycled.values()):
             buffer.close()
         self._staged.clear()
-        self._spares.clear()
-        super().close(unfinished)
+        self._recycled.clear()
+        super().close()
 
-    def _make_spare(self, nbytes: int, pin: torch.device | None) -> None:
+    def _make_ahead(self, nbytes: int, gpu: torch.device | None) -> None:
         name = f"ahead.{secrets.token_hex(4)}"
-        path, spare = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{SPARE}"
+        path, ready = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{RECYCLED}"
         try:
             buffer = _MappedFile.made(path, nbytes)
         except StorageError as error:
@@ -195,14 +173,14 @@ class MemoryStore(Store):
             return
         kept = False
         try:
-            if pin is not None:
-                buffer.pin(pin)
+            if gpu is not None:
+                buffer.pin(gpu)
             # Who closed the store may not have waited for this.
             if not self._closed:
                 # At once, or a save that claims it meanwhile would map it a second time.
                 with self._lock, storage_errors("keep memory ready in", self.folder):
-                    os.rename(path, spare)
-                    self._spares[spare.name] = buffer
+                    os.rename(path, ready)
+                    self._recycled[ready.name] = buffer
                 kept = True
         except StorageError as error:
             logger.warning("memory could not be had ahead of time: %s", error)
@@ -214,13 +192,13 @@ class MemoryStore(Store):
     def _finish_preparing(self) -> None:
         preparing = self._preparing
         if preparing is not None:
-            # A spare that comes later still is mapped by the save that claims it.
+            # A file that comes later still is mapped by the save that claims it.
             preparing.wait(_PREPARING_S)
 
-    def _became_spare(self, identity: ShardIdentity, spare: Path) -> None:
+    def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
         buffer = self._staged.pop(identity, None)
         if buffer is not None:
-            self._spares[spare.name] = buffer
+            self._recycled[recycled.name] = buffer
 
 
 class _MappedFile(Buffer):

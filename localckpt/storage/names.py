@@ -1,4 +1,4 @@
-"""What the files and folders of a store are called.
+"""Names of the files and folders of a store.
 
 Names only tell files apart: what a shard is, is read from its header. ``root/<session>/<rank>/``
 holds what a rank keeps; what is unfinished, retired or damaged ends differently.
@@ -20,10 +20,10 @@ __all__ = [
     "EPOCH_NAME",
     "LOCK_NAME",
     "OWNER_NAME",
-    "PARITY",
+    "RECYCLED",
+    "RECYCLED_BEFORE",
     "SESSION_PREFIX",
     "SHARD",
-    "SPARE",
     "STAGING_PREFIX",
     "TOKEN_NAME",
     "local_path",
@@ -34,22 +34,22 @@ __all__ = [
 ]
 
 SHARD = ".safetensors"
-PARITY = ".parity"
-"""Stands before :data:`SHARD` in the name of what a rank keeps of other ranks' shards."""
 DIRTY = ".dirty"
-"""Ends the name of whatever is being written; what a dead process left of it is removed."""
-SPARE = ".spare"
-"""Ends the name of a file that no shard needs, and a later save overwrites."""
+"""Ending of whatever is being written; what a dead process left of it is removed."""
+RECYCLED = ".recycled"
+"""Ending of a file that no shard needs, and a later save overwrites."""
+RECYCLED_BEFORE = ".spare"
+"""Ending that such files had in earlier versions; no save overwrites those any more."""
 CORRUPT = ".corrupt"
-"""Ends the name of what was set aside as damaged."""
+"""Ending of a file in quarantine."""
 
 TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
-"""In the root: the node's own name, and the lock of whoever starts or cleans up."""
+"""Files of the root: the node's own name, and the lock of whoever starts or cleans up."""
 OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
-"""In a rank's folder: the process that writes there, and the attempt that last began."""
+"""Files of a rank's folder: the process that writes there, and the epoch that last began."""
 
 STAGING_PREFIX = "localckpt-staging-"
-"""Begins the names of staging buffers in shared memory."""
+"""Beginning of the names of staging buffers in shared memory."""
 # So that no session's name can be empty, "." or "..".
 SESSION_PREFIX = "session-"
 
@@ -85,9 +85,9 @@ def session_of(folder: str) -> str:
 
 
 def shard_name(identity: ShardIdentity) -> str:
-    """The file of a shard, or of parity."""
+    """The file of a shard, or of another piece, whose kind stands before :data:`SHARD`."""
     epoch, sequence = identity.generation
-    kind = PARITY if identity.is_parity else ""
+    kind = "" if identity.is_shard else f".{identity.kind}"
     return f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}{kind}{SHARD}"
 
 

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.layout import PAGE_NBYTES
+from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 
 __all__ = ["OpenFile", "close_read", "open_owned"]
@@ -32,20 +32,24 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
     Raises:
         OSError: It cannot be opened; ``IsADirectoryError`` if it is a directory.
     """
-    # Iterators, because an interrupt can come between any two instructions of Python, and all of
-    # this is one. The mode that the object is given changes nothing about the descriptor.
-    opening = map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,))
+    descriptors: list[int] = []
+    files: list[io.FileIO] = []
     try:
-        return next(map(io.FileIO, opening, ("rb",)))
-    except IsADirectoryError as error:
-        # The object refuses the descriptor of a directory, and leaves it open.
-        if isinstance(error.filename, int):
-            os.close(error.filename)
+        # Iterators, because an interrupt can come between any two instructions of Python: what is
+        # opened is in its list before one can. Audit hooks, which are Python, run in both.
+        descriptors.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
+        # The mode that the object is given changes nothing about the descriptor.
+        files.extend(map(io.FileIO, descriptors, ("rb",)))
+    except BaseException:
+        # The object has refused the descriptor, as that of a directory, or an interrupt came.
+        if not files and descriptors:
+            os.close(descriptors[0])
         raise
+    return files[0]
 
 
 class OpenFile:
-    """Owns an open file. Everything but making it raises OSError.
+    """Open file, and its owner. Everything but making it raises OSError.
 
     Args:
         path: The file. Symbolic links are refused.
@@ -101,7 +105,7 @@ class OpenFile:
             done += count
 
     def is_cached(self) -> bool:
-        """Whether the file is in the page cache, by looking at a few pages of it."""
+        """Return whether the file is in the page cache, by looking at a few pages of it."""
         probe = bytearray(1)
         for i in range(_PROBES):
             try:

@@ -1,19 +1,29 @@
-"""Which process owns a file, in a form that a later process can check.
+"""Owners of files, in a form that a later process can check, and the notes that name them.
 
-A process is told by the machine's boot, its pid and its start time together, so neither a reused
-pid nor a changed clock takes a dead owner for a live one.
+A process is identified by the machine's boot, its pid and its start time, so neither a reused
+pid nor a changed clock takes a dead owner for a live one. Notes are small files beside the shards:
+the node's name, a folder's owner, its epoch.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Owner", "Running"]
+from localckpt.errors import MismatchError
+from localckpt.lineage import Lineage
+from localckpt.memory.host_memory import PAGE_NBYTES
+from localckpt.storage.names import EPOCH_NAME, OWNER_NAME
+from localckpt.storage.open_file import open_owned
+from localckpt.storage.write import replace_file
 
+__all__ = ["Owner", "Running", "epoch_note", "owner_of", "read_note", "write_note"]
 
 _NUMBER = re.compile("[0-9]{1,20}")
 
@@ -46,7 +56,7 @@ class Owner:
         return owner
 
     def is_alive(self) -> bool:
-        """Whether the process still runs, among those that share pids with this one."""
+        """Return whether the process still runs, among those that share pids with this one."""
         return Owner.of(self.pid) == self
 
     @classmethod
@@ -99,3 +109,41 @@ def _contained() -> Iterator[Owner]:
             continue
         if process is not None:
             yield from (Owner(process.boot, int(pid), process.started) for pid in inner)
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """The process that has taken a rank's folder, alive or not."""
+    process, _, _ = read_note(folder / OWNER_NAME).partition("\n")
+    return Owner.parse(process)
+
+
+def epoch_note(folder: Path) -> tuple[str, Lineage | None]:
+    """The number of the last epoch that began in a rank's folder, as text, and its lineage.
+
+    Earlier versions noted the number alone. A lineage that cannot be read counts as none: headers
+    tell it, too.
+    """
+    number, _, lineage_json = read_note(folder / EPOCH_NAME).partition("\n")
+    try:
+        return number, Lineage.from_json(json.loads(lineage_json)) if lineage_json else None
+    except (MismatchError, ValueError, RecursionError):
+        return number, None
+
+
+def write_note(path: Path, text: str) -> None:
+    """Replace a note; never written through a link in its place."""
+    replace_file(path, text.encode(), 0o600)
+
+
+def read_note(path: Path) -> str:
+    """The text of a note; empty for what is no plain file, or not there."""
+    try:
+        file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            return ""
+        raise
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return ""
+        return os.read(file.fileno(), PAGE_NBYTES).decode(errors="replace")

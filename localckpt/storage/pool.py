@@ -1,21 +1,20 @@
-"""Which staging buffers there are, who has them, and what a save does when all are busy."""
+"""Pool of staging buffers: those there are, who has them, and the wait when all are busy."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import psutil
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.state_dict.host_memory import HUGE_PAGE_NBYTES
-from localckpt.state_dict.layout import round_up
+from localckpt.memory.host_memory import HUGE_PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.threads import Task
+from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ __all__ = ["BufferPool", "allocate", "buffer_nbytes", "check_memory", "wait_unti
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.001
+_LONGEST_PAUSE_S = 0.001
 _CLOSE_S = 60.0
 
 
@@ -56,8 +55,8 @@ class BufferPool:
             pin: The GPU whose copies they are to take; ``None`` for none.
         """
         with self._lock:
-            there = len(self._buffers.setdefault(purpose, []))
-            if self._closed or purpose in self._preparing or there >= self._depth:
+            count = len(self._buffers.setdefault(purpose, []))
+            if self._closed or purpose in self._preparing or count >= self._depth:
                 return
             preparing = Task(lambda: self._prepare(purpose, nbytes, pin))
             try:
@@ -69,7 +68,7 @@ class BufferPool:
                 self._preparing[purpose] = preparing
 
     def is_busy(self, purpose: Hashable) -> bool:
-        """Whether :meth:`take` would have to wait for an older save."""
+        """Return whether :meth:`take` would have to wait for an older save."""
         with self._lock:
             buffers = self._buffers.get(purpose, [])
             return len(buffers) >= self._depth and all(buffer.in_use for buffer in buffers)
@@ -149,12 +148,6 @@ class BufferPool:
                     buffer.close()
             self._buffers.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers together."""
-        with self._lock:
-            return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
-
     def _must_wait(self, purpose: Hashable, nbytes: int) -> bool:
         with self._lock:
             buffers = self._buffers.get(purpose, [])
@@ -207,19 +200,15 @@ def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
     Raises:
         CheckpointingException: They were not in time.
     """
-    deadline = time.monotonic() + timeout_s
-    waited = False
-    while not is_free():
-        if not waited:
-            logger.info("all staging buffers are busy: waiting for an older save")
-            waited = True
-        if time.monotonic() > deadline:
-            raise CheckpointingException(
-                f"the saves before this one have not been written after {timeout_s:g} s: is the "
-                f"disk stuck, or does nobody run the requests that save() returned? This save was "
-                f"not started"
-            )
-        time.sleep(_POLL_S)
+    if is_free():
+        return
+    logger.info("all staging buffers are busy: waiting for an older save")
+    if not wait_until(is_free, timeout_s, longest_s=_LONGEST_PAUSE_S):
+        raise CheckpointingException(
+            f"the saves before this one have not been written after {timeout_s:g} s: is the "
+            f"disk stuck, or does nobody run the requests that save() returned? This save was "
+            f"not started"
+        )
 
 
 def check_memory(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Finds out before the first save whether a directory can keep checkpoints, and how many."""
+"""Checks, before the first save, that a directory can keep checkpoints, and how many."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from localckpt.errors import StorageError
-from localckpt.state_dict.layout import PAGE_NBYTES
+from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
-__all__ = ["IN_MEMORY", "check_room", "check_shared_memory", "file_system", "try_out"]
+__all__ = ["IN_MEMORY", "check_shared_memory", "check_space", "file_system", "try_out"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def file_system(path: Path) -> str:
     return ""
 
 
-def check_room(
+def check_space(
     folder: Path,
     status: os.statvfs_result,
     there: Mapping[int, int],
@@ -92,7 +92,7 @@ def check_room(
         images: Sizes of the images that it keeps of each checkpoint, in bytes.
         checkpoints: How many there will be at once.
         ranks: How many ranks of the job share the file system; if they save as much together as
-            there is no room for, this is said.
+            there is no room for, this is logged.
 
     Raises:
         StorageError: There is no room for what this rank alone will keep.

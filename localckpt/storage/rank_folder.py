@@ -1,4 +1,7 @@
-"""Who writes which rank's folder: taken at the start, left at the end, never two jobs' at once."""
+"""Claims on ranks' folders: taken at the start, left at the end, never two jobs' at once.
+
+The folder's owner and the epochs that began are noted in small files beside the shards.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,79 +25,58 @@ from localckpt.storage.names import (
     EPOCH_NAME,
     LOCK_NAME,
     OWNER_NAME,
+    RECYCLED_BEFORE,
     TOKEN_NAME,
     session_name,
 )
-from localckpt.storage.notes import epoch_note, owner_of, read_note, write_note
-from localckpt.storage.owner import Owner, Running
+from localckpt.storage.owner import Owner, Running, epoch_note, owner_of, read_note, write_note
+from localckpt.storage.store import Claim
 from localckpt.storage.write import sync_folder
+from localckpt.waiting import wait_until
 
-__all__ = ["RankFolder"]
+__all__ = ["RankFolder", "SeenFolder", "lock_store"]
 
 logger = logging.getLogger(__name__)
 
 # A process that was killed is there until the kernel has taken back its memory.
 _LEAVING_S = 10.0
-_POLL_S = 0.05
+_SHORTEST_PAUSE_S = 0.05
 
 
-class RankFolder:
-    """A rank's folder on this node, taken by this process; what the dead left is removed.
+class SeenFolder(Claim):
+    """A rank's folder as a process sees it that only reads: nothing is made, claimed or noted.
 
     Args:
-        root: The store's directory; made, for this user alone, where it is not there.
+        root: The store's directory, which may be missing.
         session_id: The training run.
         rank: Whose folder this is.
-        timeout_s: How long to wait for another process that is starting here.
 
     Attributes:
         path: The folder.
         session: The directory that all ranks' folders are in.
         token: The name of this node, the same for all that use the store.
-
-    Raises:
-        StorageError: The directory cannot be used, or a live process of another job owns the
-            folder.
     """
 
-    def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
+    def __init__(self, root: Path, session_id: str, rank: int) -> None:
         self._root = root
         self.session = root / session_name(session_id)
         self.path = self.session / str(rank)
-        self._owner = Owner.me()
-        # A process may have several: the last one that was opened has the folder.
-        self._claim = f"{self._owner}\n{secrets.token_hex(8)}"
-        with storage_errors("use", self.path):
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self.session, self.path):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                _require_our_own(folder)
-            try:
-                with FileLock(root / LOCK_NAME, timeout=timeout_s, mode=0o600):
-                    self.token = self._read_token()
-                    self._take(timeout_s)
-            except Timeout as error:
-                raise StorageError(
-                    f"another process held {root / LOCK_NAME} for {timeout_s:g} s: "
-                    f"see who it is (fuser), and start again once it is gone"
-                ) from error
-
-    @property
-    def owner(self) -> str:
-        """This process, in words that tell it from all others of its node."""
-        return str(self._owner)
+        self._process = Owner.me()
+        self.owner = str(self._process)
+        self.token = self._find_token()
 
     @property
     def is_ours(self) -> bool:
-        """Whether nobody has taken it since."""
-        return read_note(self.path / OWNER_NAME) == self._claim
+        """True if this process has the folder, and nobody has taken it since."""
+        return False
 
     def leave(self) -> None:
         """Let others have it."""
-        (self.path / OWNER_NAME).unlink()
 
     def ranks(self) -> set[int]:
         """Ranks that have ever written here in this session."""
+        if not self.session.is_dir():
+            return set()
         with storage_errors("read", self.session):
             return {
                 int(entry.name)
@@ -102,40 +84,7 @@ class RankFolder:
                 if entry.name.isdecimal() and entry.is_dir(follow_symlinks=False)
             }
 
-    def refuse_other_jobs(self, owners: Collection[str], timeout_s: float) -> None:
-        """Make sure that nobody else uses the session on this node.
-
-        Args:
-            owners: The processes of this job.
-            timeout_s: How long one that is ending may take.
-
-        Raises:
-            StorageError: A live process of another job has taken some rank's folder.
-        """
-        with storage_errors("read", self.session):
-            for rank in sorted(self.ranks()):
-                folder = self.session / str(rank)
-                _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
-
-    def begin_epoch(self, epoch: int, lineage: Lineage | None = None) -> None:
-        """Note, durably, that an attempt of the job has begun under this number.
-
-        Args:
-            epoch: The number.
-            lineage: What it resumed from, as soon as that is known. Until then that of the attempt
-                before stays noted.
-        """
-        if lineage is None:
-            with storage_errors("read", self.path):
-                _, lineage = epoch_note(self.path)
-        note = self.path / EPOCH_NAME
-        told = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
-        with storage_errors("write", note):
-            write_note(note, f"{epoch}{told}")
-            sync_folder(self.path)
-
     def newest_epoch(self) -> int:
-        """The highest epoch that was noted in any rank's folder; 0 if none was."""
         epochs = [0]
         with storage_errors("read", self.session):
             for rank in self.ranks():
@@ -146,10 +95,79 @@ class RankFolder:
         return max(epochs)
 
     def noted_lineages(self) -> list[Lineage]:
-        """Lineages of the attempts that were noted last, each once."""
         with storage_errors("read", self.session):
             noted = (epoch_note(self.session / str(rank))[1] for rank in sorted(self.ranks()))
             return list(dict.fromkeys(lineage for lineage in noted if lineage is not None))
+
+    def _find_token(self) -> str:
+        token = ""
+        with storage_errors("read", self._root):
+            if (self._root / TOKEN_NAME).exists():
+                token = read_note(self._root / TOKEN_NAME).strip()
+        # All ranks of a node without a store agree on its name.
+        return token or f"{self._process.boot} without {self._root}"
+
+
+class RankFolder(SeenFolder):
+    """A rank's folder on this node, taken by this process; what the dead left is removed.
+
+    Args:
+        root: The store's directory; made, for this user alone, where it is not there.
+        session_id: The training run.
+        rank: Whose folder this is.
+        timeout_s: How long to wait for another process that is starting here.
+
+    Raises:
+        StorageError: The directory cannot be used, or a live process of another job owns the
+            folder.
+    """
+
+    def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        super().__init__(root, session_id, rank)
+
+    @property
+    def is_ours(self) -> bool:
+        return read_note(self.path / OWNER_NAME) == self._claim
+
+    def leave(self) -> None:
+        (self.path / OWNER_NAME).unlink()
+
+    def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
+        """Note, durably, that an epoch has begun; see :class:`Claim`.
+
+        The lineage of the epoch before stays noted until this one has its own.
+        """
+        with storage_errors("read", self.session):
+            for rank in sorted(self.ranks()):
+                folder = self.session / str(rank)
+                _await_leaving(folder, lambda owner: str(owner) in owners, timeout_s)
+            _, lineage = epoch_note(self.path)
+        self._note(epoch, lineage)
+
+    def note_lineage(self, lineage: Lineage) -> None:
+        self._note(lineage.epoch.number, lineage)
+
+    def _note(self, epoch: int, lineage: Lineage | None) -> None:
+        note = self.path / EPOCH_NAME
+        lineage_json = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
+        with storage_errors("write", note):
+            write_note(note, f"{epoch}{lineage_json}")
+            sync_folder(self.path)
+
+    def _find_token(self) -> str:
+        """Take the folder, under the lock that keeps others from naming the node."""
+        # A process may have several: the last one that was opened has the folder.
+        self._claim = f"{self._process}\n{secrets.token_hex(8)}"
+        with storage_errors("use", self.path):
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self.session, self.path):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _require_our_own(folder)
+            with lock_store(self._root, self._timeout_s):
+                token = self._read_token()
+                self._take(self._timeout_s)
+                return token
 
     def _read_token(self) -> str:
         path = self._root / TOKEN_NAME
@@ -164,13 +182,30 @@ class RankFolder:
         return token
 
     def _take(self, timeout_s: float) -> None:
-        _await_leaving(self.path, lambda owner: owner == self._owner, timeout_s)
+        _await_leaving(self.path, lambda owner: owner == self._process, timeout_s)
         # All folders, because the rank of a dead process may start on another node now.
         running = Running()
         for entry in os.scandir(self.session):
             if entry.is_dir(follow_symlinks=False):
                 _remove_leftovers(Path(entry.path), running)
         write_note(self.path / OWNER_NAME, self._claim)
+
+
+def lock_store(root: Path, timeout_s: float) -> AbstractContextManager[object]:
+    """Lock a store, so that nobody else starts or cleans up there until the end of the ``with``.
+
+    Raises:
+        StorageError: Another process holds the lock for so long, or there can be none.
+    """
+    path = root / LOCK_NAME
+    with storage_errors("lock", path):
+        try:
+            return FileLock(path, timeout=timeout_s, mode=0o600).acquire()
+        except Timeout as error:
+            raise StorageError(
+                f"another process held {path} for {timeout_s:g} s: a job is starting, or see who "
+                f"it is (fuser); try again once it is gone. Nothing was changed"
+            ) from error
 
 
 def _require_our_own(folder: Path) -> None:
@@ -188,19 +223,19 @@ def _require_our_own(folder: Path) -> None:
 def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: float) -> None:
     """Return when nobody but us owns a rank's folder; raises StorageError when somebody stays."""
     owner = owner_of(folder)
-    deadline = time.monotonic() + min(_LEAVING_S, timeout_s)
-    while owner is not None and not is_ours(owner) and owner in Running():
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"{folder} is in use by process {owner.pid} of a job that is still running: "
-                f"end it, or give this job another session_id or directory"
-            )
-        time.sleep(_POLL_S)
+    if owner is None or is_ours(owner):
+        return
+    has_left = lambda: owner not in Running()  # noqa: E731
+    if not wait_until(has_left, min(_LEAVING_S, timeout_s), shortest_s=_SHORTEST_PAUSE_S):
+        raise StorageError(
+            f"{folder} is in use by process {owner.pid} of a job that is still running: "
+            f"end it, or give this job another session_id or directory"
+        )
 
 
 def _remove_leftovers(folder: Path, running: Running) -> None:
     if owner_of(folder) in running:
         return
-    for leftover in folder.glob(f"*{DIRTY}"):
+    for leftover in (*folder.glob(f"*{DIRTY}"), *folder.glob(f"*{RECYCLED_BEFORE}")):
         logger.info("removing %s, which a process that is gone left behind", leftover)
         leftover.unlink(missing_ok=True)

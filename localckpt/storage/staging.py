@@ -1,8 +1,9 @@
-"""Whether somebody still uses a staging buffer in shared memory.
+"""Staging buffers in shared memory, and whether somebody still uses them.
 
-Its name tells the process that made it. Shared memory may be common to containers whose processes
-do not see each other, or outlive them: so the maker also holds a lock on a file beside its buffers
-while it lives. The lock is the process's own: forks of the maker that outlive it do not have it.
+The name of a buffer tells the process that made it. Shared memory may be common to containers whose
+processes do not see each other, or outlive them: so the maker also holds a lock on a file beside
+its buffers while it lives. The lock is the process's own: forks of the maker that outlive it do not
+have it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from pathlib import Path
 from localckpt.storage.names import STAGING_PREFIX
 from localckpt.storage.owner import Owner, Running
 
-__all__ = ["StagingFolder", "is_buffer", "is_live", "remove_orphans"]
+__all__ = ["StagingFolder", "find_buffers", "is_buffer", "is_live", "remove_orphans"]
 
 logger = logging.getLogger(__name__)
 
+SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".lock"
 
 
 class StagingFolder:
-    """Where one store, or writer, makes its staging buffers in shared memory.
+    """Staging buffers of one store, or writer, in shared memory.
 
-    Args:
-        path: A directory in shared memory.
+    Attributes:
+        path: The directory they are in.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
+        self.path = SHARED_MEMORY
         self._owner = f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._release: Callable[[], object] | None = None
@@ -48,15 +50,15 @@ class StagingFolder:
             OSError: Nothing can be made there.
         """
         if self._release is None:
-            lock = self._path / f"{self._owner}{_LOCK}"
+            lock = self.path / f"{self._owner}{_LOCK}"
             # Also when nobody closes this: the owner is gone with the object.
             self._release = weakref.finalize(self, _let_go, os.getpid(), lock, _make_locked(lock))
-        return self._path / f"{self._owner}.{next(self._numbers)}"
+        return self.path / f"{self._owner}.{next(self._numbers)}"
 
     def nbytes(self) -> int:
         """Bytes of the buffers that are there."""
         found = 0
-        for path in self._path.glob(f"{self._owner}.*"):
+        for path in self.path.glob(f"{self._owner}.*"):
             # One that could not be made ahead of time goes again.
             with suppress(FileNotFoundError):
                 found += path.lstat().st_blocks * 512
@@ -70,7 +72,7 @@ class StagingFolder:
 
 
 def is_live(path: Path, running: Running) -> bool | None:
-    """Whether the process that made a buffer may still run; ``None`` if it is no buffer."""
+    """Return whether the process that made a buffer may still run; ``None`` if it is no buffer."""
     owner = Owner.parse(path.name.removeprefix(STAGING_PREFIX).partition(".")[0])
     if owner is None:
         return None
@@ -78,14 +80,19 @@ def is_live(path: Path, running: Running) -> bool | None:
 
 
 def is_buffer(path: Path) -> bool:
-    """Whether a file of a staging folder holds bytes, and is not the lock beside those that do."""
+    """Return whether a file of a staging folder is a buffer, and not the lock beside buffers."""
     return path.suffix != _LOCK
 
 
-def remove_orphans(shared_memory: Path) -> None:
+def find_buffers() -> list[Path]:
+    """Staging buffers of all users on this node, and the locks beside them."""
+    return sorted(SHARED_MEMORY.glob(f"{STAGING_PREFIX}*"))
+
+
+def remove_orphans() -> None:
     """Remove the staging buffers of this user whose processes are gone."""
     running = Running()
-    for path in shared_memory.glob(f"{STAGING_PREFIX}*"):
+    for path in find_buffers():
         if is_live(path, running) is not False:
             continue
         try:

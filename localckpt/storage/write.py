@@ -1,4 +1,4 @@
-"""What happens to an image behind training: hashed, written, made durable, given its name.
+"""Writes of images behind training: hashed, written, made durable, given their names.
 
 A :class:`ShardWrite` is plain data and names: a thread of the trainer can carry it out, or a worker
 process without torch. After any error the file is dead: it is removed, never written to again.
@@ -9,31 +9,27 @@ from __future__ import annotations
 import errno
 import io
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from localckpt.errors import StorageError
-from localckpt.ids import ShardIdentity
-from localckpt.state_dict.digests import BlockHasher
-from localckpt.state_dict.layout import PAGE_NBYTES, round_up
+from localckpt.ids import CkptID, ShardIdentity
+from localckpt.memory.digests import BlockHasher
+from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
+from localckpt.storage.slot import Digests
 from localckpt.threads import Task, end_all
 
-__all__ = ["Digests", "ShardWrite", "reserve", "sync_folder", "write_range", "write_shards"]
+__all__ = ["ShardWrite", "replace_file", "reserve", "sync_folder", "write_range", "write_shard"]
 
 _WRITE_NBYTES = 16 << 20
 # How often in a row a write may take nothing before the device counts as broken.
 _FRUITLESS_WRITES = 8
 
 _CANNOT_RESERVE = frozenset({errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP})
-
-Digests = Literal["compute", "check", "done"]
-"""Whether an image still needs its digests, came with digests to check, or is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +61,29 @@ class ShardWrite:
     direct: bool = False
 
 
-def write_shards(writes: Sequence[ShardWrite]) -> float:
-    """Commit the images one after the other.
-
-    Returns:
-        ``time.monotonic()`` when the last of them was durable.
+def write_shard(write: ShardWrite, _: CkptID | None = None) -> None:
+    """Commit an image; its ID says nothing more.
 
     Raises:
         StorageError: The node refused. What this call had begun is removed, and its space given
             back.
         CorruptShardError: An image that came from a peer is not what the peer sent.
     """
-    for write in writes:
-        # Closing the buffer of a save that is given up must not pull it away from under this one.
-        view = write.buffer.view
+    # Closing the buffer of a save that is given up must not pull it away from under this one.
+    view = write.buffer.view
+    try:
+        if len(view) < write.nbytes:
+            raise StorageError(f"{write.identity} is not written: its save was given up")
+        digests = _DigestsBeside(write, view[: write.nbytes])
         try:
-            if len(view) < write.nbytes:
-                raise StorageError(f"{write.identity} is not written: its save was given up")
-            digests = _DigestsBeside(write, view[: write.nbytes])
-            try:
-                if write.in_place:
-                    _commit_in_place(write, digests.wait)
-                else:
-                    _write_file(write, view, digests.wait)
-            finally:
-                digests.end()
+            if write.in_place:
+                _commit_in_place(write, digests.wait)
+            else:
+                _write_file(write, view, digests.wait)
         finally:
-            write.buffer.give_back()
-    return time.monotonic()
+            digests.end()
+    finally:
+        write.buffer.give_back()
 
 
 def sync_folder(folder: Path) -> None:
@@ -145,11 +136,29 @@ def write_range(
         start = reached
 
 
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Replace a small file by one that is whole and durable under its name, once its folder is.
+
+    Raises:
+        OSError: The file system refused; what was there stays.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    try:
+        with open_owned(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+            write_range(file.fileno(), memoryview(data), 0, len(data), direct=False)
+            os.fsync(file.fileno())
+        os.rename(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
 class _DigestsBeside:
     """Digests of an image, computed or checked by a thread beside the write."""
 
     def __init__(self, write: ShardWrite, image: memoryview) -> None:
-        self._task = Task(lambda: _settle_digests(write, image))
+        self._task = Task(lambda: _finish_digests(write, image))
         # No executor: those take no work while the interpreter is leaving, and saves end then, too.
         try:
             self._task.start("localckpt-hash", daemon=False)
@@ -167,7 +176,7 @@ class _DigestsBeside:
         end_all([self._task])
 
 
-def _settle_digests(write: ShardWrite, image: memoryview) -> None:
+def _finish_digests(write: ShardWrite, image: memoryview) -> None:
     hasher = BlockHasher(write.identity)
     if write.digests == "compute":
         hasher.fill(image, write.covered_nbytes)
@@ -175,7 +184,7 @@ def _settle_digests(write: ShardWrite, image: memoryview) -> None:
         hasher.check(0, [image[: write.covered_nbytes]], image[write.covered_nbytes :])
 
 
-def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[], None]) -> None:
+def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[], None]) -> None:
     with storage_errors("write", write.dirty):
         file = _open_dirty(write)
         try:
@@ -185,7 +194,7 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
                 reserve(fd, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
                 write_range(fd, view, 0, written, direct=write.direct)
-                digests_settled()
+                await_digests()
                 write_range(fd, view, written, write.nbytes, direct=write.direct)
                 os.ftruncate(fd, write.nbytes)
                 os.fsync(fd)
@@ -196,10 +205,10 @@ def _write_file(write: ShardWrite, view: memoryview, digests_settled: Callable[[
             raise
 
 
-def _commit_in_place(write: ShardWrite, digests_settled: Callable[[], None]) -> None:
+def _commit_in_place(write: ShardWrite, await_digests: Callable[[], None]) -> None:
     with storage_errors("commit", write.final):
         try:
-            digests_settled()
+            await_digests()
             os.rename(write.dirty, write.final)
         except BaseException:
             write.dirty.unlink(missing_ok=True)

@@ -141,26 +141,6 @@ def test_ranks_that_are_at_different_calls_are_told_who_is_where() -> None:
     assert "rank 0 is at call 1 (nothing), rank 1 is at call 2 (nothing)" in first[1]
 
 
-def _sync(rank: int, world_size: int) -> list[bool]:
-    caller = TemporalAsyncCaller(timeout_s=PATIENCE_S)
-    alive_on = [{0, 1, 2}, {2}, set[int]()]
-    told = [caller.sync_all_async_calls(is_alive=int(rank in ranks)) for ranks in alive_on]
-    caller.close()
-    return told
-
-
-def test_all_calls_are_over_when_none_is_alive_on_any_rank() -> None:
-    assert run_ranks(_sync, 3) == [[False, False, True]] * 3
-
-
-def test_one_rank_has_only_itself_to_ask() -> None:
-    caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
-
-    assert not caller.sync_all_async_calls(1)
-    assert caller.sync_all_async_calls(0)
-    caller.close()
-
-
 def _one_does_not_ask(rank: int, world_size: int) -> Any:
     caller = ThreadAsyncCaller(timeout_s=0.5)
     caller.schedule_async_call(AsyncRequest(None, (), []))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from localckpt.async_save.foreign import ForeignOutcome, RunAndTell, WaitForTrainer
+from localckpt.async_save.foreign import ForeignOutcome, RunAndReport, WaitForTrainer
 from localckpt.async_save.processes import NotSendableError
 from tests.async_save import work
 
@@ -29,8 +29,8 @@ def _in_another_process(function: Callable[[], None]) -> None:
 def test_the_trainer_hears_how_a_call_in_another_process_ended(tmp_path: Path) -> None:
     good, bad = ForeignOutcome(), ForeignOutcome()
 
-    _in_another_process(RunAndTell.of(good, work.write, (tmp_path / "a",), {"text": "words"}))
-    _in_another_process(RunAndTell.of(bad, work.fail_storage, (), {}))
+    _in_another_process(RunAndReport.of(good, work.write, (tmp_path / "a",), {"text": "words"}))
+    _in_another_process(RunAndReport.of(bad, work.fail_storage, (), {}))
 
     assert (tmp_path / "a").read_text() == "words"
     assert good.error is None
@@ -43,7 +43,7 @@ def test_a_call_that_cannot_be_sent_is_refused_before_a_queue_has_it() -> None:
     outcome = ForeignOutcome()
 
     with pytest.raises(NotSendableError):
-        RunAndTell.of(outcome, lambda: None, (), {})
+        RunAndReport.of(outcome, lambda: None, (), {})
 
     outcome.close()
 
@@ -52,7 +52,7 @@ def test_who_comes_after_the_trainer_has_closed_does_nothing_to_what_has_its_pla
     tmp_path: Path,
 ) -> None:
     outcome = ForeignOutcome()
-    late = RunAndTell.of(outcome, work.write, (tmp_path / "a",), {})
+    late = RunAndReport.of(outcome, work.write, (tmp_path / "a",), {})
     outcome.close()
     outcome.close()
 
@@ -62,7 +62,7 @@ def test_who_comes_after_the_trainer_has_closed_does_nothing_to_what_has_its_pla
         os.close(other)
     late()
     WaitForTrainer(outcome.place, _PATIENCE_S)()
-    outcome.tell("too late")
+    outcome.report("too late")
 
     os.close(outcome.place.fd)
     assert (tmp_path / "other").read_bytes() == b""
@@ -83,7 +83,7 @@ def _ends_when(outcome: ForeignOutcome, event: Callable[[], object]) -> bool:
 def test_a_process_waits_until_the_trainer_has_told_or_closed() -> None:
     told, closed = ForeignOutcome(), ForeignOutcome()
 
-    assert _ends_when(told, lambda: told.tell(None))
+    assert _ends_when(told, lambda: told.report(None))
     assert _ends_when(closed, closed.close)
     told.close()
 

@@ -15,10 +15,10 @@ from filelock import FileLock
 
 import localckpt
 from localckpt.errors import StorageError
-from localckpt.storage.aside import set_aside
+from localckpt.storage import staging
 from localckpt.storage.catalog import find_staging
-from localckpt.storage.notes import owner_of
-from localckpt.storage.owner import Owner, Running
+from localckpt.storage.owner import Owner, Running, owner_of
+from localckpt.storage.problem import Problem, quarantine
 from tests.cli.commands import DEAD_OWNER, call, listed, only_shards, run
 from tests.managers.jobs import damage, make_manager, resume, state_of
 from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
@@ -99,7 +99,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(root: Path) -> None:
     assert f"would remove {dirty} (1.0 kB)\n" in answer.out
 
 
-def test_what_was_set_aside_goes_only_when_it_is_asked_for(root: Path) -> None:
+def test_what_was_quarantined_goes_only_when_it_is_asked_for(root: Path) -> None:
     corrupt = only_shards(root)[0]
     damage(corrupt)
     corrupt = corrupt.rename(f"{corrupt}.corrupt")
@@ -119,9 +119,9 @@ def _of_the_store(files: list[dict[str, Any]]) -> list[str]:
     return [file["path"] for file in files if file["kind"] != "staging"]
 
 
-def test_what_was_set_aside_and_is_good_is_put_back(root: Path, writer: str) -> None:
+def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -> None:
     shard = only_shards(root)[0]
-    set_aside(shard, "a class could not be loaded")
+    quarantine(shard, Problem("damaged", "a class could not be loaded"))
     aside = Path(f"{shard}.corrupt")
 
     would = call("clean", root, "--corrupt", "--dry-run").out
@@ -137,12 +137,12 @@ def test_what_was_set_aside_and_is_good_is_put_back(root: Path, writer: str) -> 
         assert resume(manager, 0, 4) == "own node"
 
 
-def test_what_was_set_aside_takes_no_other_name_and_goes_where_it_is_not_needed(
+def test_what_was_quarantined_takes_no_other_name_and_goes_where_it_is_not_needed(
     store: Path,
 ) -> None:
     older, newer = only_shards(store)
     # The older one has lost its name to a newer one since, and the newer one is there twice.
-    set_aside(older, "no reason")
+    quarantine(older, Problem("damaged", "no reason"))
     shutil.copy(newer, older)
     twice = newer.with_name(f"{newer.name}.0123abcd.corrupt")
     shutil.copy(newer, twice)
@@ -157,7 +157,7 @@ def test_what_was_set_aside_takes_no_other_name_and_goes_where_it_is_not_needed(
     assert {c["iteration"] for c in listed(store)["checkpoints"]} == {3, 4}
 
 
-def test_what_was_set_aside_and_cannot_be_judged_stays(store: Path) -> None:
+def test_what_was_quarantined_and_cannot_be_judged_stays(store: Path) -> None:
     older, _ = only_shards(store)
     older.write_bytes(older.read_bytes().replace(b"localckpt-1", b"localckpt-2"))
     aside = older.rename(f"{older}.corrupt")
@@ -165,11 +165,11 @@ def test_what_was_set_aside_and_cannot_be_judged_stays(store: Path) -> None:
     answer = call("clean", store, "--corrupt", "--json").json()
 
     assert aside.exists()
-    assert (answer["removed"], answer["put_back"]) == ([], [])
+    assert (_of_the_store(answer["removed"]), answer["put_back"]) == ([], [])
     assert [file["path"] for file in answer["left"]] == [str(aside)]
 
 
-def test_spares_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:
+def test_recycled_files_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:
     manager = make_manager("disk", tmp_path, "run", keep_last=1)
     for iteration in range(2):
         manager.save(state_of(0, iteration), iteration)
@@ -181,8 +181,8 @@ def test_spares_go_only_when_their_owner_is_gone(tmp_path: Path) -> None:
     without = listed(tmp_path)["leftovers"]
 
     manager.close()
-    assert with_owner["spare_live"]["files"] == 1
-    assert without["spare_live"]["files"] == without["spare_dead"]["files"] == 0
+    assert with_owner["recycled_live"]["files"] == 1
+    assert without["recycled_live"]["files"] == without["recycled_dead"]["files"] == 0
     assert len(only_shards(tmp_path)) == 1
 
 
@@ -247,15 +247,16 @@ def test_a_job_in_a_container_of_this_node_is_seen_to_live(
 
 
 def test_only_staging_files_of_dead_processes_of_this_user_count_as_orphans(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(staging, "SHARED_MEMORY", tmp_path)
     me = Owner.me()
     dead = tmp_path / f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
     live = tmp_path / f"localckpt-staging-{me}.1.0"
     for path in (dead, live, tmp_path / "localckpt-staging-nonsense", tmp_path / "other"):
         path.touch()
 
-    found = {file.path: file.is_live for file in find_staging(tmp_path)}
+    found = {file.path: file.is_live for file in find_staging()}
 
     assert found == {dead: False, live: True}
 

@@ -87,7 +87,7 @@ def test_shards_of_two_attempts_are_told_apart(
 
 
 @pytest.mark.fault("bad-copies")
-def test_what_was_set_aside_is_told_with_the_shard_that_its_name_speaks_of(
+def test_what_was_quarantined_is_told_with_the_shard_that_its_name_speaks_of(
     nodes: list[Path],
 ) -> None:
     for node in nodes[:2]:
@@ -99,7 +99,7 @@ def test_what_was_set_aside_is_told_with_the_shard_that_its_name_speaks_of(
     assert told["checkpoints"][0]["lacks"] == [
         {
             "ranks": [0],
-            "why": "2 copies, it was set aside as damaged",
+            "why": "2 copies, it was quarantined as damaged",
             "nodes": [str(node) for node in nodes[:2]],
         }
     ]
@@ -115,7 +115,7 @@ def _spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.fault("bad-copies")
-@pytest.mark.parametrize("how", ["damaged", "set aside"])
+@pytest.mark.parametrize("how", ["damaged", "quarantined"])
 def test_a_newer_checkpoint_of_which_no_header_is_intact_is_told_with_why_it_is_rejected(
     how: str, nodes: list[Path]
 ) -> None:

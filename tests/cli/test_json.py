@@ -54,8 +54,8 @@ def test_ls(store: Path) -> None:
                 "leftovers": {
                     "dirty_live": _FILES,
                     "dirty_dead": _FILES,
-                    "spare_live": _FILES,
-                    "spare_dead": _FILES,
+                    "recycled_live": _FILES,
+                    "recycled_dead": _FILES,
                     "corrupt": _FILES,
                 },
             }
@@ -78,7 +78,7 @@ def test_verify(store: Path) -> None:
         "bad": [{"path": "str", "why": "str"}],
         "unreadable": [{"path": "str", "why": "str"}],
         "vanished": "int",
-        "set_aside": "int",
+        "quarantined": "int",
     }
 
 

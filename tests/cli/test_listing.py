@@ -32,7 +32,9 @@ def test_checkpoints_come_newest_first_with_all_that_is_known_of_them(
     with make_manager(kind, root, "run", keep_last=2) as manager:
         for iteration in range(1, 4):
             manager.save(state_of(0, iteration), iteration)
-        epoch, sequence = max(manager.store.scan(), key=lambda r: r.nbytes).identity.generation
+        epoch, sequence = max(
+            stored.record.identity.generation for stored in manager.store.list_stored()
+        )
     sizes = [path.stat().st_size for path in only_shards(root)]
 
     told = listed(root)["checkpoints"]
@@ -116,7 +118,7 @@ def test_leftovers_are_counted_by_whether_their_owner_lives(root: Path, kind: st
     assert finally_["corrupt"] == {"files": 1, "nbytes": 3}
 
 
-def test_spares_are_counted_by_whether_their_owner_lives(tmp_path: Path) -> None:
+def test_recycled_files_are_counted_by_whether_their_owner_lives(tmp_path: Path) -> None:
     manager = make_manager("disk", tmp_path, "run", keep_last=1)
     for iteration in range(3):
         manager.save(state_of(0, iteration), iteration)
@@ -126,8 +128,8 @@ def test_spares_are_counted_by_whether_their_owner_lives(tmp_path: Path) -> None
     orphaned = listed(tmp_path)["leftovers"]
 
     manager.close()
-    assert mine["spare_live"]["files"] == orphaned["spare_dead"]["files"] == 1
-    assert mine["spare_dead"]["files"] == orphaned["spare_live"]["files"] == 0
+    assert mine["recycled_live"]["files"] == orphaned["recycled_dead"]["files"] == 1
+    assert mine["recycled_dead"]["files"] == orphaned["recycled_live"]["files"] == 0
 
 
 @pytest.mark.fault("flipped-bit")

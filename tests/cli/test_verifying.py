@@ -122,29 +122,29 @@ def test_a_file_that_the_disk_refuses_to_read_is_not_called_good(store: Path) ->
     assert f"not counted: {path}: Input/output error\n" in listed.out
 
 
-def test_what_was_set_aside_before_is_mentioned_and_not_read(store: Path) -> None:
+def test_what_was_quarantined_before_is_mentioned_and_not_read(store: Path) -> None:
     path = only_shards(store)[0]
     path.rename(f"{path}.corrupt")
 
     answer = call("verify", store)
 
     assert answer.status == 0
-    assert "0 bad, 1 set aside before, not looked at" in answer.out
+    assert "0 bad, 1 in quarantine, not looked at" in answer.out
 
 
 def test_a_file_that_the_job_lets_go_before_it_is_read_is_no_error(store: Path) -> None:
     (session,) = find_sessions(store)
     shard, other = session.shards()[0]
-    shard.path.rename(shard.path.with_suffix(".spare"))
+    shard.path.rename(shard.path.with_suffix(".recycled"))
     other.path.unlink()
 
     assert session.verify(shard, lambda _: None) is None
     assert session.verify(other, lambda _: None) is None
 
 
-@pytest.mark.parametrize("lets_go", [True, False], ids=["let go", "damaged"])
+@pytest.mark.parametrize("is_retired", [True, False], ids=["retired", "damaged"])
 def test_a_file_that_is_overwritten_while_it_is_read_is_bad_only_if_it_kept_its_name(
-    lets_go: bool, tmp_path: Path
+    is_retired: bool, tmp_path: Path
 ) -> None:
     with make_manager("disk", tmp_path, "run") as manager:
         manager.save({"large": torch.arange(2_000_000)}, 1)
@@ -156,7 +156,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_bad_only_if_it_kept_its_
         reads.append(nbytes)
         if sum(reads) - nbytes < 5_000_000 <= sum(reads):
             path = shard.path
-            if lets_go:
+            if is_retired:
                 path = shard.path.rename(shard.path.with_suffix(".dirty"))
             with open(path, "r+b") as file:
                 file.seek(9_000_000)
@@ -165,7 +165,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_bad_only_if_it_kept_its_
     outcome = session.verify(shard, overwrite)
 
     assert sum(reads) > 9_000_000
-    assert outcome is None if lets_go else isinstance(outcome, UncountedFile)
+    assert outcome is None if is_retired else isinstance(outcome, UncountedFile)
 
 
 def test_a_person_at_a_terminal_sees_how_far_it_is(tmp_path: Path) -> None:

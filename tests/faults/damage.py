@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 from localckpt.ids import Generation
-from localckpt.state_dict.digests import BLOCK_NBYTES
+from localckpt.memory.digests import BLOCK_NBYTES
 from tests.faults.images import Parts, blocks_of, regions
 
 __all__ = ["cut", "exchanged", "flip", "flips", "foreign", "mixed_state", "zeroed"]

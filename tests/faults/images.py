@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 
 __all__ = ["Parts", "blocks_of", "identity_in", "regions", "sealed"]
 

@@ -28,11 +28,11 @@ FAULTS = {
     ),
     "torn-file": (
         "a file cut short, or zeros at its end",
-        "seen; another copy or an older checkpoint; the bad file is set aside",
+        "seen; another copy or an older checkpoint; the bad file is quarantined",
     ),
     "flipped-bit": (
         "a flipped bit, anywhere in a file",
-        "seen; another copy or an older checkpoint; the bad file is set aside",
+        "seen; another copy or an older checkpoint; the bad file is quarantined",
     ),
     "wrong-place": (
         "a good file, or a good block, in the place of another",

@@ -196,7 +196,7 @@ def _digests(root: Path) -> dict[str, str]:
 def _must_be_told(hit: Call) -> bool:
     """Whether a save cannot be complete without this call."""
     written = hit.name in {"write", "pwrite64", "ftruncate", "fsync", "close"}
-    return written and any(path.endswith((".distcp", ".tmp")) for path in hit.paths)
+    return written and any(path.endswith((".distcp", ".new")) for path in hit.paths)
 
 
 def _follows_commit(hit: Call | None) -> bool:

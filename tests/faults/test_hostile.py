@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from localckpt import CheckpointingException
 from localckpt.errors import CorruptShardError
-from localckpt.state_dict.identify import read_header, read_verified_identity
+from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -160,7 +160,7 @@ def _escapes(image: bytes, path: Path) -> list[str]:
     escaped = []
     for read in (
         read_header,
-        read_verified_identity,
+        read_verified_record,
         restore,
         lambda source: restore(source, find_targets(given)),
     ):

@@ -85,7 +85,7 @@ _THINGS = {
     "socket": _make_socket,
     "folder": _make_folder,
 }
-_NAMES = ["z.safetensors", "0.spare", "0.dirty", ".owner", ".epoch", "../../node-token"]
+_NAMES = ["z.safetensors", "0.recycled", "0.dirty", ".owner", ".epoch", "../../node-token"]
 
 
 @pytest.mark.fault("hostile-file")
@@ -194,7 +194,7 @@ def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
 ) -> None:
     root, outside = (node_dirs if kind == "disk" else shm_roots)(2)
     path, image = write_store(kind, root)
-    for name in ("a.spare", "b.dirty", path.name, ".epoch", ".owner"):
+    for name in ("a.recycled", "b.dirty", path.name, ".epoch", ".owner"):
         (outside / name).write_bytes(image)
     (path.parent.parent / "5").symlink_to(outside)
 
@@ -204,7 +204,7 @@ def test_a_link_to_another_folder_in_the_place_of_a_ranks_reaches_nothing(
         manager.save(small_state(9), 9)
 
     assert {p.name for p in outside.iterdir()} == {
-        *("a.spare", "b.dirty", path.name, ".epoch", ".owner")
+        *("a.recycled", "b.dirty", path.name, ".epoch", ".owner")
     }
     assert all(p.read_bytes() == image for p in outside.iterdir())
 

@@ -36,6 +36,7 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import announce, node_store, run_ranks, start_ranks
+from tests.staging import pool_nbytes, staging_nbytes
 
 pytestmark = pytest.mark.fault("interrupted")
 
@@ -136,12 +137,12 @@ def _interrupt_often(
     trainer = _Trainer(kind, worker, again_s)
     for name in _CALLS:
         trainer.interrupt(name)
-    memory, descriptors = trainer.manager.store.staging_nbytes, _descriptors()
+    memory, descriptors = staging_nbytes(trainer.manager.store), _descriptors()
     threads = threading.active_count()
     for _ in range(rounds):
         for name in _CALLS:
             trainer.interrupt(name)
-    assert trainer.manager.store.staging_nbytes <= 1.5 * memory
+    assert staging_nbytes(trainer.manager.store) <= 1.5 * memory
     assert len(_descriptors()) <= len(descriptors) + 8, (descriptors, _descriptors())
     assert threading.active_count() <= threads + 2
     assert len(iterations_on(node_store())) <= 3
@@ -199,7 +200,7 @@ def _interrupt_global_saves(
 
     with localckpt.GlobalCheckpointManager(root, timeout=MAX_S, keep_last=2) as manager:
         manager.save(state(), 0, is_async=False)
-        nbytes = manager._writer._staging._pool.nbytes
+        nbytes = pool_nbytes(manager._writer._staging._pool)
         for _ in range(rounds):
             for name in ("save", "wait", "load"):
                 iteration += 1
@@ -223,7 +224,7 @@ def _interrupt_global_saves(
                 found = {"w": torch.zeros(_NBYTES // 4), "iteration": -1}
                 assert manager.load(found) == iteration
                 assert_same(found, state())
-                assert manager._writer._staging._pool.nbytes <= nbytes
+                assert pool_nbytes(manager._writer._staging._pool) <= nbytes
     return interrupter.interrupts, refused
 
 
@@ -258,7 +259,7 @@ def _interrupt_one_of_two(rank: int, world_size: int, kind: str) -> list[str]:
         with make_manager(kind, node_store(), "job", replicas, timeout=2.0) as manager:
             manager.save(state_of(rank, 1), 1)
             if rank == 1:
-                manager._saving._keep = interrupted
+                manager._save = interrupted
                 with pytest.raises(KeyboardInterrupt):
                     manager.save(state_of(rank, 2), 2)
                 told.append(error_of(lambda: manager.save(state_of(rank, 3), 3)))
@@ -297,7 +298,7 @@ def test_a_rank_that_was_interrupted_beside_others_says_so_and_new_managers_go_o
     assert "save() cannot be called: save() was interrupted on this rank" in told[0]
     assert "find_latest() cannot be called: save() was interrupted on this rank" in told[1]
     assert "a poll of this queue was interrupted on this rank" in told[2]
-    assert "call 1 (Saving._keep_staged) was not finalized" in told[2]
+    assert "call 1 (Save.keep_local) was not finalized" in told[2]
     assert "a poll of this queue was interrupted" in told[3]
 
 

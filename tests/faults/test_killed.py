@@ -409,7 +409,7 @@ def _leave_behind(root: Path) -> None:
     me = Owner.me()
     folder = root / "session-job" / "0"
     (folder / ".owner").write_text(str(Owner(me.boot, me.pid, 1)))
-    for name in ("000000000009.0.1.1.safetensors.dirty", "ahead.1.dirty", "1.1.spare"):
+    for name in ("000000000009.0.1.1.safetensors.dirty", "ahead.1.dirty", "1.1.recycled"):
         (folder / name).write_bytes(bytes(5000))
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from localckpt import NoReplicasAvailableError, parse_group_sequence
+from localckpt.availability.coverage import complete_checkpoints, describe_incomplete
+from localckpt.availability.inventory import Inventory
 from localckpt.ids import Checkpoint, Generation, ShardRecord
-from localckpt.managers.coverage import complete_checkpoints, describe_incomplete
-from localckpt.managers.holdings import Holdings
 from localckpt.replication.exchange import plan_exchange
 from tests.faults.lives import Lives
 from tests.managers.jobs import (
@@ -164,8 +164,8 @@ def _check_coverage(lost: Collection[int], groups: Sequence[Sequence[int]]) -> N
     without_older = {r: [x for x in held[r] if x.identity.iteration == _NEWEST] for r in held}
 
     gone = gone_with(lost, groups)
-    newest_only = Holdings.found(without_older)
-    assert complete_checkpoints(Holdings.found(held)) == ([older] if gone else [newest, older])
+    newest_only = Inventory.found(without_older)
+    assert complete_checkpoints(Inventory.found(held)) == ([older] if gone else [newest, older])
     assert complete_checkpoints(newest_only) == ([] if gone else [newest])
     if gone and len(gone) < world_size:
         assert named_as_gone(describe_incomplete(newest_only)) == {(_NEWEST, tuple(gone))}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import localckpt
-from localckpt.storage.notes import owner_of
+from localckpt.storage.owner import owner_of
 from localckpt.storage.write import sync_folder
 from tests.faults.loop_disk import DiskAfterPowerCut, LoopDisk, loop_disk
 from tests.faults.stops import stops_of
@@ -116,7 +116,7 @@ def _find_and_load(root: Path, keep_last: int, saved: int, begun: int) -> None:
             assert ckpt_id == (found, 0, "job")
             assert_same(state, _state(found))
     # What was not finished is gone, and no file that has its name is half of anything.
-    assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".spare", ".corrupt")]
+    assert not [p for p in root.rglob("*") if p.suffix in (".dirty", ".recycled", ".corrupt")]
 
 
 def _name(call: str) -> str:

@@ -109,7 +109,7 @@ def _save_once(
 ) -> tuple[Case, int]:
     await_memory_ahead()
     root = node_store()
-    before, spares = _kept(root), _spares(root)
+    before, recycled = _kept(root), _recycled(root)
     section, error = attempt(
         dangerous(watched, fault),
         lambda: save(manager, state_of(rank, newest + 1), newest + 1, queue),
@@ -126,7 +126,7 @@ def _save_once(
         assert case.failed, case
         if section.hit.name in _WRITES and section.hit.paths[0].endswith(".dirty"):
             # The file is dead, and no later save may overwrite it.
-            assert _spares(root) < spares or not spares or job.kind == "memory", case
+            assert _recycled(root) < recycled or not recycled or job.kind == "memory", case
     save(manager, state_of(rank, newest + 2), newest + 2, queue)
     _find_and_load(manager, rank, newest + 2)
     # What could not be let go of then is gone now.
@@ -137,7 +137,7 @@ def _save_once(
 
 
 def _assert_space_is_used_again(job: Job, surplus: int) -> None:
-    endings = (".safetensors", ".spare", ".dirty")
+    endings = (".safetensors", ".recycled", ".dirty")
     images = [path for path in node_store().rglob("*") if path.suffix in endings]
     # Two that are kept, and two for the next saves.
     assert len(images) <= 4 * job.ranks + surplus
@@ -151,12 +151,12 @@ def _must_be_told(job: Job, hit: Call) -> bool:
     return hit.name == "fsync" or any(p.endswith(".safetensors.dirty") for p in hit.paths)
 
 
-def _spares(root: Path) -> int:
-    return len(list(root.rglob("*.spare")))
+def _recycled(root: Path) -> int:
+    return len(list(root.rglob("*.recycled")))
 
 
 def _kept(root: Path) -> list[str]:
-    return [name for name in files(root) if not name.endswith(".spare")]
+    return [name for name in files(root) if not name.endswith(".recycled")]
 
 
 def _find_and_load(manager: Any, rank: int, iteration: int, nbytes: int = 4000) -> None:
@@ -406,8 +406,8 @@ def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
         args = (job, watching.address, faults)
         (short,) = run_ranks(_move_in_parts, 1, *args, init_group=False, store_per_node=nodes)
 
-    wanted = {"pread"} if job.kind == "memory" else {"pread", "pwrit"}
-    assert {call.name[:5] for call in short} == wanted
+    # In memory, only the notes are written.
+    assert {call.name[:5] for call in short} == {"pread", "pwrit"}
     record_property("cases", len(short))
 
 

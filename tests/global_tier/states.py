@@ -9,7 +9,7 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -19,15 +19,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from localckpt.global_tier.writer import FileSystemWriterAsync
+import localckpt.global_tier.storage_writer
+from localckpt.global_tier.load import ReshardingLoadPlanner
+from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from tests.state_dict.states import assert_same
 
 __all__ = [
     "DTYPES",
+    "Counts",
     "Settings",
     "Zlib",
     "assert_same",
@@ -66,6 +69,30 @@ DTYPES = [
         if _can_be_loaded_by_torch(name)
     ),
 ]
+
+
+class Counts:
+    """Calls of what is done once for many saves, from now on in this process.
+
+    Args:
+        replace: ``setattr``, or that of a ``monkeypatch``.
+    """
+
+    def __init__(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+        self.plans = self.layouts = 0
+        plan = DefaultSavePlanner.create_global_plan
+        lay_out = localckpt.global_tier.storage_writer.lay_out_files
+
+        def create_global_plan(*args: Any) -> Any:
+            self.plans += 1
+            return plan(*args)
+
+        def lay_out_files(*args: Any, **options: Any) -> Any:
+            self.layouts += 1
+            return lay_out(*args, **options)
+
+        replace(DefaultSavePlanner, "create_global_plan", create_global_plan)
+        replace(localckpt.global_tier.storage_writer, "lay_out_files", lay_out_files)
 
 
 @dataclass

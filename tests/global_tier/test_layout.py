@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from localckpt import CheckpointingException
-from localckpt.global_tier.framing import Frame, frame_of
-from localckpt.global_tier.layout import (
+from localckpt.global_tier.staging import (
     FileLayout,
     item_nbytes,
     lay_out_files,
     split_by_size_and_type,
 )
+from localckpt.global_tier.write_items import frame_of
 
 PAGE_ALIGNED_NBYTES = 256 << 10
 NAMES = st.sampled_from(["model", "model.a", "modest", "optimizer", "step", "a/b", ""])
@@ -62,14 +62,10 @@ def byte_item(name: str) -> WriteItem:
     return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
 
 
-def frame(item: WriteItem) -> Frame | None:
-    data = item.tensor_data
-    return None if data is None else frame_of(data.properties.dtype, data.chunk.sizes)
-
-
 def lay_out(items: list[WriteItem], bins: int, hint: str | None = None) -> tuple[FileLayout, ...]:
     plan = SavePlan(items)
-    return lay_out_files(plan, frame, prefix="__3_", bins=bins, separation_hint=hint)
+    others = {number for number, item in enumerate(items) if item.tensor_data is None}
+    return lay_out_files(plan, others, prefix="__3_", bins=bins, separation_hint=hint)
 
 
 @st.composite
@@ -109,7 +105,9 @@ def test_no_two_items_overlap_and_values_are_aligned(items: list[WriteItem], bin
             assert slot.data == slot.offset + len(slot.frame.head)
             assert slot.nbytes == item_nbytes(items[slot.number])
             assert slot.end == slot.data + slot.nbytes + len(slot.frame.tail)
-            assert slot.frame == frame(items[slot.number])
+            data = items[slot.number].tensor_data
+            assert data is not None
+            assert slot.frame == frame_of(data.properties.dtype, data.chunk.sizes)
             assert slot.data % (4096 if slot.nbytes >= PAGE_ALIGNED_NBYTES else 64) == 0
 
 

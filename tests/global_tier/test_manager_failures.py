@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import localckpt.global_tier.manager
 from localckpt import CheckpointingException, PeerLostError, StorageError
 from tests.global_tier.models import (
     Unpicklable,
@@ -176,9 +177,10 @@ def test_a_rank_that_stalls_in_a_save_is_named_on_all_and_all_go_on_when_it_does
         group.announce("all are awake")
         told = group.join()
 
+    assert f"rank {sleeper} came too late to save iteration 2" in told.pop(sleeper)
     for text in told:
-        assert "could not save iteration 2: " in text
-        assert f"and rank {sleeper} (last seen: save iteration 2) did not come" in text
+        lost = f"rank {sleeper} (last seen: save iteration 2) did not come"
+        assert f" to save iteration 2, and {lost}" in text
     assert [name[:18] for name in checkpoints_in(tmp_path)] == [
         "iteration_00000001",
         "iteration_00000003",
@@ -206,10 +208,45 @@ def _come_late(rank: int, world_size: int, root: Path) -> str:
 def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> None:
     told = run_ranks(_come_late, 3, tmp_path)
 
+    assert "rank 1 came too late to plan the save" in told.pop(1)
     for text in told:
-        assert "could not plan the save: " in text
-        assert "and rank 1 (last seen: " in text
+        assert " to plan the save, and rank 1 (last seen: " in text
     assert len(checkpoints_in(tmp_path)) == 2
+
+
+def _interrupt_before_it_is_staged(rank: int, world_size: int, root: Path, victim: int) -> str:
+    told, save = "", localckpt.global_tier.manager.Save
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with manager_on(root, timeout=_LONGER_S) as manager:
+        manager.save(state_of(1, rank), 1)
+        if rank == victim:
+            localckpt.global_tier.manager.Save = interrupted  # type: ignore[assignment, misc]
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(state_of(2, rank), 2)
+            localckpt.global_tier.manager.Save = save  # type: ignore[misc]
+        else:
+            told = error_of(lambda: manager.save(state_of(2, rank), 2), PeerLostError)
+        dist.barrier()
+        assert_loads(manager, rank, 1)
+        for iteration in (3, 4):
+            manager.save(state_of(iteration, rank), iteration)
+            assert_loads(manager, rank, iteration)
+    return told
+
+
+@pytest.mark.fault("interrupted")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_an_interrupt_keeps_from_a_save_is_named_and_the_next_one_works(
+    victim: int, tmp_path: Path
+) -> None:
+    told = run_ranks(_interrupt_before_it_is_staged, 2, tmp_path, victim)
+
+    lost = f"rank {victim} (last seen: save iteration 1) did not come"
+    assert f" to save iteration 2, and {lost}" in told[1 - victim]
+    assert leftovers_in(tmp_path) == []
 
 
 # One rank dies.
@@ -246,9 +283,8 @@ def _go_on(rank: int, world_size: int, root: Path, atomic: bool, expected: int) 
 def test_a_rank_that_dies_in_a_save_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
     told = run_ranks(_die_in_the_middle, 2, tmp_path, victim, expect_dead={victim})
 
-    text = told[1 - victim]
-    assert "could not save iteration 2: " in text
-    assert f"and rank {victim} (last seen: save iteration 2) did not come" in text
+    lost = f"rank {victim} (last seen: save iteration 2) did not come"
+    assert f" to save iteration 2, and {lost}" in told[1 - victim]
 
     run_ranks(_go_on, 2, tmp_path, True, 1)
     # Epochs count what was begun and is still there, too.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.global_tier.states import assert_same
 
 
 class OwnList(list[Any]):
-    """torch's reader takes no items for it, even where it is allowed."""
+    """A list of a class of the user's; most versions of torch's reader take no items for it."""
 
 
 class OwnTensor(torch.Tensor):
@@ -36,6 +38,18 @@ class Fails:
 _OF_OWN_CLASS = torch.ones(3).as_subclass(OwnTensor)
 
 
+def _torch_reads(value: object, *allowed: type) -> bool:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    with torch.serialization.safe_globals(list(allowed)):
+        try:
+            torch.load(file, weights_only=True)
+        except pickle.UnpicklingError:
+            return False
+    return True
+
+
 def _quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
@@ -45,7 +59,14 @@ def _quantized() -> torch.Tensor:
     ("make", "told"),
     [
         pytest.param(lambda: collections.deque([1, 2]), "deque", id="deque"),
-        pytest.param(lambda: OwnList([1]), "OwnList", id="list of a class"),
+        pytest.param(
+            lambda: OwnList([1]),
+            "OwnList",
+            id="list of a class",
+            marks=pytest.mark.skipif(
+                _torch_reads(OwnList([1]), OwnList), reason="this torch reads it"
+            ),
+        ),
         pytest.param(lambda: 1 << 3000, "more than 255 bytes", id="integer"),
         pytest.param(lambda: (1, 1 << 3000), "more than 255 bytes", id="integer in a tuple"),
         pytest.param(Fails, "a field that was renamed", id="object that cannot be rebuilt"),

@@ -25,11 +25,11 @@ from localckpt import (
     PeerLostError,
     UnsafeGlobalError,
 )
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.metadata_pickle import read_metadata
-from localckpt.global_tier.read import FileReads, Run
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.global_tier.read_files import FileReads, Run
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.state_dict.safe_globals import SafeGlobals
 from tests.global_tier.states import (
     assert_same,

@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from localckpt import MismatchError
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.load import ReshardingLoadPlanner
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.global_tier.models import (
     MAX_S,
     checkpoints_in,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples import model, two_tiers
-from localckpt.state_dict.digests import BLOCK_NBYTES
+from localckpt.memory.digests import BLOCK_NBYTES
 from tests.managers.jobs import assert_same
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-import localckpt.global_tier.write
+import localckpt.global_tier.write_files
 from localckpt import (
     CheckpointingException,
     CorruptShardError,
@@ -25,11 +25,12 @@ from localckpt import (
     StorageError,
     UnsafeGlobalError,
 )
-from localckpt.global_tier.items import ItemReader
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.global_tier.write_items import ItemReader
 from tests.global_tier.states import (
+    Counts,
     Settings,
     Zlib,
     assert_same,
@@ -245,8 +246,9 @@ def _overwrite(state: Any) -> None:
 
 
 def test_a_writer_writes_one_checkpoint_after_the_other_from_the_same_memory(
-    tmp_path: Path, make_writer: MakeWriter
+    tmp_path: Path, make_writer: MakeWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counts = Counts(monkeypatch.setattr)
     writer = make_writer(tmp_path / "0")
     states = [state_of(seed) for seed in range(3)]
 
@@ -256,8 +258,7 @@ def test_a_writer_writes_one_checkpoint_after_the_other_from_the_same_memory(
 
     for number, state in enumerate(states):
         assert_same(load_with_ours(tmp_path / str(number), state), state)
-    assert writer.layouts_made == 1
-    assert writer.plans.global_plans_made == 1
+    assert (counts.plans, counts.layouts) == (1, 1)
 
 
 def test_objects_that_grow_and_shrink_push_nothing_out_of_its_place(
@@ -468,7 +469,7 @@ def test_a_checkpoint_that_is_being_replaced_can_be_loaded_until_the_new_one_is_
     assert preload is not None
     staged = preload()
     # One of two files is new when it is interrupted.
-    localckpt.global_tier.write.write_preloaded_data(staged[0])
+    localckpt.global_tier.write_files.write_preloaded_data(staged[0])
     require_old()
     function(args[0], staged)
     require_old()

@@ -17,12 +17,12 @@ import torch
 
 from localckpt import AsyncCall, AsyncCallsQueue, AsyncRequest, CheckpointingException
 from localckpt.async_save.callers import ThreadAsyncCaller
-from localckpt.global_tier.saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from localckpt.global_tier.write import FileWrite, write_preloaded_data
-from localckpt.global_tier.writer import FileSystemWriterAsync
+from localckpt.global_tier.save import save_state_dict_async_finalize, save_state_dict_async_plan
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+from localckpt.global_tier.write_files import FileWrite, write_preloaded_data
 from localckpt.storage.buffers import SharedBuffer
 from tests.async_save import work
-from tests.global_tier.states import Zlib, assert_same, load_with_ours, registry, tensor_of
+from tests.global_tier.states import Counts, Zlib, assert_same, load_with_ours, registry, tensor_of
 from tests.ranks import run_ranks
 
 PATIENCE_S = 20.0
@@ -125,6 +125,7 @@ def _three_saves(
     writer = FileSystemWriterAsync(root / "0", writer="process", timeout_s=PATIENCE_S)
     staged: list[list[FileWrite]] = []
     workers: list[bool] = []
+    counts = Counts()
     with AsyncCallsQueue(persistent, timeout_s=PATIENCE_S) as queue:
         for number in range(3):
             writer.reset(root / str(number))
@@ -143,7 +144,7 @@ def _three_saves(
     assert all(file.exists() for file in files)
     writer.close()
     assert not any(file.exists() for file in files)
-    return writer.layouts_made, writer.plans.global_plans_made, files, workers
+    return counts.layouts, counts.plans, files, workers
 
 
 @pytest.mark.parametrize("persistent", [True, False], ids=["worker", "forks"])
@@ -172,7 +173,10 @@ def _save_in(writer: FileSystemWriterAsync, root: Path, call: Callable[..., None
         assert_same(load_with_ours(root / str(number), state), state)
 
 
-def test_three_saves_run_in_a_thread_that_shares_the_memory(tmp_path: Path) -> None:
+def test_three_saves_run_in_a_thread_that_shares_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counts(monkeypatch.setattr)
     writer = FileSystemWriterAsync(tmp_path / "0", writer="thread", timeout_s=PATIENCE_S)
     caller = ThreadAsyncCaller(timeout_s=PATIENCE_S)
 
@@ -183,7 +187,7 @@ def test_three_saves_run_in_a_thread_that_shares_the_memory(tmp_path: Path) -> N
 
     _save_in(writer, tmp_path, call)
 
-    assert writer.layouts_made == 1
+    assert counts.layouts == 1
     caller.close()
     writer.close()
 

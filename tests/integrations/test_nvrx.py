@@ -110,7 +110,7 @@ def test_the_rest_of_the_true_package_stays(
         f"print(nvidia_resiliency_ext.__version__)\n",
     )
 
-    assert (done.stderr, done.stdout.split()) == ("", ["localckpt.state_dict.base", version])
+    assert (done.stderr, done.stdout.split()) == ("", ["localckpt.state_dict.basic", version])
 
 
 _PROGRAM = f"""

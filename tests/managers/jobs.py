@@ -147,9 +147,9 @@ def is_ahead(path: Path) -> bool:
 
 
 def iterations_on(*roots: Path) -> set[int]:
-    """Iterations that stores have files of, in whatever condition, spares left out."""
+    """Iterations that stores have files of, in whatever condition, recycled files left out."""
     names = (name.rpartition("/")[2] for name in files(*roots))
-    return {int(name.partition(".")[0]) for name in names if not name.endswith(".spare")}
+    return {int(name.partition(".")[0]) for name in names if not name.endswith(".recycled")}
 
 
 def damage(path: Path, position: float = 0.5) -> None:

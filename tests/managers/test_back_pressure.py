@@ -33,6 +33,7 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import node_store, run_ranks
+from tests.staging import staging_nbytes
 
 MIB = 1 << 20
 
@@ -128,8 +129,7 @@ def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
         make_manager(kind, root, num_buffers=1) as manager,
         localckpt.AsyncCallsQueue(timeout_s=0.5) as queue,
     ):
-        manager._keep = lambda *_: written.wait(MAX_S)
-        manager._saving._keep = manager._keep
+        manager._save = lambda *_: written.wait(MAX_S)
         queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
         told = error_of(lambda: manager.save(state_of(0, 2), 2, is_async=True))
         written.set()
@@ -262,7 +262,9 @@ def test_options_that_make_no_sense_are_named(
     assert files(root) == []
 
 
-def test_the_memory_of_the_first_saves_is_made_ahead_of_them(kind: str, root: Path) -> None:
+def test_the_memory_of_the_first_saves_is_made_ahead_of_them(
+    kind: str, root: Path, layouts: list[Any]
+) -> None:
     with make_manager(kind, root) as manager:
         error_of(manager.memory_plan)
         state = state_of(0, 1, 40_000_000)
@@ -270,16 +272,16 @@ def test_the_memory_of_the_first_saves_is_made_ahead_of_them(kind: str, root: Pa
         planned = manager.memory_plan()
         deadline = time.monotonic() + MAX_S
         wanted = 2 if kind == "disk" else 1
-        while manager.store.staging_nbytes < wanted * planned.image_nbytes:
+        while staging_nbytes(manager.store) < wanted * planned.image_nbytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        layouts = manager._stored.planner.layouts_made
-        before = manager.store.staging_nbytes
+        assert len(layouts) == 1
+        before = staging_nbytes(manager.store)
 
         manager.save(state, 1)
 
-        assert manager._stored.planner.layouts_made == layouts == 1
-        assert before <= manager.store.staging_nbytes <= 1.1 * 2 * planned.image_nbytes
+        assert len(layouts) == 1
+        assert before <= staging_nbytes(manager.store) <= 1.1 * 2 * planned.image_nbytes
         assert manager.memory_plan() == planned
         assert manager.find_latest() == 1
         assert_same(manager.load()[0], state)

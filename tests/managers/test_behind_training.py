@@ -27,8 +27,8 @@ from localckpt import (
     StorageError,
 )
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.managers import stored
-from localckpt.managers.stored import StoreShelf
+from localckpt.managers import capture
+from localckpt.options import SaveOptions
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.image import Capture, Written
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -49,6 +49,7 @@ from tests.managers.jobs import (
 )
 from tests.managers.own_managers import DictManager, TroubledDictManager
 from tests.ranks import DeadRank, announce, await_announced, node_store, run_ranks, start_ranks
+from tests.staging import staging_nbytes
 
 Dirs = Callable[[int], list[Path]]
 
@@ -103,7 +104,7 @@ def _own_is_kept(rank: int, iteration: int) -> bool:
 
 
 def _left_over() -> list[str]:
-    return [name for name in files(node_store()) if name.endswith((".dirty", ".spare"))]
+    return [name for name in files(node_store()) if name.endswith((".dirty", ".recycled"))]
 
 
 def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
@@ -215,32 +216,34 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    seal = stored.seal
+    write_digests = capture.write_digests
 
-    def seal_late(*args: Any) -> None:
+    def write_late(*args: Any) -> None:
         time.sleep(0.3)
-        seal(*args)
+        write_digests(*args)
         over.set()
 
     def write_as_from_a_gpu(*args: Any) -> Written:
-        return write(*args)._replace(sealed=False)
+        return write(*args)._replace(has_digests=False)
 
     write = Capture.write
     monkeypatch.setattr(Capture, "write", write_as_from_a_gpu)
-    monkeypatch.setattr(stored, "seal", seal_late)
+    monkeypatch.setattr(capture, "write_digests", write_late)
     store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
-    shelf = StoreShelf(store, SafeGlobals(()), MAX_S)
+    states = capture.StateCapture(store, SafeGlobals(), SaveOptions(timeout=MAX_S))
     identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
-    shard = shelf.stage(wrapped(state_of(0, 1)), identity, travels=True)
+    slot = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
     # Another process is done with it, and the peer was lost before all was sent.
-    shard.payload.buffer.give_back()
-    assert shelf.is_busy()
+    assert slot.buffer is not None
+    slot.buffer.give_back()
+    assert store.is_busy()
 
-    shelf.was_sent(identity)
+    slot.sent()
 
     assert over.is_set()
-    assert not shelf.is_busy()
-    shelf.close()
+    assert not store.is_busy()
+    states.close()
+    store.close()
 
 
 # The order of replications.
@@ -368,9 +371,9 @@ def _lose_a_peer_now_and_then(
                 save(manager, state_of(rank, iteration), iteration, queue)
             standing.append(_standing(manager)[0])
             assert manager.degraded == (2 if standing[-1].endswith("lack copies") else 0)
-            assert not manager._stored.is_busy()
+            assert not manager.store.is_busy()
             assert not [name for name in files(node_store()) if name.endswith(".dirty")]
-            assert manager.store.staging_nbytes <= manager.memory_plan().nbytes
+            assert staging_nbytes(manager.store) <= manager.memory_plan().nbytes
         assert manager.degraded_saves == (0 if strict else 2)
         assert resume(manager, rank, 6) == "own node"
     assert _left_over() == []
@@ -465,7 +468,7 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
             def stage(*_: Any, **__: Any) -> Any:
                 raise StorageError("no memory is left")
 
-            manager._shelf.stage = stage
+            manager._parts.capture.capture = stage
         _begin(manager, queue, rank, 1)
         if rank == 0:
             assert given_up.wait(MAX_S)
@@ -839,7 +842,7 @@ def _save_by_hooks(rank: int, world_size: int, background: bool) -> list[str]:
         manager.trouble = None
         assert manager.find_latest() == 3
         assert_same(manager.load()[0], state_of(rank, 3))
-        assert manager._shelf._rooms == {}  # type: ignore[attr-defined]
+        assert manager._parts.store.slots == []
         assert (manager.degraded, manager.degraded_saves) == (0, 1)
         return told
 
@@ -879,7 +882,7 @@ def _fail_to_make_room(rank: int, world_size: int) -> str:
     ):
         _begin(manager, queue, rank, 1)
         told = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
-        assert manager._shelf._rooms == {}  # type: ignore[attr-defined]
+        assert manager._parts.store.slots == []
         save(manager, state_of(rank, 2), 2, queue)
         assert (manager.degraded, manager.find_latest()) == (0, 2)
     return told

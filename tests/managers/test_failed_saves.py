@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.ranks import DeadRank, node_store, run_ranks
+from tests.ranks import DeadRank, announce, await_announced, node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
 
@@ -77,6 +78,34 @@ _SAID = {
     "forgets the replica": "does not have it",
     "cannot be pickled": "cannot be pickled",
 }
+
+
+def _finalize_without_asking(rank: int, world_size: int, kind: str) -> str:
+    with (
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+        _troubled_manager(kind, None, keep_last=1) as manager,
+    ):
+        save(manager, state_of(rank, 1), 1, queue)
+        manager.trouble = "does nothing" if rank == 1 else None
+        queue.schedule_async_request(manager.save(state_of(rank, 2), 2, is_async=True))
+
+        told = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True, no_dist=True))
+
+        manager.trouble = None
+        assert resume(manager, rank, 1) == "own node"
+        return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_queue_that_asks_no_other_rank_leaves_it_to_the_manager_to_ask(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    roots = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_finalize_without_asking, 2, kind, store_per_node=roots)
+
+    assert told == [told[0]] * 2
+    assert "SaveFailedError: the save of iteration 2 failed: rank 1 was to keep" in told[0]
 
 
 def _fail_in_every_way(
@@ -126,7 +155,7 @@ def _fail_in_every_way(
 
 
 def _kept() -> list[str]:
-    return [name for name in files(node_store()) if not name.endswith(".spare")]
+    return [name for name in files(node_store()) if not name.endswith(".recycled")]
 
 
 @pytest.mark.fault("refused-io")
@@ -144,11 +173,64 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_is_go
         assert f"rank {bad_rank}" in text
         assert _SAID[how] in text
         assert told[1][how, bad_rank] == text
+        if not is_async:
+            assert "Older checkpoints are as they were; training can go on" in text
         kind_of_error = text.partition(":")[0]
         assert kind_of_error == {
             "refuses": "StorageError",
             "raises": "CheckpointingException",
         }.get(how, "SaveFailedError")
+
+
+def _count_decisions(rank: int, world_size: int, kind: str) -> int:
+    with make_manager(kind, node_store(), "job") as manager:
+        manager.save(state_of(rank, 1), 1)
+        before = manager._parts.ranks.rounds
+        manager.save(state_of(rank, 2), 2)
+        decisions = manager._parts.ranks.rounds - before
+        assert resume(manager, rank, 2) == "own node"
+    return int(decisions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_that_waits_has_one_decision_of_all_ranks(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    assert run_ranks(_count_decisions, 2, kind, store_per_node=nodes) == [1, 1]
+
+
+def _save_the_second_on_rank_0_only(rank: int, world_size: int) -> set[int]:
+    with make_manager("disk", node_store(), "job") as manager:
+        manager.save(state_of(rank, 1), 1)
+        if rank == 0:
+            manager._parts.ranks.set_timeout(0.5)
+            error_of(lambda: manager.save(state_of(0, 2), 2), PeerLostError)
+            announce("lost")
+        await_announced("lost")
+    return iterations_on(node_store())
+
+
+def _save_twice_more(rank: int, world_size: int) -> set[int]:
+    with make_manager("disk", node_store(), "job", keep_last=1) as manager:
+        assert resume(manager, rank, 1) == "own node"
+        for iteration in (3, 4):
+            save(manager, state_of(rank, iteration), iteration)
+        assert resume(manager, rank, 4) == "own node"
+    return iterations_on(node_store())
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_save_whose_peer_was_lost_is_not_found_and_goes_with_older_ones(node_dirs: Dirs) -> None:
+    nodes = node_dirs(2)
+
+    left = run_ranks(_save_the_second_on_rank_0_only, 2, store_per_node=nodes)
+    kept = run_ranks(_save_twice_more, 2, store_per_node=nodes)
+
+    # Other ranks may have found it complete, so what was written is not removed at once.
+    assert left == [{1, 2}, {1}]
+    assert kept == [{4}, {4}]
 
 
 def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) -> None:
@@ -236,6 +318,17 @@ def _worker() -> psutil.Process:
     return found[0]
 
 
+def _kill(worker: psutil.Process) -> None:
+    """Kill a process, and return when it has ended: on a busy machine it works on until then."""
+    worker.kill()
+    deadline = time.monotonic() + MAX_S
+    # The manager may notice and reap it meanwhile.
+    with suppress(psutil.NoSuchProcess):
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+
+
 def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
     told = []
     repl = cliques(1, 2)
@@ -261,11 +354,11 @@ def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
             assert resume(manager, rank, good) == "own node"
             save(manager, state_of(rank, good + 2), good + 2, queue)
             assert resume(manager, rank, good + 2) == "own node"
-        mine = [p for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name]
+        mine = [p for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name]
         buffers = [p.name for p in mine if p.suffix != ".lock"]
         assert len(buffers) <= 4
     repl.close()
-    assert not [p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name]
+    assert not [p.name for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name]
     assert psutil.Process().children(recursive=True) == []
     return told
 
@@ -300,7 +393,7 @@ def _worker_is_killed_at_some_moment(rank: int, world_size: int) -> list[bool]:
             queue.schedule_async_request(request)
             if rank == 1:
                 time.sleep(delay_s)
-                _worker().kill()
+                _kill(_worker())
             try:
                 queue.maybe_finalize_async_calls(blocking=True)
                 failure = None

@@ -111,7 +111,7 @@ def _start_again(rank: int, world_size: int, kind: str, worker: str) -> None:
     repl = cliques(1, 2)
     options = {"keep_last": 1, "async_worker": worker}
     with make_manager(kind, node_store(), "job", repl, **options) as manager:
-        left = [n for n in files(node_store()) if not n.endswith((".safetensors", ".spare"))]
+        left = [n for n in files(node_store()) if not n.endswith((".safetensors", ".recycled"))]
         assert left == []
         resume(manager, rank, 2)
         announce(f"started {rank}")

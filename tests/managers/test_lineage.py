@@ -15,9 +15,9 @@ import pytest
 from localckpt.errors import MismatchError
 from localckpt.lineage import Lineage, Point
 from localckpt.state_dict.identify import read_header
-from localckpt.state_dict.image import seal
+from localckpt.state_dict.image import write_digests
 from localckpt.state_dict.source import MemorySource
-from localckpt.storage.notes import epoch_note
+from localckpt.storage.owner import epoch_note
 from tests.managers.jobs import (
     KINDS,
     assert_same,
@@ -192,7 +192,7 @@ def _write_without_lineage(path: Path) -> None:
     del entries["__metadata__"]["lineage"]
     image[8:stop] = json.dumps(entries, separators=(",", ":")).encode().ljust(stop - 8)
     header = read_header(MemorySource(memoryview(image)))
-    seal(memoryview(image), header.digests_start, header.identity)
+    write_digests(memoryview(image), header.digests_start, header.identity)
     path.write_bytes(image)
 
 

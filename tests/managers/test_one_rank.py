@@ -210,11 +210,11 @@ def test_as_many_checkpoints_as_asked_for_are_kept(kind: str, root: Path, keep_l
             manager.save(state_of(0, iteration), iteration)
             assert iterations_on(root) == set(range(iteration + 1)[-keep_last:])
         resume(manager, 0, 4)
-        in_use = [name for name in files(root) if not name.endswith(".spare")]
-        spares = len(files(root)) - len(in_use)
+        in_use = [name for name in files(root) if not name.endswith(".recycled")]
+        recycled = len(files(root)) - len(in_use)
 
         # One file more than is kept: the one that the next save writes into.
-        assert (len(in_use), spares) == (keep_last, 1)
+        assert (len(in_use), recycled) == (keep_last, 1)
     assert files(root) == in_use
 
 

@@ -10,7 +10,7 @@ import torch
 
 import localckpt
 from localckpt import CheckpointingException, NoReplicasAvailableError
-from localckpt.storage.names import DIRTY, SPARE
+from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
 from tests.managers.jobs import assert_same, cliques, damage, error_of, make_manager, state_of
 from tests.ranks import node_store, run_ranks
@@ -36,7 +36,7 @@ def _everything(root: Path) -> dict[Path, tuple[int, int]]:
 def _kept(root: Path) -> dict[Path, tuple[int, int]]:
     """The same of files that a live job does not make ahead of time, in the background."""
     found = _everything(root).items()
-    return {p: seen for p, seen in found if p.is_file() and p.suffix not in (SPARE, DIRTY)}
+    return {p: seen for p, seen in found if p.is_file() and p.suffix not in (RECYCLED, DIRTY)}
 
 
 def _read(rank: int, world_size: int, kind: str, root: Path) -> None:

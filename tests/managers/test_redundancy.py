@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localckpt
+from localckpt.availability.inventory import Inventory, ranks_by_node
 from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint, Generation
-from localckpt.managers.holdings import Holdings, ranks_by_node
-from localckpt.managers.redundancy import missing_copies
 from localckpt.replication.placement import keepers_in
+from localckpt.replication.shard_plans import missing_copies
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -215,17 +215,17 @@ def test_the_copies_that_are_asked_for_are_those_that_are_missing(
     checkpoint, older = (Checkpoint(Generation(1, n), n, size) for n in (9, 8))
     # Ranks of one node see the same files.
     shards = [set().union(*(held[r] for r in range(size) if r % nodes == n)) for n in range(nodes)]
-    holdings = Holdings(ranks_by_node(domains))
+    inventory = Inventory(ranks_by_node(domains))
     for node in set(domains):
         for owner in shards[int(node)]:
-            holdings.add(checkpoint, owner, node, 1)
+            inventory.add(checkpoint, owner, node, 1)
         for owner in range(size):
-            holdings.add(older, owner, node, 1)
+            inventory.add(older, owner, node, 1)
 
     keepers = {
         owner: others for group in groups for owner, others in keepers_in(group, domains).items()
     }
-    missing = missing_copies(checkpoint, holdings, keepers)
+    missing = missing_copies(checkpoint, inventory, keepers)
 
     for group in groups:
         for owner in group:

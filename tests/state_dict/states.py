@@ -11,10 +11,10 @@ import numpy
 import torch
 
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.copying import Copier
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.side_streams import SideStreams
 from localckpt.state_dict.source import MemorySource
 
 IDENTITY = ShardIdentity("a session", Generation(2, 7), 40, 3, 8)
@@ -70,10 +70,10 @@ def source_of(image: bytes | bytearray) -> MemorySource:
 
 
 def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
-    """The sealed image of a capture, which a test may have tampered with."""
+    """The complete image of a capture, which a test may have tampered with."""
     image = bytearray(capture.nbytes(identity))
     view = memoryview(image)
-    assert capture.write(view, identity, Copier(1), SideStreams()).sealed
+    assert capture.write(view, identity, Copier(1), SideStreams()).has_digests
     return image
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.host_memory import address_of
+from localckpt.memory.copying import Copier
+from localckpt.memory.host_memory import address_of
 from tests.interrupts import Interrupter
 from tests.ranks import run_ranks
 
@@ -36,7 +36,6 @@ def _interrupt_copies(rank: int, world_size: int, rounds: int, again_s: float) -
         interrupter.call("copy", lambda c=copier: _copy_once(c))
         # It can be used again.
         _copy_once(copier)
-        copier.close()
     return interrupter.interrupts
 
 
@@ -71,7 +70,6 @@ def test_an_interrupt_ends_the_other_threads_before_it_is_raised() -> None:
 
     assert len(done) == at_once < 10
     assert working <= {threading.get_ident()}
-    copier.close()
 
 
 def test_an_error_of_another_thread_is_raised() -> None:
@@ -85,7 +83,6 @@ def test_an_error_of_another_thread_is_raised() -> None:
 
     with pytest.raises(ValueError, match="of another thread"):
         copier.share(range(50), work)
-    copier.close()
 
 
 def test_what_is_copied_is_let_go_when_the_copies_are_over() -> None:
@@ -97,4 +94,3 @@ def test_what_is_copied_is_let_go_when_the_copies_are_over() -> None:
     view.release()
     ctypes.memset(address_of(memoryview(memory)), 0, 1)
     memory.close()
-    copier.close()

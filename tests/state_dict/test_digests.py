@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.digests import (
+from localckpt.memory.digests import (
     BLOCK_NBYTES,
     BlockHasher,
     covered_nbytes,
     digests_nbytes,
 )
 from localckpt.state_dict.header import ImageHeader
-from localckpt.state_dict.identify import read_header, read_verified_identity
+from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -216,7 +216,7 @@ def test_the_identity_is_told_only_by_a_header_that_is_intact() -> None:
 
     assert read_header(source_of(image)).identity.iteration == 41
     with pytest.raises(CorruptShardError, match=r"iteration 41 .* is damaged"):
-        read_verified_identity(source_of(image))
+        read_verified_record(source_of(image))
 
 
 def test_the_identity_is_told_by_a_header_of_several_blocks() -> None:
@@ -224,12 +224,12 @@ def test_the_identity_is_told_by_a_header_of_several_blocks() -> None:
     source = pack(state, IDENTITY)
     assert read_header(source).data_start > BLOCK_NBYTES
 
-    identity = read_verified_identity(source)
+    identity = read_verified_record(source).identity
 
     assert identity == IDENTITY
     source.view[BLOCK_NBYTES + 5] ^= 1
     with pytest.raises(CorruptShardError):
-        read_verified_identity(source)
+        read_verified_record(source)
 
 
 @given(st.integers(1, 10 * BLOCK_NBYTES) | st.integers(1, 1 << 50))

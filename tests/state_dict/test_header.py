@@ -18,7 +18,7 @@ from localckpt.errors import CorruptShardError
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.lineage import MOST_ANCESTORS, EpochId, Lineage, Point
 from localckpt.state_dict.header import DIGESTS, SKELETON
-from localckpt.state_dict.identify import read_header, read_verified_identity, read_verified_record
+from localckpt.state_dict.identify import read_header, read_verified_record
 from localckpt.state_dict.image import unpack
 from localckpt.storage.files import FileSource
 from tests.state_dict.states import IDENTITY, image_of, source_of
@@ -142,7 +142,7 @@ BAD = {
 def test_a_header_that_contradicts_itself_is_refused(change: Callable[[Any], Any]) -> None:
     image = with_header(change)
 
-    for read in (read_header, read_verified_identity, unpack):
+    for read in (read_header, read_verified_record, unpack):
         with pytest.raises(CorruptShardError):
             read(source_of(image))
 
@@ -260,7 +260,7 @@ def test_every_identity_comes_back_from_a_header(
 
     image = image_of({"a": torch.ones(1)}, identity)
 
-    assert read_verified_identity(source_of(image)) == identity
+    assert read_verified_record(source_of(image)).identity == identity
 
 
 @pytest.mark.fault("hostile-file")
@@ -268,7 +268,7 @@ def test_every_identity_comes_back_from_a_header(
 def test_a_header_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) -> None:
     image = image_of({}, ShardIdentity("run", Generation(1, 1), 1, rank, world_size))
 
-    for read in (read_header, read_verified_identity):
+    for read in (read_header, read_verified_record):
         with pytest.raises(CorruptShardError, match=f"of rank {rank} of {world_size}"):
             read(source_of(image))
 

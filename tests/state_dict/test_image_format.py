@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.copying import Copier
-from localckpt.state_dict.digests import BLOCK_NBYTES, digests_nbytes
+from localckpt.memory.copying import Copier
+from localckpt.memory.digests import BLOCK_NBYTES, digests_nbytes
+from localckpt.memory.gpu_copies import SideStreams
+from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.state_dict.header import (
     DIGESTS,
     SKELETON,
@@ -23,10 +25,9 @@ from localckpt.state_dict.header import (
     parse_safetensors,
     render_header,
 )
-from localckpt.state_dict.identify import read_header, read_verified_identity
-from localckpt.state_dict.image import ImagePlanner, seal, unpack
-from localckpt.state_dict.layout import ITEM_NBYTES, PAGE_NBYTES, TensorSlot, lay_out
-from localckpt.state_dict.side_streams import SideStreams
+from localckpt.state_dict.identify import read_header, read_verified_record
+from localckpt.state_dict.image import ImagePlanner, unpack, write_digests
+from localckpt.state_dict.layout import ITEM_NBYTES, TensorSlot, lay_out
 from localckpt.state_dict.source import MemorySource
 from tests.state_dict.states import IDENTITY, assert_same, bits, image_of, source_of
 
@@ -99,7 +100,7 @@ def test_the_safetensors_library_reads_the_metadata_from_a_file(tmp_path: Any) -
         "world_size": "128",
     }
     assert set(names) == {"weight", SKELETON, DIGESTS}
-    assert read_verified_identity(source_of(file.read_bytes())) == identity
+    assert read_verified_record(source_of(file.read_bytes())).identity == identity
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 2000])
@@ -262,7 +263,6 @@ def test_the_image_is_the_same_however_many_threads_copy() -> None:
 
         capture.write(memoryview(image), IDENTITY, copier, SideStreams())
 
-        copier.close()
         images.append(image)
     assert images[0] == images[1]
 
@@ -290,9 +290,8 @@ def test_digests_of_blocks_hashed_while_they_are_copied_are_those_of_the_image(
 
     written = capture.write(image, IDENTITY, copier, SideStreams())
 
-    copier.close()
-    assert written.sealed
+    assert written.has_digests
     hashed = bytes(image)
-    seal(image, written.covered_nbytes, IDENTITY)
+    write_digests(image, written.covered_nbytes, IDENTITY)
     assert bytes(image) == hashed
     assert_same(unpack(MemorySource(image)), state)

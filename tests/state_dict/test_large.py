@@ -9,14 +9,15 @@ import psutil
 import pytest
 import torch
 
-from localckpt.state_dict.copying import Copier
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.side_streams import SideStreams
+from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.write import write_shards
+from localckpt.storage.store import run_commit
 from tests.state_dict.states import IDENTITY
 
 pytestmark = pytest.mark.fault("hard-state")
@@ -38,11 +39,12 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
 
     capture = ImagePlanner().capture({"large": tensor, "small": torch.tensor(5)})
     nbytes = capture.nbytes(IDENTITY)
-    buffer = store.stage(IDENTITY, nbytes, 10.0)
-    written = capture.write(buffer.view[:nbytes], IDENTITY, copier, SideStreams())
-    covered = written.covered_nbytes
-    write_shards([store.write_job(buffer, IDENTITY, nbytes, covered, "done")])
-    del buffer, capture
+    slot = store.reserve(IDENTITY, nbytes, 10.0)
+    written = capture.write(slot.image, IDENTITY, copier, SideStreams())
+    slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=written.has_digests)
+    run_commit(store.commit([slot]))
+    store.release([slot])
+    del slot, capture
     words[:: 1 << 17] = 0
     words[5 << 26] = 7
     assert store.holds(IDENTITY)
@@ -52,7 +54,6 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
 
     source.close()
     store.close()
-    copier.close()
     assert loaded["large"] is tensor
     assert loaded["small"] == 5
     assert torch.equal(words[:: 1 << 17], marks)

@@ -18,7 +18,7 @@ import torch
 
 from localckpt.errors import CheckpointingException, UnsafeGlobalError
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
-from localckpt.state_dict.pickle_limits import check_opcodes
+from localckpt.state_dict.pickles import check_opcodes
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, insert_tensors, take_tensors
 from tests.state_dict.states import ALLOWED, IDENTITY, Settings, assert_same, round_trip

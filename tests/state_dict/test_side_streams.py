@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localckpt.errors import CheckpointingException
-from localckpt.state_dict.side_streams import CopiesUnderWay
+from localckpt.memory.gpu_copies import CopiesUnderWay
 
 
 class Event:

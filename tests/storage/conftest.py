@@ -8,9 +8,10 @@ from typing import Protocol
 
 import pytest
 
+from localckpt.storage import staging
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
-from localckpt.storage.store import Store
 
 KINDS = ["thread", "process", "memory"]
 
@@ -24,29 +25,33 @@ class Node(Protocol):
 
     def __call__(
         self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
-    ) -> Store: ...
+    ) -> DirectoryStore: ...
 
 
 class _Node:
     def __init__(self, kind: str, root: Path, shared: Path) -> None:
         self.kind, self.root, self.shared = kind, root, shared
-        self.stores: list[Store] = []
+        self.stores: list[DirectoryStore] = []
 
     def __call__(
         self, rank: int = 0, session: str = "run", timeout_s: float = 5.0, root: Path | None = None
-    ) -> Store:
-        store: Store
+    ) -> DirectoryStore:
+        store: DirectoryStore
         if self.kind == "memory":
             store = MemoryStore(root or self.root, session, rank, timeout_s)
         else:
             writer = "thread" if self.kind == "thread" else "process"
-            store = DiskStore(
-                *(root or self.root, session, rank, timeout_s),
-                writer=writer,
-                shared_memory=self.shared,
-            )
+            store = DiskStore(root or self.root, session, rank, timeout_s, writer=writer)
         self.stores.append(store)
         return store
+
+
+@pytest.fixture
+def shared(shm_roots: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of the test's own, where staging buffers are made."""
+    (path,) = shm_roots(1)
+    monkeypatch.setattr(staging, "SHARED_MEMORY", path)
+    return path
 
 
 @pytest.fixture(params=KINDS)
@@ -54,9 +59,10 @@ def node(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     shm_roots: Callable[[int], list[Path]],
+    shared: Path,
 ) -> Iterator[Node]:
     """A node of each kind: disk written by a thread, by a process, and shared memory."""
-    memory, shared = shm_roots(2)
+    (memory,) = shm_roots(1)
     made = _Node(
         request.param, (memory if request.param == "memory" else tmp_path) / "node", shared
     )

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from localckpt.ids import Generation, ShardIdentity
-from localckpt.state_dict.copying import Copier
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.image import ImagePlanner, unpack
-from localckpt.state_dict.side_streams import SideStreams
-from localckpt.storage.store import Store
-from localckpt.storage.write import ShardWrite, write_shards
+from localckpt.state_dict.source import MemorySource
+from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.slot import Slot
+from localckpt.storage.write import ShardWrite, write_shard
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
@@ -32,12 +34,12 @@ def identity(
 
 
 def everything(_: ShardIdentity) -> bool:
-    """For ``retire``: no shard stays."""
+    """For ``prune``: no shard stays."""
     return True
 
 
 def older_than(who: ShardIdentity) -> Callable[[ShardIdentity], bool]:
-    """For ``retire``: shards of earlier attempts go, and of earlier saves."""
+    """For ``prune``: shards of earlier attempts go, and of earlier saves."""
     return lambda shard: (
         (shard.generation.epoch, shard.iteration) < (who.generation.epoch, who.iteration)
     )
@@ -49,23 +51,46 @@ def state(iteration: int, nbytes: int = 100_000) -> dict[str, Any]:
     return {"iteration": iteration, "weight": words, "bias": torch.tensor(float(iteration))}
 
 
-def staged(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrite:
-    """Stage a shard, and give back the job that writes it."""
+def filled(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> Slot:
+    """Reserve a slot for a shard, and fill it; its digests are still to be computed."""
     capture = ImagePlanner().capture(state(who.iteration, nbytes))
-    size = capture.nbytes(who)
-    buffer = store.stage(who, size, 5.0)
-    written = capture.write(buffer.view[:size], who, Copier(1), SideStreams())
-    return store.write_job(buffer, who, size, written.covered_nbytes, "compute")
+    slot = store.reserve(who, capture.nbytes(who), 5.0)
+    written = capture.write(slot.image, who, Copier(1), SideStreams())
+    slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=False)
+    return slot
 
 
-def save(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> ShardIdentity:
-    """Stage, write and find a shard."""
-    write_shards([staged(store, who, nbytes)])
+def staged(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> ShardWrite:
+    """Fill a slot with a shard, and give what the job that commits it writes."""
+    return write_of(store, filled(store, who, nbytes))
+
+
+def write_of(store: DirectoryStore, slot: Slot) -> ShardWrite:
+    """What the job that commits a slot writes."""
+    ((write, _),) = store.commit([slot]).pieces
+    assert isinstance(write, ShardWrite)
+    return write
+
+
+def slots_of(store: DirectoryStore, who: ShardIdentity) -> list[Slot]:
+    """The slots of a shard."""
+    return [slot for slot in store.slots if slot.identity == who]
+
+
+def save(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> ShardIdentity:
+    """Fill a slot, write it, find the shard, and give the slot back."""
+    write_shard(staged(store, who, nbytes))
     assert store.holds(who)
+    store.release(slots_of(store, who))
     return who
 
 
-def load(store: Store, who: ShardIdentity) -> dict[str, Any]:
+def retire(store: DirectoryStore, who: ShardIdentity) -> None:
+    """Have a shard's file recycled."""
+    store.prune(lambda shard: shard == who, [])
+
+
+def load(store: DirectoryStore, who: ShardIdentity) -> dict[str, Any]:
     """Read a shard, every block verified."""
     source = store.open(who)
     try:
@@ -75,7 +100,7 @@ def load(store: Store, who: ShardIdentity) -> dict[str, Any]:
         source.close()
 
 
-def assert_loads(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> None:
+def assert_loads(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> None:
     """The store gives back exactly what was saved."""
     loaded, saved = load(store, who), state(who.iteration, nbytes)
     assert loaded.keys() == saved.keys()
@@ -83,9 +108,9 @@ def assert_loads(store: Store, who: ShardIdentity, nbytes: int = 100_000) -> Non
     assert torch.equal(loaded["bias"], saved["bias"])
 
 
-def found(store: Store) -> set[ShardIdentity]:
+def found(store: DirectoryStore) -> set[ShardIdentity]:
     """All shards that a store finds on its node."""
-    return {record.identity for record in store.scan()}
+    return {stored.record.identity for stored in store.list_stored() if stored.record}
 
 
 def names(folder: Path) -> set[str]:
@@ -97,16 +122,21 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from localckpt.ids import Generation, ShardIdentity
+from localckpt.storage import staging
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 kind, root, session, rank, shared = sys.argv[1:6]
+staging.SHARED_MEMORY = Path(shared)
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
-    store = DiskStore(root, session, int(rank), 5.0, writer=kind, shared_memory=Path(shared))
+    store = DiskStore(root, session, int(rank), 5.0, writer=kind)
 who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
-buffer = store.stage(who, 100_000, 5.0)
-job = store.write_job(buffer, who, 100_000, 90_000, "compute")
+# Nothing is made ahead of time.
+store.prepare = lambda *_: None
+slot = store.reserve(who, 100_000, 5.0)
+slot.filled(90_000, None, is_complete=False)
+((job, _),) = store.commit([slot]).pieces
 if kind != "memory":
     job.dirty.write_bytes(b"half of a shard")
 assert "torch" not in sys.modules

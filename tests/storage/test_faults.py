@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import StorageError
+from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.owner import Owner
-from localckpt.storage.store import Store
-from localckpt.storage.write import ShardWrite, write_shards
+from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.shards import (
     PATIENCE_S,
     ROOT,
@@ -28,7 +28,9 @@ from tests.storage.shards import (
     found,
     identity,
     older_than,
+    retire,
     save,
+    slots_of,
     staged,
 )
 
@@ -43,11 +45,11 @@ def free_nbytes(path: Path) -> int:
 @pytest.fixture(params=[DiskStore, MemoryStore])
 def small_store(
     request: pytest.FixtureRequest, small_disk: Callable[[str], Path]
-) -> Iterator[Callable[[str], Store]]:
+) -> Iterator[Callable[[str], DirectoryStore]]:
     """``small_store(options)``: a store on a file system of its own."""
-    stores: list[Store] = []
+    stores: list[DirectoryStore] = []
 
-    def make(options: str) -> Store:
+    def make(options: str) -> DirectoryStore:
         stores.append(request.param(small_disk(options), "run", 0, 5.0))
         return stores[-1]
 
@@ -59,7 +61,7 @@ def small_store(
 
 @pytest.mark.fault("refused-io")
 def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
-    small_store: Callable[[str], Store],
+    small_store: Callable[[str], DirectoryStore],
 ) -> None:
     store = small_store("size=8m")
     for n in (1, 2):
@@ -80,12 +82,12 @@ def test_a_full_node_is_an_error_that_keeps_the_older_and_gives_the_space_back(
 
 @pytest.mark.fault("refused-io")
 def test_a_recycled_file_that_cannot_grow_is_given_up_with_its_space(
-    small_store: Callable[[str], Store],
+    small_store: Callable[[str], DirectoryStore],
 ) -> None:
     store = small_store("size=8m")
     for n in (1, 2):
         save(store, identity(n), 3 * MIB)
-    store.retire(older_than(identity(2)), [])
+    store.prune(older_than(identity(2)), [])
 
     with pytest.raises(StorageError, match="it is full"):
         save(store, identity(3), 6 * MIB)
@@ -103,9 +105,9 @@ def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touc
 ) -> None:
     store = MemoryStore(small_disk("size=8m"), "run", 0, 5.0)
     save(store, identity(1), 5 * MIB)
-    store.retire(everything, [])
+    store.prune(everything, [])
     save(store, identity(2), MIB)
-    store.retire(everything, [])
+    store.prune(everything, [])
     filler = store.root / "filler"
     filler.write_bytes(bytes(5 * MIB))
 
@@ -121,7 +123,7 @@ def test_shared_memory_that_shrank_and_grows_again_is_reserved_before_it_is_touc
 
 @pytest.mark.fault("unusable-store")
 def test_a_node_without_inodes_is_an_error_that_keeps_the_older(
-    small_store: Callable[[str], Store],
+    small_store: Callable[[str], DirectoryStore],
 ) -> None:
     store = small_store("size=8m,nr_inodes=12")
     saved = set()
@@ -154,7 +156,7 @@ def test_a_disk_that_turns_read_only_is_an_error_and_what_is_there_can_be_read(
     remount(disk, "ro")
     try:
         with pytest.raises(StorageError, match=rf"{job.dirty}.*mounted read-only"):
-            write_shards([job])
+            write_shard(job)
         with pytest.raises(StorageError, match=f"{disk}.*mounted read-only"):
             DiskStore(disk, "another", 0, 5.0)
 
@@ -185,7 +187,7 @@ except StorageError as error:
 """
 
 
-def opened_by_somebody(kind: type[Store], root: Path) -> subprocess.CompletedProcess[str]:
+def opened_by_somebody(kind: type[DirectoryStore], root: Path) -> subprocess.CompletedProcess[str]:
     """Open a store as a user who, unlike root, may not write anywhere."""
     return subprocess.run(
         [sys.executable, "-c", SOMEBODY, kind.__name__, str(root)],
@@ -200,7 +202,7 @@ def opened_by_somebody(kind: type[Store], root: Path) -> subprocess.CompletedPro
 @pytest.mark.fault("unusable-store")
 @pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
 def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
-    shm_roots: Callable[[int], list[Path]], kind: type[Store]
+    shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
 ) -> None:
     (theirs,) = shm_roots(1)
     theirs.chmod(0o555)
@@ -218,7 +220,7 @@ def test_a_directory_of_somebody_else_is_an_error_with_the_cure(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
 def test_a_store_of_somebody_else_is_an_error_with_the_cure_and_stays_as_it_is(
-    shm_roots: Callable[[int], list[Path]], kind: type[Store]
+    shm_roots: Callable[[int], list[Path]], kind: type[DirectoryStore]
 ) -> None:
     (root,) = shm_roots(1)
     root.chmod(0o755)
@@ -244,10 +246,11 @@ def test_a_store_of_somebody_else_is_an_error_with_the_cure_and_stays_as_it_is(
 WORKER = """
 import pickle, sys
 from localckpt.errors import StorageError
-from localckpt.storage.write import write_shards
+from localckpt.storage.write import write_shard
 jobs = pickle.load(open(sys.argv[1], "rb"))
 try:
-    write_shards(jobs)
+    for job in jobs:
+        write_shard(job)
 except StorageError as error:
     print(error)
     sys.exit(3)
@@ -282,12 +285,12 @@ def traced(
 @pytest.mark.usefixtures("can_trace")
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_over(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]], recycled: bool
+    tmp_path: Path, shared: Path, recycled: bool
 ) -> None:
-    store = process_store(tmp_path, shm_roots(1)[0])
+    store = process_store(tmp_path)
     if recycled:
         save(store, identity(2))
-        store.discard(identity(2))
+        retire(store, identity(2))
     job = staged(store, identity(3))
 
     done = traced(job, tmp_path)
@@ -311,24 +314,24 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_before_the_save_is_o
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]], call: str, recycled: bool
+    tmp_path: Path, shared: Path, call: str, recycled: bool
 ) -> None:
-    store = process_store(tmp_path, shm_roots(1)[0])
+    store = process_store(tmp_path)
     save(store, identity(1), 50_000)
     for nth in range(1, 10):
         save(store, identity(2), 60_000)
         if recycled:
-            store.retire(older_than(identity(3)), [])
+            store.prune(older_than(identity(3)), [])
             save(store, identity(1), 50_000)
         else:
-            store.discard(identity(2))
-            drop_spares(store)
+            retire(store, identity(2))
+            drop_recycled(store)
         job = staged(store, identity(3), 60_000)
         assert job.recycled == recycled
 
         done = traced(job, tmp_path, f"{call}:error=EIO:when={nth}")
 
-        store.scan()
+        store.list_stored()
         if done.returncode == 0:
             break
         assert done.returncode == 3, done.stderr
@@ -336,7 +339,7 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
         assert os.strerror(errno.EIO) in done.stdout
         assert not job.dirty.exists()
         assert not job.buffer.in_use
-        store.discard(identity(3))
+        store.discard(slots_of(store, identity(3)))
         assert found(store) == {identity(1)}
         assert_loads(store, identity(1), 50_000)
     assert 1 < nth < 9
@@ -349,23 +352,22 @@ def test_a_system_call_that_fails_is_an_error_and_nothing_of_the_save_is_left(
 @pytest.mark.parametrize("recycled", [False, True], ids=["new file", "recycled file"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_whole_new(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]], call: str, recycled: bool
+    tmp_path: Path, shared: Path, call: str, recycled: bool
 ) -> None:
-    shared = shm_roots(1)[0]
     for nth in range(1, 10):
         disk = tmp_path / f"disk-{nth}"
-        store = process_store(disk, shared)
+        store = process_store(disk)
         save(store, identity(1), 50_000)
         if recycled:
             save(store, identity(2), 60_000)
-            store.discard(identity(2))
+            retire(store, identity(2))
         job = staged(store, identity(3), 60_000)
         assert job.recycled == recycled
 
         done = traced(job, tmp_path, f"{call}:signal=KILL:when={nth}")
 
         killed(store, shared)
-        again = process_store(disk, shared)
+        again = process_store(disk)
         assert found(again) - {identity(3)} == {identity(1)}
         for who in found(again):
             assert_loads(again, who, 50_000 if who.iteration == 1 else 60_000)
@@ -381,9 +383,9 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_older_and_at_most_the_wh
 @pytest.mark.fault("partial-io")
 @pytest.mark.usefixtures("can_trace")
 def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+    tmp_path: Path, shared: Path
 ) -> None:
-    store = process_store(tmp_path, shm_roots(1)[0])
+    store = process_store(tmp_path)
     job = staged(store, identity(1))
 
     done = traced(job, tmp_path, "pwrite64:retval=0:when=1..3")
@@ -402,16 +404,16 @@ def test_writes_that_take_nothing_are_tried_again_and_at_last_an_error(
     store.close()
 
 
-def process_store(disk: Path, shared: Path) -> DiskStore:
-    return DiskStore(disk, "run", 0, 5.0, writer="process", shared_memory=shared)
+def process_store(disk: Path) -> DiskStore:
+    return DiskStore(disk, "run", 0, 5.0, writer="process")
 
 
-def drop_spares(store: Store) -> None:
-    for spare in store.folder.glob("*.spare"):
-        spare.unlink()
+def drop_recycled(store: DirectoryStore) -> None:
+    for recycled in store.folder.glob("*.recycled"):
+        recycled.unlink()
 
 
-def killed(store: Store, shared: Path) -> None:
+def killed(store: DirectoryStore, shared: Path) -> None:
     """Make it look as if the process that opened the store were gone, its worker with it."""
     me = Owner.me()
     dead = Owner(me.boot, me.pid, 1)

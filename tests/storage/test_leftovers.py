@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,8 +14,7 @@ import pytest
 from localckpt.storage.buffers import SharedBuffer
 from localckpt.storage.catalog import find_staging
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.notes import owner_of
-from localckpt.storage.owner import Owner
+from localckpt.storage.owner import Owner, owner_of
 from localckpt.storage.staging import StagingFolder
 from tests.storage.conftest import Node
 from tests.storage.shards import (
@@ -55,6 +53,19 @@ def test_half_a_shard_of_a_killed_process_is_removed_at_the_next_start(node: Nod
     assert_loads(store, identity(7))
 
 
+def test_what_an_earlier_version_kept_for_reuse_is_removed_at_the_next_start(node: Node) -> None:
+    first = node()
+    save(first, identity(7))
+    first.close()
+    kept = node.root / "session-run" / "0" / "000000000006.0.1.1.abcd.spare"
+    kept.write_bytes(b"0" * 100)
+
+    store = node()
+
+    assert not kept.exists()
+    assert found(store) == {identity(7)}
+
+
 @pytest.mark.fault("trainer-dies")
 def test_it_is_removed_by_another_rank_too_when_its_own_does_not_come_back(node: Node) -> None:
     with another_process(node.kind, node.root, node.shared, rank=3) as process:
@@ -80,12 +91,12 @@ def test_what_a_live_process_is_writing_is_never_touched(node: Node) -> None:
 
 
 @pytest.mark.fault("trainer-dies")
-def test_the_spares_of_a_killed_process_are_used_by_the_one_after_it(node: Node) -> None:
+def test_the_recycled_files_of_a_killed_process_are_used_by_the_one_after_it(node: Node) -> None:
     store = node()
     save(store, identity(1))
     (file,) = store.folder.glob("*.safetensors")
     inode = file.stat().st_ino
-    store.retire(everything, [])
+    store.prune(everything, [])
     # As if it had been killed here: nobody closes it.
     (store.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
 
@@ -96,17 +107,19 @@ def test_the_spares_of_a_killed_process_are_used_by_the_one_after_it(node: Node)
     assert_loads(again, identity(2))
 
 
-def test_the_spares_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(node: Node) -> None:
+def test_the_recycled_files_of_a_rank_that_went_elsewhere_are_removed_with_its_shards(
+    node: Node,
+) -> None:
     gone = node(rank=3)
     save(gone, identity(1, rank=3))
     save(gone, identity(2, rank=3))
-    gone.retire(older_than(identity(2)), [])
-    assert names(gone.folder) >= {"spare"}
+    gone.prune(older_than(identity(2)), [])
+    assert names(gone.folder) >= {"recycled"}
     (gone.folder / ".owner").write_text(str(Owner("0123456789ab", 1, 1)))
     store = node(rank=0)
-    store.scan()
+    store.list_stored()
 
-    store.retire(everything, adopted_ranks=[3])
+    store.prune(everything, adopted_ranks=[3])
 
     assert names(gone.folder) == {"owner"}
 
@@ -139,10 +152,9 @@ def test_an_owner_whose_pid_another_process_has_now_is_dead(node: Node) -> None:
 
 @pytest.mark.fault("trainer-dies")
 def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
-    tmp_path: Path,
+    tmp_path: Path, shared: Path
 ) -> None:
-    me, shared = Owner.me(), tmp_path / "shm"
-    shared.mkdir()
+    me = Owner.me()
     dead = f"localckpt-staging-{Owner(me.boot, me.pid, 1)}.1.0"
     live = f"localckpt-staging-{me}.1.0"
     odd = ["localckpt-staging-", "localckpt-staging-a-b-c.0", "somebody-elses", f"x{dead}"]
@@ -151,7 +163,7 @@ def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
     # What another rank removed in the same moment looks the same as a link to nothing.
     (shared / f"{dead}.link").symlink_to(tmp_path / "nothing")
 
-    store = DiskStore(tmp_path / "disk", "run", 0, 5.0, shared_memory=shared)
+    store = DiskStore(tmp_path / "disk", "run", 0, 5.0)
 
     assert {path.name for path in shared.iterdir()} == {live, *odd}
     store.close()
@@ -161,7 +173,7 @@ def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> N
     stores = [node(rank) for rank in range(2)]
     for store, iteration in itertools.product(stores, range(4)):
         save(store, identity(iteration, store.rank))
-        store.retire(older_than(identity(iteration)), [])
+        store.prune(older_than(identity(iteration)), [])
 
     for store in stores:
         store.close()
@@ -182,15 +194,14 @@ sys.stdin.read()
 
 @pytest.mark.fault("two-jobs")
 def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_be_seen(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+    tmp_path: Path, shared: Path
 ) -> None:
-    (shared,) = shm_roots(1)
     owner = f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0"
     path, lock = shared / f"{owner}.0", shared / f"{owner}.lock"
     path.touch()
 
     def start() -> None:
-        DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process", shared_memory=shared).close()
+        DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process").close()
 
     with subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(lock)],
@@ -208,11 +219,8 @@ def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_
     assert not {path, lock} & {*shared.iterdir()}
 
 
-def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(
-    shm_roots: Callable[[int], list[Path]],
-) -> None:
-    (shared,) = shm_roots(1)
-    folder = StagingFolder(shared)
+def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(shared: Path) -> None:
+    folder = StagingFolder()
     buffers = [SharedBuffer(folder.new_path(), 10) for _ in range(2)]
     assert sorted(path.suffix for path in shared.iterdir()) == [".0", ".1", ".lock"]
 
@@ -227,10 +235,12 @@ def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(
 _STAGE_AND_FORK = """
 import os, sys
 from pathlib import Path
+from localckpt.storage import staging
 from localckpt.storage.disk import DiskStore
 from tests.storage.shards import identity, staged
 
-store = DiskStore(sys.argv[1], "run", 0, 5.0, writer="process", shared_memory=Path(sys.argv[2]))
+staging.SHARED_MEMORY = Path(sys.argv[2])
+store = DiskStore(sys.argv[1], "run", 0, 5.0, writer="process")
 job = staged(store, identity(1), 4_000_000)
 child = os.fork()
 if child == 0:
@@ -243,9 +253,8 @@ sys.stdin.read()
 
 @pytest.mark.fault("trainer-dies")
 def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_lives(
-    tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+    tmp_path: Path, shared: Path
 ) -> None:
-    (shared,) = shm_roots(1)
     with subprocess.Popen(
         [sys.executable, "-c", _STAGE_AND_FORK, str(tmp_path / "node"), str(shared)],
         stdin=subprocess.PIPE,
@@ -263,9 +272,9 @@ def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_liv
             assert str(shared) not in Path(f"/proc/{child.pid}/maps").read_text()
             opened = [os.readlink(f) for f in Path(f"/proc/{child.pid}/fd").iterdir()]
             assert not [name for name in opened if str(shared) in name and "lock" not in name]
-            assert {file.is_live for file in find_staging(shared)} == {False}
+            assert {file.is_live for file in find_staging()} == {False}
 
-            DiskStore(tmp_path / "node", "run", 0, 5.0, shared_memory=shared).close()
+            DiskStore(tmp_path / "node", "run", 0, 5.0).close()
 
             assert not list(shared.iterdir())
         finally:

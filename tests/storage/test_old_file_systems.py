@@ -9,7 +9,7 @@ import pytest
 
 from localckpt.errors import StorageError
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.write import write_shards
+from localckpt.storage.write import write_shard
 from tests.faults.loop_disk import old_disk
 from tests.storage.shards import assert_loads, everything, found, identity, names, save, staged
 
@@ -24,12 +24,12 @@ def test_saves_work_on_it_and_files_are_used_again(
         for iteration, nbytes in ((1, 100_000), (2, 1_000_000), (3, 300_001)):
             save(store, identity(iteration), nbytes)
             assert_loads(store, identity(iteration), nbytes)
-            store.retire(everything, [])
+            store.prune(everything, [])
 
         save(store, identity(4))
         job = staged(store, identity(5), 40_000_000)
         with pytest.raises(StorageError, match="No space left"):
-            write_shards([job])
+            write_shard(job)
 
         assert names(store.folder) == {"safetensors", "owner"}
         assert found(store) == {identity(4)}

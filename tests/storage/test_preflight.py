@@ -12,6 +12,7 @@ import torch
 
 import localckpt
 from localckpt.errors import SaveFailedError, StorageError
+from localckpt.storage import staging
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.preflight import file_system, try_out
 from tests.managers.jobs import assert_same, files, iterations_on
@@ -138,22 +139,19 @@ def test_what_a_rank_left_that_runs_elsewhere_now_is_not_counted_as_taken(
 
 @pytest.mark.fault("unusable-store")
 def test_too_little_shared_memory_for_the_worker_is_an_error_before_anything_is_written(
-    tmp_path: Path, small_disk: Callable[[str], Path]
+    tmp_path: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Room for one of two buffers.
     small = small_disk("size=9m")
-    store = DiskStore(
-        *(tmp_path / "store", "run", 0, 5.0),
-        writer="process",
-        num_buffers=2,
-        shared_memory=small,
-    )
-    staging = store.stage(identity(1), 4 * MIB, 5.0)
+    monkeypatch.setattr(staging, "SHARED_MEMORY", small)
+    store = DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process", num_buffers=2)
+    slot = store.reserve(identity(1), 4 * MIB, 5.0)
 
     with pytest.raises(StorageError, match=str(small)) as raised:
-        store.check_room([4 * MIB], 2, 1)
+        store.check_space(2, 1)
 
     assert "num_buffers" in str(raised.value)
-    store.check_room([2 * MIB], 2, 1)
-    staging.give_back()
+    store.release([slot])
+    store.prepare(identity(1).piece, 2 * MIB)
+    store.check_space(2, 1)
     store.close()

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.state_dict.digests import BlockHasher
+from localckpt.memory.digests import BlockHasher
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.write import ShardWrite, write_shards
+from localckpt.storage.store import CommitJob, run_commit
+from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     PATIENCE_S,
@@ -25,6 +26,7 @@ from tests.storage.shards import (
     identity,
     older_than,
     save,
+    slots_of,
     staged,
 )
 
@@ -46,7 +48,7 @@ def test_every_size_is_written_whole_past_and_through_the_page_cache(
     if direct and not job.direct:
         pytest.skip("this file system does not take O_DIRECT")
 
-    write_shards([dataclasses.replace(job, direct=direct)])
+    write_shard(dataclasses.replace(job, direct=direct))
 
     assert store.holds(who)
     assert job.final.stat().st_size == job.nbytes
@@ -60,11 +62,11 @@ def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
     store: DiskStore, direct: bool
 ) -> None:
     save(store, identity(1), 2 << 20)
-    store.retire(everything, [])
+    store.prune(everything, [])
     job = staged(store, identity(2), 5000)
     assert job.recycled
 
-    write_shards([dataclasses.replace(job, direct=direct and job.direct)])
+    write_shard(dataclasses.replace(job, direct=direct and job.direct))
 
     assert store.holds(identity(2))
     assert job.final.stat().st_size == job.nbytes
@@ -75,7 +77,8 @@ def test_a_smaller_shard_in_a_recycled_file_has_its_own_size(
 def test_several_shards_are_written_by_one_call(store: DiskStore) -> None:
     jobs = [staged(store, identity(1, rank)) for rank in range(3)]
 
-    write_shards(jobs)
+    for job in jobs:
+        write_shard(job)
 
     assert found(store) == {identity(1, rank) for rank in range(3)}
     assert not any(job.buffer.in_use for job in jobs)
@@ -89,7 +92,7 @@ def received(job: ShardWrite) -> ShardWrite:
 
 
 def test_a_replica_is_checked_while_it_is_written(store: DiskStore) -> None:
-    write_shards([received(staged(store, identity(1, rank=5)))])
+    write_shard(received(staged(store, identity(1, rank=5))))
 
     assert_loads_after_scan(store, 5)
     store.close()
@@ -107,14 +110,12 @@ def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, 
     kept = save(store, identity(1))
     job = received(staged(store, identity(2, rank=5)))
     job.buffer.view[place % job.nbytes] ^= 1
-    lease = job.buffer.lease
 
     with pytest.raises(CorruptShardError, match="iteration 2 of rank 5"):
-        write_shards([job])
+        write_shard(job)
 
     assert not job.buffer.in_use
-    store.abandon(job.buffer, lease, job.identity)
-    store.discard(job.identity)
+    store.discard(slots_of(store, job.identity))
     assert not job.final.exists()
     assert not job.dirty.exists()
     assert found(store) == {kept}
@@ -124,7 +125,7 @@ def test_a_replica_that_is_not_what_was_sent_is_refused_and_removed(node: Node, 
 def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
     job = received(staged(store, identity(1, rank=5)))
 
-    write_shards([dataclasses.replace(job, digests="done")])
+    write_shard(dataclasses.replace(job, digests="done"))
 
     assert_loads_after_scan(store, 5)
     store.close()
@@ -133,8 +134,9 @@ def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
 IN_A_WORKER = """
 import pickle, sys
 jobs = pickle.load(sys.stdin.buffer)
-from localckpt.storage.write import write_shards
-write_shards(jobs)
+from localckpt.storage.write import write_shard
+for job in jobs:
+    write_shard(job)
 assert "torch" not in sys.modules, "torch"
 assert "numpy" not in sys.modules, "numpy"
 """
@@ -167,7 +169,7 @@ def test_a_worker_process_without_torch_writes_what_was_staged(node: Node) -> No
         for job in jobs:
             assert store.holds(job.identity)
             assert_loads(store, job.identity)
-        store.retire(older_than(identity(iteration)), [])
+        store.prune(older_than(identity(iteration)), [])
 
 
 @pytest.mark.fault("refused-io")
@@ -177,7 +179,7 @@ def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskSto
     job.buffer.close()
 
     with pytest.raises(StorageError, match="its save was given up"):
-        write_shards([job])
+        write_shard(job)
     assert not job.final.exists()
     store.close()
 
@@ -187,7 +189,7 @@ def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
     job.dirty.write_bytes(b"somebody else's")
 
     with pytest.raises(StorageError, match=r"\.dirty"):
-        write_shards([job])
+        write_shard(job)
 
     assert not job.final.exists()
     assert not job.buffer.in_use
@@ -195,15 +197,17 @@ def test_a_file_that_is_in_the_way_is_not_overwritten(store: DiskStore) -> None:
 
 
 @pytest.mark.fault("refused-io")
-def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: DiskStore) -> None:
+def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
+    store: DiskStore,
+) -> None:
     save(store, identity(1))
-    store.retire(everything, [])
+    store.prune(everything, [])
     job = staged(store, identity(2))
     assert job.recycled
     job.dirty.unlink()
 
     with pytest.raises(StorageError, match="could not write"):
-        write_shards([job])
+        write_shard(job)
 
     assert not job.buffer.in_use
     assert save(store, identity(3)) in found(store)
@@ -212,11 +216,13 @@ def test_a_spare_that_vanished_is_an_error_and_the_next_save_is_good(store: Disk
 
 @pytest.mark.fault("refused-io")
 def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
-    good, bad, late = (staged(store, identity(1, rank)) for rank in range(3))
+    good, bad, _ = jobs = [staged(store, identity(1, rank)) for rank in range(3)]
     bad.dirty.mkdir()
 
+    pieces = tuple((job, job.identity.ckpt_id) for job in jobs)
+    job = CommitJob(write_shard, pieces)
     with pytest.raises(StorageError):
-        write_shards([good, bad, late])
+        run_commit(job)
 
     assert found(store) == {good.identity}
     bad.dirty.rmdir()
@@ -228,7 +234,7 @@ def test_a_buffer_is_written_even_if_it_is_closed_meanwhile(store: DiskStore) ->
     assert isinstance(job.buffer, PrivateBuffer)
     closing = _ClosesWhenHashed(job.buffer)
 
-    write_shards([dataclasses.replace(job, buffer=closing)])
+    write_shard(dataclasses.replace(job, buffer=closing))
 
     assert store.holds(identity(1))
     assert_loads(store, identity(1), 1 << 20)

@@ -1,4 +1,4 @@
-"""Starts a program that imports NVRx with this package in NVRx's place.
+"""Start a program that imports NVRx with this package in NVRx's place.
 
 ::
 

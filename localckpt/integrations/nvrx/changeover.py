@@ -1,4 +1,4 @@
-"""Reads the local checkpoints that NVRx has written, so that a job goes on from them.
+"""Reader of the local checkpoints that NVRx has written, so that a job goes on from them.
 
 Reading runs no code of a file: torch's restricted unpickler makes the objects, and may name only
 what our own checkpoints may name.

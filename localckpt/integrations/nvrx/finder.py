@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether this package answers for NVRx's checkpointing modules in this process."""
+    """Return whether this package answers for NVRx's checkpointing modules in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 

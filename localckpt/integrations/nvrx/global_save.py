@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from localckpt.errors import CheckpointingException
-from localckpt.global_tier.planning import PlanCache
-from localckpt.global_tier.reader import CachedMetadataFileSystemReader as _Reader
-from localckpt.global_tier.saver import save_state_dict_async_plan as _plan
-from localckpt.global_tier.writer import FileSystemWriterAsync as _Writer
+from localckpt.global_tier.save import save_state_dict_async_plan as _plan
+from localckpt.global_tier.save_plan import PlanCache
+from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader as _Reader
+from localckpt.global_tier.storage_writer import FileSystemWriterAsync as _Writer
 
 __all__ = [
     "CachedMetadataFileSystemReader",
@@ -31,7 +31,7 @@ _NOT_GIVEN: Any = object()
 
 
 class FileSystemWriterAsync(_Writer):
-    """Writes a checkpoint of torch.distributed.checkpoint's format behind training.
+    """Writer of a checkpoint of torch.distributed.checkpoint's format behind training.
 
     Args:
         path, separation_hint, thread_count, options: As for
@@ -64,13 +64,13 @@ class FileSystemWriterAsync(_Writer):
 
 
 class CheckpointMetadataCache:
-    """What was planned for one save and need not be planned for the next of the same structure."""
+    """Plans of one save, which need not be made again for the next of the same structure."""
 
     def __init__(self) -> None:
         self.plans = PlanCache()
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata) -> None:
-        """Accepted: what is planned anew once after a load costs less than comparing it."""
+        """Do nothing: what is planned anew once after a load costs less than comparing it."""
 
 
 def save_state_dict_async_plan(
@@ -92,7 +92,7 @@ def save_state_dict_async_plan(
         state_dict, storage_writer, process_group, coordinator_rank, planner, timeout_s: As for
             :func:`localckpt.save_state_dict_async_plan`.
         enable_cache: Plan again only what changed since the last save with this cache.
-        metadata_cache: The cache; one for each series of saves.
+        metadata_cache: The cache; one for saves that follow one another.
         cached_ckpt_structure: Megatron-Core's cached plans; see Returns.
         loaded_all_plans: Accepted: plans of the checkpoint that was loaded.
 
@@ -112,7 +112,7 @@ def save_state_dict_async_plan(
 
 
 class CachedMetadataFileSystemReader(_Reader):
-    """Reads a checkpoint of torch.distributed.checkpoint's format.
+    """Reader of a checkpoint of torch.distributed.checkpoint's format.
 
     Args:
         path, options: As for :class:`localckpt.CachedMetadataFileSystemReader`.
@@ -132,14 +132,14 @@ class CachedMetadataFileSystemReader(_Reader):
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
-        """Accepted: nothing is kept between readers."""
+        """Do nothing: nothing is kept between readers."""
 
 
 _results_queue: None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """Accepted: results come back in a file beside the data, so there is no queue to make."""
+    """Do nothing: results come back in a file beside the data, so there is no queue to make."""
 
 
 _get_write_results_queue = get_write_results_queue

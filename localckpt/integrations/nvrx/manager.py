@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalCheckpointManager(_LocalCheckpointManager):
-    """Keeps the newest complete checkpoint only, as NVRx's manager does.
+    """Manager that keeps the newest complete checkpoint only, as NVRx's does.
 
     While there is none of its own, it finds and loads what NVRx's manager has left in the
     directory, if each rank's file is on the rank's node. Those files are read only, and stay.
@@ -57,27 +57,28 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         )
 
     def find_latest(self) -> int:
-        """As of :class:`localckpt.LocalCheckpointManager`; else the newest that NVRx has left."""
+        """Iteration of the newest checkpoint, or else of the newest that NVRx has left."""
         self._theirs = {}
         if super().find_latest() != -1:
             return self.latest_iteration
         with Attempt() as looking:
             self._theirs = find_nvrx_files(self._root, self.session_id, self.rank)
-        held = self._coordinator.share("look for NVRx's files", looking, sorted(self._theirs))
-        common = set(held[0]).intersection(*held)
+        common, any_held = self._parts.ranks.settle(
+            "look for NVRx's files", looking, sorted(self._theirs), _held_by_all
+        )
         self._theirs = {i: path for i, path in self._theirs.items() if i in common}
-        if not common and any(held):
+        if not common and any_held:
             logger.warning("NVRx has left files, and no iteration of which every rank has its own")
         return max(common, default=-1)
 
     def load(self, **options: Any) -> tuple[Any, CkptID]:
-        """As of :class:`localckpt.LocalCheckpointManager`; NVRx's files take no options.
+        """Load as :class:`localckpt.LocalCheckpointManager` does; NVRx's files take no options.
 
         Raises:
             CheckpointingException: A file of NVRx's cannot be read on some rank; on all ranks.
         """
         # After a save, find_latest() comes first.
-        if not self._theirs or self._holdings is None:
+        if not self._theirs or self._finder.last is None:
             return super().load(**options)
         called, iteration = time.monotonic(), max(self._theirs)
         path, state = self._theirs[iteration], None
@@ -88,10 +89,15 @@ class LocalCheckpointManager(_LocalCheckpointManager):
                 )
             state = read_nvrx_file(path, self._safe_globals)
             state.restore_tensor_device(non_blocking=False)
-        self._coordinator.settle(f"load NVRx's iteration {iteration}", loading)
+        self._parts.ranks.settle(f"load NVRx's iteration {iteration}", loading)
         if not self.read_only:
             self.begin(iteration)
         seconds = time.monotonic() - called
         self.last_load = LoadReport(iteration, path.stat().st_size, seconds, "NVRx's file")
         logger.info("loaded %s", self.last_load)
         return state, CkptID(iteration, self.rank, self.session_id)
+
+
+def _held_by_all(held: list[list[int]]) -> tuple[list[int], bool]:
+    """Iterations of which every rank has a file, and whether any rank has one."""
+    return sorted(set(held[0]).intersection(*held)), any(held)

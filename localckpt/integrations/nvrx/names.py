@@ -29,7 +29,7 @@ _GROUPS = {
     "ProcessGroupLike": f"{_OURS}.groups",
     "parse_group_sequence": "localckpt.replication.groups",
 }
-_STATE = {"TensorAwareStateDict": "localckpt.state_dict.base"}
+_STATE = {"TensorAwareStateDict": "localckpt.state_dict.basic"}
 
 MODULES: dict[str, dict[str, str]] = {
     CHECKPOINTING: {},
@@ -71,11 +71,11 @@ MODULES: dict[str, dict[str, str]] = {
     },
     f"{CHECKPOINTING}.async_ckpt.state_dict_saver": {
         "CheckpointMetadataCache": f"{_OURS}.global_save",
-        "save_state_dict_async_finalize": "localckpt.global_tier.saver",
+        "save_state_dict_async_finalize": "localckpt.global_tier.save",
         "save_state_dict_async_plan": f"{_OURS}.global_save",
     },
     f"{CHECKPOINTING}.async_ckpt.cached_metadata_filesystem_reader": {
         "CachedMetadataFileSystemReader": f"{_OURS}.global_save",
     },
 }
-"""For each module its names, and the module in which each is defined."""
+"""Names of each module, and the module in which each is defined."""

@@ -13,7 +13,7 @@ _IDLE = 3
 
 
 class AsyncCallsQueue(_AsyncCallsQueue):
-    """Runs requests behind training and finalizes them, in order, on all ranks together.
+    """Queue that runs requests behind training and finalizes them, in order, on all ranks.
 
     Args:
         persistent: As for :class:`localckpt.AsyncCallsQueue`, as are all other options.
@@ -41,7 +41,7 @@ class AsyncCallsQueue(_AsyncCallsQueue):
     def warmup_persistent_caller(
         cls, rank: int, cpu_shm_mode: bool = False, **options: Any
     ) -> None:
-        """Accepted: the worker imports no torch, and is up milliseconds after the first call.
+        """Do nothing: the worker imports no torch, and is up milliseconds after the first call.
 
         ``queue.warm_up()`` has it ready before. Megatron-LM looks for ``cpu_shm_mode`` by name.
         """

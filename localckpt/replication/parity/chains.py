@@ -17,7 +17,6 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from localckpt.replication.ledger import chunks
 from localckpt.replication.parity.gf import (
     Bytes,
     Scratch,
@@ -26,9 +25,10 @@ from localckpt.replication.parity.gf import (
     xtime_xor_into,
 )
 from localckpt.replication.parity.stripes import Strip
+from localckpt.replication.progress import chunks
 
 __all__ = [
-    "ROOM_NBYTES",
+    "BUFFERS_NBYTES",
     "Chain",
     "Hop",
     "Schedule",
@@ -40,15 +40,15 @@ __all__ = [
     "tasks_of",
 ]
 
-ROOM_NBYTES = 64 << 20
+BUFFERS_NBYTES = 64 << 20
 """The most memory that a rank needs for messages under way, whatever the size of the images."""
 
 _LARGEST_MESSAGE_NBYTES = 8 << 20
 _SMALLEST_MESSAGE_NBYTES = 512 << 10
 # Rooms for each message that a rank sends in one step: fewer could lock ranks up, see above; with
 # more, messages would have to be smaller, which measured slower.
-_STEPS_OF_ROOM = 2
-_MOST_AT_ONCE = ROOM_NBYTES // _SMALLEST_MESSAGE_NBYTES // _STEPS_OF_ROOM
+_STEPS_OF_BUFFERS = 2
+_MOST_AT_ONCE = BUFFERS_NBYTES // _SMALLEST_MESSAGE_NBYTES // _STEPS_OF_BUFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What one rank does to the sum: ``acc = x * acc`` if it ``doubles``, then adds its terms."""
+    """Work of one rank on the sum: ``acc = x * acc`` if it ``doubles``, then adds its terms."""
 
     rank: int
     terms: tuple[Term, ...]
@@ -84,7 +84,7 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes each hop hands on."""
+        """Number of bytes that each hop hands on."""
         return sum(stop - start for start, stop in self.spans)
 
 
@@ -94,8 +94,8 @@ class Schedule:
 
     starts: tuple[int, ...]
     message_nbytes: int
-    rooms: int
-    """How many messages a rank has memory for."""
+    buffers: int
+    """Number of messages that a rank has memory for."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -129,17 +129,17 @@ def schedule(chains: Sequence[Chain], message_nbytes: int | None = None) -> Sche
             at_once = max(at_once, load[rank])
     if message_nbytes is None:
         message_nbytes = _LARGEST_MESSAGE_NBYTES
-        while _STEPS_OF_ROOM * at_once * message_nbytes > ROOM_NBYTES:
+        while _STEPS_OF_BUFFERS * at_once * message_nbytes > BUFFERS_NBYTES:
             message_nbytes //= 2
     starts, start = list[int](), 0
     for wave in waves:
         starts += [start] * len(wave)
         start += max((_messages(c, message_nbytes) + len(c.hops) for c in wave), default=0)
-    return Schedule(tuple(starts), message_nbytes, _STEPS_OF_ROOM * at_once)
+    return Schedule(tuple(starts), message_nbytes, _STEPS_OF_BUFFERS * at_once)
 
 
 def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
-    """How many bytes each rank sends."""
+    """Number of bytes that each rank sends."""
     sent: dict[int, int] = {}
     for chain in chains:
         for hop in chain.hops[:-1]:
@@ -148,7 +148,7 @@ def sent_by_rank(chains: Sequence[Chain]) -> dict[int, int]:
 
 
 def tasks_of(rank: int, chains: Sequence[Chain], when: Schedule) -> Iterator[Task]:
-    """What a rank has to do, in the order in which it does it."""
+    """Tasks of a rank, in the order in which it does them."""
 
     def tasks(number: int, hop: int) -> Iterator[Task]:
         step = when.starts[number] + hop

@@ -13,7 +13,7 @@ import numpy as np
 
 from localckpt.errors import MismatchError
 from localckpt.replication.parity.chains import Chain, Hop, Term
-from localckpt.replication.parity.relay import Relay
+from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.stripes import Kind, ParityLayout
 from localckpt.state_dict.source import ShardSource
 
@@ -22,7 +22,7 @@ __all__ = ["clear_unused", "encode", "encoding_chains"]
 
 def encode(
     layout: ParityLayout,
-    relay: Relay,
+    pipeline: Pipeline,
     source: ShardSource,
     parity: memoryview,
     timeout_s: float,
@@ -31,13 +31,13 @@ def encode(
 ) -> None:
     """Compute this member's parity; the members of the group call it together.
 
-    It needs at most :data:`ROOM_NBYTES` for messages and less than 1 MiB for the arithmetic, which
-    the relay keeps for the next time. That it returned says that this member's part is done, not
-    that every other's is.
+    It needs at most :data:`BUFFERS_NBYTES` for messages and less than 1 MiB for the arithmetic,
+    which the pipeline keeps for the next time. That it returned says that this member's part is
+    done, not that every other's is.
 
     Args:
         layout: The same on all ranks; they agree on it beforehand.
-        relay: Over connections between the members, in their order.
+        pipeline: Over connections between the members, in their order.
         source: This member's image. It must not change meanwhile.
         parity: Writable memory for ``layout.parity_nbytes``.
         timeout_s: Deadline of it all, in seconds.
@@ -45,11 +45,11 @@ def encode(
 
     Raises:
         MismatchError: The connections, the image or the memory do not fit the layout.
-        PeerLostError: A member died, stopped or failed; see :meth:`Relay.run`. What ``parity``
+        PeerLostError: A member died, stopped or failed; see :meth:`Pipeline.run`. What ``parity``
             holds then is of no use.
         CheckpointingException: The source failed.
     """
-    connections = relay.connections
+    connections = pipeline.connections
     if len(connections.ranks) != layout.members:
         raise MismatchError(
             f"{len(connections.ranks)} ranks cannot encode the parity of {layout.members} members"
@@ -67,7 +67,7 @@ def encode(
         )
     parity = parity.cast("B")
     clear_unused(layout, member, parity)
-    relay.run(
+    pipeline.run(
         "encoding parity",
         encoding_chains(layout, connections.ranks),
         {(Kind.IMAGE, member): source},

@@ -1,23 +1,23 @@
-"""Makes one member's parity together with the heads that it keeps: what a save and a restart do.
+"""Makes one member's parity together with the envelopes that it keeps, at a save or a restart.
 
-Parity and heads travel over the same connections, one after the other, so that a group has one set
-of them.
+Parity and envelopes are sent over the same connections, one after the other, so that a group has
+one set of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localckpt.ids import ParityGroup
+from localckpt.ids import Group, ShardIdentity
 from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.parity.code import PARITY_KIND
 from localckpt.replication.parity.encode import encode
-from localckpt.replication.parity.relay import Relay
-from localckpt.replication.parity.stripes import ParityLayout
-from localckpt.state_dict.parity_image import ParityRoom, read_head
-from localckpt.state_dict.parity_of import ParityOf
+from localckpt.replication.parity.image import ParityFrame, ParityParts, read_envelope
+from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.state_dict.source import MemorySource, ShardSource
 
-__all__ = ["GroupEncoder", "heads_nbytes", "layout_of"]
+__all__ = ["GroupEncoder", "frame_for", "ranks_behind"]
 
 
 class GroupEncoder:
@@ -29,78 +29,87 @@ class GroupEncoder:
 
     def __init__(self, transport: HostTransport) -> None:
         self.transport = transport
-        self._relay = Relay(transport.connections, transport.pacer)
+        self._pipeline = Pipeline(transport.connections, transport.pacer)
 
     @property
     def broken(self) -> bool:
-        """Whether the connections broke."""
-        return self._relay.broken or self.transport.broken
+        """True if the connections broke."""
+        return self._pipeline.broken or self.transport.broken
 
     def run(
         self,
         of: ParityOf,
         source: ShardSource,
-        room: ParityRoom,
-        head_nbytes: Sequence[int],
+        parts: ParityParts,
+        envelope_nbytes: Sequence[int],
         timeout_s: float,
     ) -> None:
-        """Fill the room; the members call it together.
+        """Fill the parts; the members call it together.
 
         Args:
             of: The same on all members.
             source: This member's image.
-            room: Of :func:`heads_nbytes` and ``layout_of(of).parity_nbytes`` bytes.
-            head_nbytes: Of each member's head.
-            timeout_s: Deadline of the parity, and once more of the heads, in seconds.
+            parts: Of a frame from :func:`frame_for`.
+            envelope_nbytes: Of each member's envelope.
+            timeout_s: Deadline of the parity, and once more of the envelopes, in seconds.
 
         Raises:
             PeerLostError: A member died, stopped or failed.
             CheckpointingException: The source failed, or the arguments do not fit.
         """
         try:
-            encode(layout_of(of), self._relay, source, room.parity, timeout_s)
-            self._exchange_heads(of, source, room, head_nbytes, timeout_s)
+            encode(of.layout, self._pipeline, source, parts.parity, timeout_s)
+            self._exchange_envelopes(of, source, parts, envelope_nbytes, timeout_s)
         except BaseException:
             # The other members are not to wait for this one until their deadline.
-            self._relay.close()
+            self._pipeline.close()
             self.transport.abort()
             raise
 
-    def _exchange_heads(
+    def _exchange_envelopes(
         self,
         of: ParityOf,
         source: ShardSource,
-        room: ParityRoom,
-        head_nbytes: Sequence[int],
+        parts: ParityParts,
+        envelope_nbytes: Sequence[int],
         timeout_s: float,
     ) -> None:
         ranks = self.transport.connections.ranks
         here, count = ranks.index(self.transport.connections.rank), len(ranks)
-        head = MemorySource(memoryview(bytearray(read_head(source))))
+        envelope = MemorySource(memoryview(bytearray(read_envelope(source))))
         receives: list[tuple[int, memoryview]] = []
         at = 0
-        for step in range(1, of.group.parity + 1):
+        for step in range(1, of.group.spare + 1):
             member = (here - step) % count
-            receives.append((ranks[member], room.heads[at : at + head_nbytes[member]]))
-            at += head_nbytes[member]
-        sends = [(ranks[(here + step) % count], head) for step in range(1, of.group.parity + 1)]
+            receives.append((ranks[member], parts.envelopes[at : at + envelope_nbytes[member]]))
+            at += envelope_nbytes[member]
+        sends = [(ranks[(here + step) % count], envelope) for step in range(1, of.group.spare + 1)]
         self.transport.timeout_s = timeout_s
         self.transport.exchange(sends, receives)
 
     def close(self) -> None:
         """Give the memory for messages back."""
-        self._relay.close()
+        self._pipeline.close()
 
 
-def layout_of(of: ParityOf) -> ParityLayout:
-    """Which bytes are in which stripe.
+def ranks_behind(group: Group, rank: int) -> tuple[int, ...]:
+    """The ranks that come before a member in the ring, the nearest first: one a parity.
 
-    Raises:
-        MismatchError: No group can be so.
+    The member keeps what is needed to tell that their shards are what was lost.
     """
-    return ParityLayout(of.image_nbytes, of.group.parity)
+    place = group.ranks.index(rank)
+    return tuple(group.ranks[place - step] for step in range(1, group.spare + 1))
 
 
-def heads_nbytes(group: ParityGroup, rank: int, head_nbytes: Sequence[int]) -> int:
-    """Bytes of the heads that a rank keeps, of all heads' bytes in the group's order."""
-    return sum(head_nbytes[group.ranks.index(behind)] for behind in group.behind(rank))
+def frame_for(identity: ShardIdentity, of: ParityOf, envelope_nbytes: Sequence[int]) -> ParityFrame:
+    """The frame of the parity that a rank is to keep.
+
+    Args:
+        identity: Identity of the rank's shard.
+        of: The group, and the sizes of its images.
+        envelope_nbytes: Bytes of each member's envelope.
+    """
+    behind = ranks_behind(of.group, identity.rank)
+    envelopes_nbytes = sum(envelope_nbytes[of.group.ranks.index(rank)] for rank in behind)
+    parity = identity.of_kind(PARITY_KIND)
+    return ParityFrame.of(parity, of, envelopes_nbytes, of.layout.parity_nbytes)

@@ -27,7 +27,7 @@ __all__ = [
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 ORDER = 255
-"""How many different powers x has."""
+"""Number of different powers of x."""
 
 _REDUCTION = 0x1D
 # A block, its scratch and the data stay in a core's own cache, and calls are few enough.

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from localckpt.errors import NoReplicasAvailableError
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.chains import Chain, Hop, Term
 from localckpt.replication.parity.gf import inverse, multiply, power
 from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
-from localckpt.state_dict.digests import BLOCK_NBYTES
 
 __all__ = ["Left", "Want", "plan_rebuild"]
 
@@ -26,7 +26,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What is left of a group, as all ranks know it.
+    """Remains of a group, as all ranks know them.
 
     Attributes:
         images: The rank that can read each member's image; a member that is missing has lost it.
@@ -119,7 +119,7 @@ class _Symbols:
         )
 
     def lost(self, left: Left, start: int) -> frozenset[Strip]:
-        """What cannot be read of the block at a place of the stripe; where zeros are, nothing."""
+        """Strips of which the block at a place of the stripe cannot be read; none that is zeros."""
         return frozenset(
             strip
             for strip in (*self.chunks, *self.rows)
@@ -186,7 +186,7 @@ def _spans(symbols: _Symbols, left: Left, place: Strip) -> Iterator[tuple[int, i
 
 
 def _edges(strip: Strip, blocks: Iterable[int]) -> Iterator[int]:
-    """Where blocks of what a member keeps begin and end, in the stripe."""
+    """Borders of the blocks of what a member keeps, in the stripe."""
     for block in blocks:
         start = block * BLOCK_NBYTES - strip.start
         if 0 <= start < strip.nbytes:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from localckpt.errors import CorruptShardError, MismatchError
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.chains import Chain
-from localckpt.replication.parity.relay import Relay, Sinks, Sources
+from localckpt.replication.parity.pipeline import Pipeline, Sinks, Sources
 from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
-from localckpt.state_dict.digests import BLOCK_NBYTES
 
 __all__ = ["Verify", "rebuild"]
 
@@ -31,7 +31,7 @@ _NAMED = 10
 def rebuild(
     layout: ParityLayout,
     chains: Sequence[Chain],
-    relay: Relay,
+    pipeline: Pipeline,
     sources: Sources,
     sinks: Sinks,
     timeout_s: float,
@@ -39,7 +39,7 @@ def rebuild(
     verify: Verify | None = None,
     message_nbytes: int | None = None,
 ) -> None:
-    """Carry out a plan; all ranks of the relay call it together, also those with nothing to do.
+    """Carry out a plan; all ranks of the pipeline call it together, also those with nothing to do.
 
     Args:
         layout: As the parity was encoded.
@@ -52,17 +52,17 @@ def rebuild(
 
     Raises:
         MismatchError: Sources or sinks do not fit the layout, or the plan.
-        PeerLostError: A rank died, stopped or failed; see :meth:`Relay.run`.
+        PeerLostError: A rank died, stopped or failed; see :meth:`Pipeline.run`.
         CorruptShardError: Blocks were rebuilt here that are not what was lost: something that was
             read was corrupt. All others are good, and the connections too, so that it can be
             planned again with what is found to be bad.
     """
-    rank = relay.connections.rank
+    rank = pipeline.connections.rank
     _require_fit(layout, chains, rank, sources, sinks)
     sinks = {place: sink.cast("B") for place, sink in sinks.items()}
     refused: list[tuple[int, str]] = []
 
-    def landed(place: Strip, start: int, stop: int) -> None:
+    def completed(place: Strip, start: int, stop: int) -> None:
         if verify is None:
             return
         sink = sinks[place.kind, place.member]
@@ -75,10 +75,10 @@ def rebuild(
                 what = f"{place.kind.name.lower()} of member {place.member}"
                 refused.append((block, what))
 
-    relay.run(
+    pipeline.run(
         "rebuilding lost shards",
         *(chains, sources, sinks, timeout_s),
-        landed=landed,
+        completed=completed,
         message_nbytes=message_nbytes,
     )
     if refused:

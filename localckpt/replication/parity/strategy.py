@@ -8,21 +8,31 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.recoverable import least_losses
 from localckpt.errors import (
     CheckpointingException,
     MismatchError,
     SameMachineReplicationException,
 )
-from localckpt.ids import MOST_MEMBERS, MOST_PARITIES, CkptID, ParityGroup
+from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.replication.base import Accept, AcceptParity
+from localckpt.replication.base import Accept
 from localckpt.replication.member_strategy import Announcement, MemberStrategy
 from localckpt.replication.membership import Membership
-from localckpt.replication.parity.encode_group import GroupEncoder, heads_nbytes, layout_of
+from localckpt.replication.parity.code import PARITY_KIND
+from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
+from localckpt.replication.parity.image import ParityParts, envelope_nbytes
+from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.renewal import ParityRenewal
+from localckpt.replication.parity.stripes import MOST_MEMBERS, MOST_PARITIES
 from localckpt.replication.placement import place_cliques
-from localckpt.state_dict.parity_image import head_nbytes
-from localckpt.state_dict.parity_of import ParityOf
+from localckpt.replication.redundancy import Lacking
+from localckpt.replication.shard_plans import shards_away
 from localckpt.state_dict.source import ShardSource
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import Store
 
 __all__ = ["ParityReplicationStrategy", "place_parity_groups"]
 
@@ -89,6 +99,7 @@ class ParityReplicationStrategy(MemberStrategy):
         self._parity, self._group_size = parity, group_size
         self._failure_domain = failure_domain
         self._encoder: GroupEncoder | None = None
+        self._protection: dict[int, Group] = {}
         super().__init__(timeout_s, process_group, target_device, rate_limit=rate_limit)
 
     def replicate_image(
@@ -99,53 +110,94 @@ class ParityReplicationStrategy(MemberStrategy):
         *,
         tensors_on_gpu: bool = False,
         error: str | None = None,
-        accept_parity: AcceptParity | None = None,
     ) -> list[CkptID]:
-        if accept_parity is None:
-            raise MismatchError(
-                "parity is of images in a store: save with LocalCheckpointManager or "
-                "InMemoryCheckpointManager, or replicate states with CliqueReplicationStrategy"
-            )
-        own_head = 0
+        raise MismatchError(
+            "parity is of images in a store: save with LocalCheckpointManager or "
+            "InMemoryCheckpointManager, or replicate states with CliqueReplicationStrategy"
+        )
+
+    def require_states(self, manager: str) -> None:
+        raise MismatchError(
+            f"parity is of images, and {manager} keeps states: use CliqueReplicationStrategy, or "
+            f"LocalCheckpointManager or InMemoryCheckpointManager"
+        )
+
+    def protect(
+        self,
+        own: Slot | None,
+        identity: ShardIdentity,
+        store: Store,
+        timeout_s: float,
+        *,
+        on_gpu: bool = False,
+        error: str | None = None,
+    ) -> list[Slot]:
+        source = own.source if own is not None else None
+        own_envelope = 0
         with Attempt() as looking:
-            own_head = head_nbytes(source) if source is not None else 0
+            own_envelope = envelope_nbytes(source) if source is not None else 0
         if self._host is not None and self._encoder is not None and self._encoder.broken:
             self._close_connections()
-        announced = self._announce(source, ckpt_id, error or looking.told, head_nbytes=own_head)
+        ckpt_id = identity.ckpt_id
+        announced = self._announce(source, ckpt_id, error or looking.told, own_envelope)
         what, clique = f"iteration {ckpt_id.iteration}", self._members.coordinator
-        heads = [peer.head_nbytes for peer in announced]
+        envelopes = [peer.more for peer in announced]
 
-        with Attempt() as accepting:
-            of = ParityOf(
-                ParityGroup(tuple(peer.id_.rank for peer in announced), self._parity),
-                tuple(peer.nbytes for peer in announced),
-            )
-            parity_nbytes = layout_of(of).parity_nbytes
-            room = accept_parity(of, heads_nbytes(of.group, ckpt_id.rank, heads), parity_nbytes)
-        clique.settle(f"make room for the parity of {what}", accepting)
+        slots: list[Slot] = []
+        parts: ParityParts | None = None
+        try:
+            with Attempt() as accepting:
+                ranks = tuple(peer.id_.rank for peer in announced)
+                of = ParityOf(self._group_of(ranks), tuple(peer.nbytes for peer in announced))
+                frame = frame_for(identity, of, envelopes)
+                parity = identity.of_kind(PARITY_KIND)
+                slots.append(store.reserve(parity, frame.nbytes, timeout_s))
+                parts = frame.put(slots[0].image)
+            clique.settle(f"make room for the parity of {what}", accepting)
 
-        started = time.monotonic()
-        with Attempt() as encoding:
-            assert source is not None
-            self._connected(announced).run(of, source, room, heads, self.timeout_s)
-        clique.settle(f"encode the parity of {what}", encoding, others_s=self._others_s)
+            started = time.monotonic()
+            with Attempt() as encoding:
+                assert source is not None
+                assert parts is not None
+                self._connected(announced).run(of, source, parts, envelopes, self.timeout_s)
+            deadline = Deadline.after(clique.timeout_s + self._others_s)
+            clique.settle(f"encode the parity of {what}", encoding, deadline=deadline)
+            slots[0].arrived()
+        except Exception:
+            store.release(slots)
+            raise
         logger.debug(
             "%d bytes of parity of %s from %d ranks in %.3f s",
-            parity_nbytes, what, len(announced), time.monotonic() - started,
+            of.layout.parity_nbytes, what, len(announced), time.monotonic() - started,
         )  # fmt: skip
-        return []
+        return slots
 
     @property
     def sends_from_devices(self) -> bool:
         return False
 
-    @property
-    def keepers(self) -> Mapping[int, Sequence[int]]:
-        return {}
+    def place(self, domains: Sequence[str]) -> None:
+        super().place(domains)
+        groups = [self._group_of(tuple(ranks)) for ranks in self._members.cliques()]
+        self._protection = {rank: group for group in groups for rank in group.ranks}
 
     @property
-    def parity(self) -> int:
-        return self._parity
+    def protection(self) -> Mapping[int, Group]:
+        return self._protection
+
+    def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        # Parity of other groups does as well: replacing it would take it away until all is there.
+        bears = least_losses(checkpoint, inventory)
+        groups = [
+            group
+            for group in dict.fromkeys(self._protection.values())
+            if any(bears[rank] <= self._parity for rank in group.ranks)
+        ]
+        copies = shards_away(checkpoint, inventory)
+        return Lacking(copies, ParityRenewal(groups) if groups else None)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        return Group(ranks, self._parity, PARITY_KIND)
 
     def _make_membership(self) -> Membership:
         parity, group_size = self._parity, self._group_size

@@ -1,4 +1,4 @@
-"""Which bytes of whose image are in which stripe, and who keeps its parity.
+"""Stripes of a group: whose bytes are in each, and who keeps its parity.
 
 A group of g members has g stripes. Stripe i keeps its first parity, P, on member i, and its second,
 Q, if there is one, on member i + 1 (all modulo g). Every other member contributes one chunk of its
@@ -16,17 +16,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from localckpt.errors import MismatchError
-from localckpt.ids import MOST_MEMBERS, MOST_PARITIES
-from localckpt.state_dict.digests import BLOCK_NBYTES
+from localckpt.memory.digests import BLOCK_NBYTES
 
-__all__ = ["Kind", "ParityLayout", "Strip"]
+__all__ = ["MOST_MEMBERS", "MOST_PARITIES", "Kind", "ParityLayout", "Strip"]
+
+MOST_MEMBERS = 255
+"""No parity group has more: so many different powers x has in the field of its arithmetic."""
+
+MOST_PARITIES = 2
+"""No parity group has more."""
 
 # Far above any image, and sums of it stay exact in whatever reads the JSON.
 _MOST_NBYTES = 1 << 50
 
 
 class Kind(IntEnum):
-    """What a member keeps."""
+    """Kind of what a member keeps."""
 
     IMAGE = 0
     PARITY = 1
@@ -34,7 +39,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """What a member keeps of one stripe.
+    """Bytes that a member keeps of one stripe.
 
     Byte ``p`` of the stripe is byte ``start + p`` of what it keeps; zeros follow after ``nbytes``.
     """
@@ -47,7 +52,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class ParityLayout:
-    """How a group of members shares its parity.
+    """Layout of a group's images and parity.
 
     Args:
         image_nbytes: Bytes of each member's image.
@@ -80,7 +85,7 @@ class ParityLayout:
 
     @property
     def members(self) -> int:
-        """How many members the group has; also how many stripes."""
+        """Number of members, which is also that of stripes."""
         return len(self.image_nbytes)
 
     @property
@@ -108,19 +113,19 @@ class ParityLayout:
         return self.members - 1 - (member - stripe) % self.members
 
     def chunk(self, stripe: int, member: int) -> Strip:
-        """What of a contributor's image is in a stripe."""
+        """Part of a contributor's image that is in a stripe."""
         nbytes = self.image_nbytes[member]
         start = self.exponent(stripe, member) * self.chunk_nbytes
         return Strip(Kind.IMAGE, member, start, max(0, min(nbytes - start, self.chunk_nbytes)))
 
     def row(self, stripe: int, row: int) -> Strip:
-        """Where a stripe's parity is kept: row 0 is P, row 1 is Q."""
+        """Place of a stripe's parity: row 0 is P, row 1 is Q."""
         start = row * self.chunk_nbytes
         holder = (stripe + row) % self.members
         return Strip(Kind.PARITY, holder, start, self.used_nbytes(stripe))
 
     def rows(self, stripe: int) -> tuple[Strip, ...]:
-        """Where all parity of a stripe is kept."""
+        """Places of all parity of a stripe."""
         return tuple(self.row(stripe, row) for row in range(self.parity))
 
     def used_nbytes(self, stripe: int) -> int:

@@ -11,8 +11,9 @@ import torch
 
 import localckpt
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.managers import rebuilding
-from localckpt.state_dict.digests import BLOCK_NBYTES
+from localckpt.managers import load
+from localckpt.memory.digests import BLOCK_NBYTES
+from localckpt.replication.parity import rebuilding
 from tests.faults.lives import Lives
 from tests.managers.jobs import assert_same, error_of, files, make_manager, resume, state_of
 from tests.ranks import node_store, run_ranks
@@ -81,7 +82,7 @@ def _mend(
         assert ckpt_id == (3, rank, "job")
         assert_same(state, _state(rank, 3))
         told.append(manager.last_load.source)
-        manager._finish_copies()
+        manager._parts.await_reprotected()
         assert manager.degraded == 0
     told += [name.rpartition("/")[2] for name in files(lives.root) if ".corrupt" in name]
     lives.keep("mended")
@@ -178,7 +179,7 @@ def _damage_beside_what_is_computed(rank: int, world_size: int, base: Path) -> t
         state, ckpt_id = manager.load()
         assert ckpt_id == (3, rank, "job")
         assert_same(state, _state(rank, 3, 2 if rank == 0 else 10))
-        manager._finish_copies()
+        manager._parts.await_reprotected()
         assert manager.degraded == 0
     lives.close()
     aside = [name for name in files(lives.root) if ".corrupt" in name]
@@ -216,7 +217,7 @@ def _read_only_once(rank: int, world_size: int, base: Path) -> str:
         assert manager.find_latest() == 3
         state, _ = manager.load()
         assert_same(state, _state(rank, 3))
-        manager._finish_copies()
+        manager._parts.await_reprotected()
     lives.close()
     return str(manager.last_load.source)
 
@@ -243,12 +244,12 @@ def _load_with_bad_memory(rank: int, world_size: int) -> str:
         make_manager("disk", node_store(), "job", repl) as manager,
     ):
         if rank == 0:
-            rebuilding.ImageHead.matches = lambda *_: False
+            rebuilding.ImageEnvelope.matches = lambda *_: False
 
             def spoiled(*_: Any) -> Any:
                 raise CorruptShardError("a bit has flipped")
 
-            manager._shelf.restore = spoiled
+            load.restore = spoiled
         assert manager.find_latest() == 3
         return error_of(manager.load, localckpt.NoReplicasAvailableError)
 

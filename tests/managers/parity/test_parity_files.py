@@ -14,8 +14,18 @@ from safetensors import safe_open
 
 import localckpt
 from localckpt.errors import CorruptShardError, MismatchError
-from localckpt.ids import Generation, ParityGroup, ShardIdentity
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.ids import Generation, Group, ShardIdentity
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.replication.parity.code import PARITY_KIND
+from localckpt.replication.parity.image import (
+    ImageEnvelope,
+    ParityFrame,
+    ParityPart,
+    envelope_nbytes,
+    read_envelope,
+    read_envelopes,
+)
+from localckpt.replication.parity.members import ParityOf
 from localckpt.state_dict.identify import (
     find_bad_blocks,
     read_header,
@@ -23,15 +33,6 @@ from localckpt.state_dict.identify import (
     verify,
 )
 from localckpt.state_dict.image import pack, unpack
-from localckpt.state_dict.parity_image import (
-    ImageHead,
-    ParityFrame,
-    ParityPart,
-    head_nbytes,
-    read_head,
-    read_heads,
-)
-from localckpt.state_dict.parity_of import ParityOf
 from localckpt.state_dict.source import MemorySource
 from tests.cli.commands import call
 from tests.managers.jobs import make_manager, state_of
@@ -40,16 +41,16 @@ from tests.ranks import node_store, run_ranks
 Dirs = Callable[[int], list[Path]]
 
 _SHARD = ShardIdentity("run", Generation(1, 2), 3, 2, 4)
-_OF = ParityOf(ParityGroup((0, 1, 2, 3), 2), (5_000_000,) * 4)
+_OF = ParityOf(Group((0, 1, 2, 3), 2, PARITY_KIND), (5_000_000,) * 4)
 
 
-def _parity_image(heads: list[bytes], of: ParityOf = _OF) -> memoryview:
-    identity = _SHARD.parity
-    frame = ParityFrame.of(identity, of, sum(map(len, heads)), 2 * BLOCK_NBYTES)
+def _parity_image(envelopes: list[bytes], of: ParityOf = _OF) -> memoryview:
+    identity = _SHARD.of_kind(PARITY_KIND)
+    frame = ParityFrame.of(identity, of, sum(map(len, envelopes)), 2 * BLOCK_NBYTES)
     image = memoryview(bytearray(frame.nbytes))
-    room = frame.put(image)
-    room.heads[:] = b"".join(heads)
-    room.parity[:] = b"\xab" * (2 * BLOCK_NBYTES)
+    parts = frame.put(image)
+    parts.envelopes[:] = b"".join(envelopes)
+    parts.parity[:] = b"\xab" * (2 * BLOCK_NBYTES)
     BlockHasher(identity).fill(image, read_header(MemorySource(image)).digests_start)
     return image
 
@@ -62,23 +63,25 @@ def _shard_image(rank: int, nbytes: int = 2_500_000) -> tuple[ShardIdentity, Mem
 @pytest.mark.parametrize("nbytes", [4, 2_500_000, 250_000_000])
 def test_a_parity_is_read_back_from_its_file(nbytes: int, tmp_path: Path) -> None:
     sources = [_shard_image(rank, min(nbytes, 2_500_000))[1] for rank in (1, 0)]
-    heads = [read_head(source) for source in sources]
-    # However long the heads are, the parity begins at a block.
-    heads[1] += bytes(nbytes // 100)
-    image = _parity_image(heads)
+    envelopes = [read_envelope(source) for source in sources]
+    # However long the envelopes are, the parity begins at a block.
+    envelopes[1] += bytes(nbytes // 100)
+    image = _parity_image(envelopes)
     path = tmp_path / "parity.safetensors"
     path.write_bytes(image)
 
     record = read_verified_record(MemorySource(image))
     part = ParityPart(MemorySource(image))
 
-    verify(MemorySource(image), _SHARD.parity)
-    assert (record.identity, record.group) == (_SHARD.parity, _OF.group)
+    verify(MemorySource(image), _SHARD.of_kind(PARITY_KIND))
+    assert (record.identity, record.group) == (_SHARD.of_kind(PARITY_KIND), _OF.group)
     assert part.of == _OF
     assert bytes(part.read(0, part.nbytes)) == b"\xab" * (2 * BLOCK_NBYTES)
-    assert [head_nbytes(s) for s in sources] == [len(read_head(s)) for s in sources]
+    assert [envelope_nbytes(s) for s in sources] == [len(read_envelope(s)) for s in sources]
     sizes = [source.nbytes for source in sources]
-    assert read_heads(MemorySource(image), sizes) == [read_head(source) for source in sources]
+    assert read_envelopes(MemorySource(image), sizes) == [
+        read_envelope(source) for source in sources
+    ]
     assert unpack(MemorySource(image)) is None
     with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["parity_of"])[:2] == [[0, 1, 2, 3], 2]
@@ -87,18 +90,18 @@ def test_a_parity_is_read_back_from_its_file(nbytes: int, tmp_path: Path) -> Non
 
 def test_a_head_knows_the_blocks_of_its_image_and_no_others() -> None:
     identity, source = _shard_image(2)
-    head = ImageHead(read_head(source), identity, source.nbytes)
+    envelope = ImageEnvelope(read_envelope(source), identity, source.nbytes)
     blocks = -(-source.nbytes // BLOCK_NBYTES)
 
     for block in range(blocks):
         content = bytearray(source.read(block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES))
-        assert head.matches(block, memoryview(content))
+        assert envelope.matches(block, memoryview(content))
         for position in (0, len(content) - 1):
             content[position] ^= 1
-            assert not head.matches(block, memoryview(content))
+            assert not envelope.matches(block, memoryview(content))
             content[position] ^= 1
     with pytest.raises(CorruptShardError, match="another's"):
-        ImageHead(read_head(source), _SHARD.parity, source.nbytes)
+        ImageEnvelope(read_envelope(source), _SHARD.of_kind(PARITY_KIND), source.nbytes)
 
 
 @pytest.mark.fault("flipped-bit")
@@ -123,15 +126,37 @@ def test_blocks_that_are_not_called_bad_are_what_was_saved() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "7", "[]", "[[0,1,2,3],2]", "[[0,1,2],2,[1,1,1]]", "[[0,1,1,2],1,[1,1,1,1]]"),
-        *("[[0,1,2,3],2,[1,1,1]]", "[[0,1,2,3],2,[1,1,1,-1]]", "[[0,1,2,3],true,[1,1,1,1]]"),
-        *("[[0,1,2,4],2,[1,1,1,1]]", "[[0,1,3],1,[1,1,1]]", "[[0,1,2,3],2,[1,1,1,1e3]]"),
-        *("[[0,1,2,3,4],3,[1,1,1,1,1]]",),
-        *("[[0,1,2,3],0,[1,1,1,1]]", "[" * 100_000, "[[0,1,2,3],2,[1,1,1,9999999999999999]]"),
+        *("", "7", "[]", "[[0,1,1,2],1,[1,1,1,1]]", "[[0,1,2,3],true,[1,1,1,1]]"),
+        *("[[0,1,2,4],2,[1,1,1,1]]", "[[0,1,3],1,[1,1,1]]", "[[0,1,2,3,4],3,[1,1,1,1,1]]"),
+        *("[[0,1,2,3],0,[1,1,1,1]]", "[[0,1,2,3],4,[1,1,1,1]]", "[" * 100_000),
     ],
     ids=lambda text: text[:30],
 )
 def test_a_header_that_says_nonsense_of_its_group_is_refused(text: str) -> None:
+    spoiled = _that_says(text)
+
+    with pytest.raises(CorruptShardError, match=r"not a shard image: .*(group|it says)"):
+        read_verified_record(MemorySource(spoiled))
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[[0,1,2,3],2]", "[[0,1,2],2,[1,1,1]]", "[[0,1,2,3],3,[1,1,1,1]]", "[[1,2],1,[1,1]]"),
+        *("[[0,1,2,3],2,[1,1,1]]", "[[0,1,2,3],2,[1,1,1,-1]]", "[[0,1,2,3],2,[1,1,1,1e3]]"),
+        *("[[0,1,2,3],2,[1,1,1,9999999999999999]]", "[[0,1,2,3],2,7]", "[[0,1,2,3],2,[1,1,1,1],1]"),
+    ],
+)
+def test_a_parity_that_says_nonsense_of_its_members_is_not_used(text: str) -> None:
+    spoiled = _that_says(text)
+
+    with pytest.raises(MismatchError, match="parit"):
+        ParityPart(MemorySource(spoiled))
+
+
+def _that_says(text: str) -> memoryview:
+    """The file of a parity whose header says this of what it is the parity of."""
     image = bytes(_parity_image([b"h"]))
     told = json.dumps(text).encode()
     start = image.index(b'"parity_of": ') + len(b'"parity_of": ')
@@ -139,9 +164,7 @@ def test_a_header_that_says_nonsense_of_its_group_is_refused(text: str) -> None:
     header = image[8:start] + told + image[stop:4096]
     nbytes = -(-(len(header) + 8) // 4096) * 4096
     spoiled = (nbytes - 8).to_bytes(8, "little") + header.ljust(nbytes - 8)
-
-    with pytest.raises(CorruptShardError, match=r"not a shard image: .*(parit|it says)"):
-        read_verified_record(MemorySource(memoryview(spoiled + bytes(image[4096:]))))
+    return memoryview(spoiled + bytes(image[4096:]))
 
 
 def test_sizes_that_no_group_has_are_refused() -> None:

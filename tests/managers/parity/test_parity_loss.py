@@ -12,8 +12,8 @@ import pytest
 import localckpt
 from localckpt import NoReplicasAvailableError
 from tests.faults.lives import Lives
-from tests.managers.jobs import KINDS, error_of, resume, state_of
-from tests.ranks import run_ranks
+from tests.managers.jobs import KINDS, error_of, make_manager, resume, state_of
+from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
 
@@ -95,3 +95,27 @@ def test_any_nodes_up_to_the_parities_may_be_lost_and_no_more(
             else:
                 assert empty == older == source
     record_property("cases", 2 * len(sets))
+
+
+def _save(rank: int, world_size: int) -> None:
+    strategy = localckpt.ParityReplicationStrategy(2, world_size)
+    with strategy, make_manager("disk", node_store(), "run", strategy) as manager:
+        manager.save(state_of(rank, _OLDER), _OLDER)
+
+
+def _resume(rank: int, world_size: int) -> str:
+    with make_manager("disk", node_store(), "run", None) as manager:
+        return resume(manager, rank, _OLDER)
+
+
+def test_shards_are_computed_where_no_node_has_any_and_all_parity_is_left(node_dirs: Dirs) -> None:
+    nodes = node_dirs(4)
+    run_ranks(_save, 4, store_per_node=nodes)
+    shards = [p for node in nodes for p in node.rglob("*.safetensors") if ".parity." not in p.name]
+    for path in shards:
+        path.unlink()
+
+    told = run_ranks(_resume, 4, store_per_node=nodes)
+
+    assert len(shards) == 4
+    assert told == ["parity"] * 4

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import localckpt
 from localckpt import MismatchError, PeerLostError, SameMachineReplicationException
-from localckpt.managers import rebuilding
+from localckpt.ids import ShardIdentity
+from localckpt.replication.parity import rebuilding
 from localckpt.state_dict.identify import read_verified_record
 from localckpt.storage.files import FileSource
 from tests.managers.jobs import MAX_S, error_of, files, make_manager, resume, state_of
@@ -50,7 +51,7 @@ def _restart(rank: int, world_size: int, kind: str, parity: int, group_size: int
         state, _ = manager.load()
         expected = state_of(rank, 3, 3_000_000 * (1 + rank % 3))
         assert state["model"]["weight"].equal(expected["model"]["weight"])
-        manager._finish_copies()
+        manager._parts.await_reprotected()
         return [manager.last_load.source, manager.degraded, str(manager.status()[0])]
 
 
@@ -143,7 +144,7 @@ def _restart_without(rank: int, world_size: int) -> tuple[str, int]:
     with make_manager("disk", node_store(), "job") as manager:
         assert manager.find_latest() == 3
         manager.load()
-        manager._finish_copies()
+        manager._parts.await_reprotected()
         return manager.last_load.source, manager.degraded
 
 
@@ -181,10 +182,10 @@ def _in_a_part_of_the_job(rank: int, world_size: int, is_first: bool) -> tuple[s
             manager.save(state_of(manager.rank, 3), 3)
             plan = manager.memory_plan()
             assert plan.replicas == 0
-            assert plan.parity_nbytes > 1 << 20
+            assert plan.pieces["parity"] > 1 << 20
             return str(manager.status()[0]), manager.degraded
         source = resume(manager, manager.rank, 3)
-        manager._finish_copies()
+        manager._parts.await_reprotected()
         return source, manager.degraded
 
 
@@ -207,22 +208,23 @@ def _lose_a_peer(rank: int, world_size: int, strict: bool) -> list[Any]:
         manager.save(state_of(rank, 1), 1)
         if rank == 1:
             # The others connect again, and this one does not come.
-            make_room = manager._shelf.make_parity_room
+            reserve = manager.store.reserve
 
-            def die(*args: Any) -> Any:
-                make_room(*args)
-                os.kill(os.getpid(), signal.SIGKILL)
+            def die(identity: ShardIdentity, *args: Any) -> Any:
+                if identity.is_shard:
+                    return reserve(identity, *args)
+                return os.kill(os.getpid(), signal.SIGKILL)
 
-            manager._shelf.make_parity_room = die
+            manager.store.reserve = die
         told = []
         try:
             request = manager.save(state_of(rank, 2), 2, is_async=True)
             request.async_fn(*request.async_fn_args)
             request.call.then_fn()
-            (save,) = request.async_fn_args
-            told = [save.error, save.group, len(save.shards)]
+            (save,) = manager._parts.in_flight
+            told = [save.error, save.outcome().group, len(save.slots)]
         finally:
-            manager._saving.cancel()
+            manager._parts.stop_waiting()
             manager.close()
         return [*told, files(node_store())]
 

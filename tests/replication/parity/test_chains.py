@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.chains import (
-    ROOM_NBYTES,
+    BUFFERS_NBYTES,
     Chain,
     Hop,
     Schedule,
@@ -19,7 +20,6 @@ from localckpt.replication.parity.chains import (
 )
 from localckpt.replication.parity.encode import encoding_chains
 from localckpt.replication.parity.stripes import Kind, ParityLayout, Strip
-from localckpt.state_dict.digests import BLOCK_NBYTES
 
 _RANKS = 5
 _MESSAGE = 10
@@ -54,7 +54,7 @@ def _run(chains: Sequence[Chain], when: Schedule) -> dict[int, list[Task]]:
             unanswered[rank] = waiting
             is_last = task.hop == len(chains[task.chain].hops) - 1
             has_come = not task.hop or (task.chain, task.hop - 1, task.start) in handled
-            has_room = is_last or len(waiting) < when.rooms
+            has_room = is_last or len(waiting) < when.buffers
             if not has_come or not has_room or any(step + 1 < task.step for step, _ in waiting):
                 continue
             is_stuck = False
@@ -74,7 +74,7 @@ def test_no_chains_lock_up_ranks_or_outgrow_the_room(
     done = _run(chains, schedule(chains, _MESSAGE))
 
     when = schedule(chains)
-    assert when.rooms * when.message_nbytes <= ROOM_NBYTES
+    assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES
     for number, chain in enumerate(chains):
         for hop, by in enumerate(chain.hops):
             tasks = [t for t in done[by.rank] if (t.chain, t.hop) == (number, hop)]

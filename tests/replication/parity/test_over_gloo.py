@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.pacing import Pacer
-from localckpt.replication.parity.chains import ROOM_NBYTES, schedule
+from localckpt.replication.parity.chains import BUFFERS_NBYTES, schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
+from localckpt.replication.parity.pipeline import Pipeline
 from localckpt.replication.parity.planning import Left, Want, plan_rebuild
 from localckpt.replication.parity.rebuild import rebuild
-from localckpt.replication.parity.relay import Relay
 from localckpt.replication.parity.stripes import Kind, ParityLayout
-from localckpt.state_dict.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.source import MemorySource, ShardSource
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.parity.groups import Kept, group
@@ -28,8 +28,8 @@ from tests.replication.sources import FailingSource, ScratchSource, SignallingSo
 _MESSAGE = 300_000
 
 
-def _relay(rank: int, world_size: int) -> Relay:
-    return Relay(HostConnections.connect("parity", range(world_size), rank, 20.0))
+def _pipeline(rank: int, world_size: int) -> Pipeline:
+    return Pipeline(HostConnections.connect("parity", range(world_size), rank, 20.0))
 
 
 def _source(number: int, content: Any) -> ShardSource:
@@ -40,18 +40,23 @@ def _source(number: int, content: Any) -> ShardSource:
 
 
 def _encode(
-    rank: int, layout: ParityLayout, relay: Relay, kept: dict[Kept, Any], message: int | None
+    rank: int, layout: ParityLayout, pipeline: Pipeline, kept: dict[Kept, Any], message: int | None
 ) -> None:
     parity = memoryview(bytearray(b"\xee" * layout.parity_nbytes))
     source = _source(rank, kept[Kind.IMAGE, rank])
 
-    encode(layout, relay, source, parity, 30.0, message_nbytes=message)
+    encode(layout, pipeline, source, parity, 30.0, message_nbytes=message)
 
     assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
 
 
 def _rebuild(
-    rank: int, layout: ParityLayout, relay: Relay, kept: dict[Kept, Any], left: Left, wants: Any
+    rank: int,
+    layout: ParityLayout,
+    pipeline: Pipeline,
+    kept: dict[Kept, Any],
+    left: Left,
+    wants: Any,
 ) -> None:
     at = {Kind.IMAGE: left.images, Kind.PARITY: left.parities}
     sources = {
@@ -69,7 +74,7 @@ def _rebuild(
         return bytes(content) == bytes(kept[kind, member][start : start + len(content)])
 
     chains = plan_rebuild(layout, left, wants)
-    rebuild(layout, chains, relay, sources, sinks, 30.0, verify=verify, message_nbytes=_MESSAGE)
+    rebuild(layout, chains, pipeline, sources, sinks, 30.0, verify=verify, message_nbytes=_MESSAGE)
 
     for kind, member in mine:
         assert np.array_equal(np.asarray(sinks[kind, member]), kept[kind, member])
@@ -80,18 +85,18 @@ def _rebuild(
 def _encode_and_lose(rank: int, world_size: int, sizes: tuple[int, ...], m: int) -> None:
     layout = ParityLayout(sizes, m)
     kept = group(layout)
-    relay = _relay(rank, world_size)
+    pipeline = _pipeline(rank, world_size)
     members = range(world_size)
     for message in (_MESSAGE, None):
-        _encode(rank, layout, relay, kept, message)
+        _encode(rank, layout, pipeline, kept, message)
     for lost in ([0], [world_size - 1], [1, 2][:m], [0, world_size - 1][:m]):
         there = {member: member for member in members if member not in lost}
         wants = [Want(member, member) for member in lost]
-        _rebuild(rank, layout, relay, kept, Left(there, there), wants)
+        _rebuild(rank, layout, pipeline, kept, Left(there, there), wants)
         # Everything for a rank that is left, whose own part is added last.
         keeper = next(iter(there))
         wants = [Want(keeper, member) for member in lost]
-        _rebuild(rank, layout, relay, kept, Left(there, there), wants)
+        _rebuild(rank, layout, pipeline, kept, Left(there, there), wants)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +117,13 @@ def _encode_slowly(rank: int, world_size: int) -> float:
     layout = ParityLayout((600_000,) * world_size, 1)
     kept = group(layout)
     connections = HostConnections.connect("slowly", range(world_size), rank, 20.0)
-    relay = Relay(connections, Pacer(400_000))
+    pipeline = Pipeline(connections, Pacer(400_000))
     parity = memoryview(bytearray(layout.parity_nbytes))
     source = _source(rank, kept[Kind.IMAGE, rank])
     began = time.monotonic()
 
     # The deadline alone would be over before.
-    encode(layout, relay, source, parity, 1.0, message_nbytes=100_000)
+    encode(layout, pipeline, source, parity, 1.0, message_nbytes=100_000)
 
     assert np.array_equal(np.asarray(parity), kept[Kind.PARITY, rank])
     return time.monotonic() - began
@@ -136,7 +141,7 @@ def _bad_blocks(rank: int, world_size: int) -> None:
     bad = {(Kind.IMAGE, 0): frozenset({0, 5}), (Kind.PARITY, 1): frozenset({1})}
     left = Left(there, there, bad)
     wants = [Want(3, 3), Want(0, 0)]
-    relay = _relay(rank, world_size)
+    pipeline = _pipeline(rank, world_size)
     sources: dict[Kept, ShardSource] = {}
     for (kind, member), content in kept.items():
         if member == rank != 3:
@@ -148,7 +153,7 @@ def _bad_blocks(rank: int, world_size: int) -> None:
     if rank in (0, 3):
         sinks = {(Kind.IMAGE, rank): memoryview(bytearray(layout.image_nbytes[rank]))}
 
-    rebuild(layout, plan_rebuild(layout, left, wants), relay, sources, sinks, 30.0)
+    rebuild(layout, plan_rebuild(layout, left, wants), pipeline, sources, sinks, 30.0)
 
     for (kind, member), sink in sinks.items():
         assert np.array_equal(np.asarray(sink), kept[kind, member])
@@ -165,7 +170,7 @@ class _Image:
 def _unnoticed_damage(rank: int, world_size: int) -> str:
     layout = ParityLayout((2 * BLOCK_NBYTES + 5,) * 3, 1)
     kept = group(layout)
-    relay = _relay(rank, world_size)
+    pipeline = _pipeline(rank, world_size)
     hasher = BlockHasher(_Image())
     content = memoryview(kept[Kind.IMAGE, 2])
     digests = [
@@ -184,7 +189,7 @@ def _unnoticed_damage(rank: int, world_size: int) -> str:
             rebuild(
                 layout,
                 plan_rebuild(layout, Left(there, there), [Want(2, 2)]),
-                *(relay, sources, sinks, 30.0),
+                *(pipeline, sources, sinks, 30.0),
                 verify=lambda _kind, _member, block, found: (
                     hasher.digest(block, found) == digests[block]
                 ),
@@ -204,23 +209,23 @@ def test_a_block_that_is_not_what_was_lost_is_named_and_the_ranks_may_try_again(
 
 def _wrong_sizes(rank: int, world_size: int) -> None:
     layout = ParityLayout((10, 10, 10), 1)
-    relay = _relay(rank, world_size)
+    pipeline = _pipeline(rank, world_size)
     parity = memoryview(bytearray(layout.parity_nbytes))
     source = MemorySource(memoryview(bytearray(10)))
     with pytest.raises(MismatchError, match="has 9 bytes"):
-        encode(layout, relay, MemorySource(memoryview(bytearray(9))), parity, 5.0)
+        encode(layout, pipeline, MemorySource(memoryview(bytearray(9))), parity, 5.0)
     with pytest.raises(MismatchError, match="memory for parity must be writable"):
-        encode(layout, relay, source, parity[1:], 5.0)
+        encode(layout, pipeline, source, parity[1:], 5.0)
     with pytest.raises(MismatchError, match="3 ranks cannot encode"):
-        encode(ParityLayout((10,) * 4, 1), relay, source, parity, 5.0)
+        encode(ParityLayout((10,) * 4, 1), pipeline, source, parity, 5.0)
     there = {0: 0, 1: 1}
     chains = plan_rebuild(layout, Left(there, there), [Want(0, 2)])
     if rank == 0:
         with pytest.raises(MismatchError, match="is to read the parity of member 0"):
-            rebuild(layout, chains, relay, {}, {}, 5.0)
+            rebuild(layout, chains, pipeline, {}, {}, 5.0)
         sources = {(Kind.PARITY, 0): MemorySource(parity)}
         with pytest.raises(MismatchError, match="needs writable memory of 10 bytes for the image"):
-            rebuild(layout, chains, relay, sources, {}, 5.0)
+            rebuild(layout, chains, pipeline, sources, {}, 5.0)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
@@ -238,15 +243,15 @@ def _lose_a_peer(
             source = FailingSource(content, 2_000_000, StorageError("disk gone"))
         else:
             source = SignallingSource(content, 2_000_000, signal.Signals[what])
-    relay = _relay(rank, world_size)
+    pipeline = _pipeline(rank, world_size)
     parity = memoryview(bytearray(layout.parity_nbytes))
     dist.barrier()
     started = time.monotonic()
     with pytest.raises((PeerLostError, StorageError)) as raised:
-        encode(layout, relay, source, parity, timeout_s, message_nbytes=_MESSAGE)
+        encode(layout, pipeline, source, parity, timeout_s, message_nbytes=_MESSAGE)
     took = time.monotonic() - started
     with pytest.raises(PeerLostError, match="broke before"):
-        encode(layout, relay, source, parity, timeout_s)
+        encode(layout, pipeline, source, parity, timeout_s)
     if what == "SIGSTOP" and rank != 1:
         then = bytes(parity)
         announce(f"gave up {rank}")
@@ -301,4 +306,4 @@ def test_memory_for_messages_does_not_grow_with_images_or_members(members: int, 
 
     when = schedule(encoding_chains(layout, range(members)))
 
-    assert when.rooms * when.message_nbytes <= ROOM_NBYTES
+    assert when.buffers * when.message_nbytes <= BUFFERS_NBYTES

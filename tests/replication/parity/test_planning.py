@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.errors import NoReplicasAvailableError
+from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.replication.parity.gf import Bytes
 from localckpt.replication.parity.planning import Left, Want, plan_rebuild
 from localckpt.replication.parity.stripes import Kind, ParityLayout
-from localckpt.state_dict.digests import BLOCK_NBYTES
 from tests.replication.parity.groups import Kept, carry_out, group
 
 _SHAPES = [(g, m) for g in range(3, 9) for m in (1, 2) if g >= m + 2]

@@ -1,0 +1,1 @@
+"""Availability of checkpoints: pure functions of who holds which piece of which checkpoint."""

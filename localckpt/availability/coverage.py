@@ -1,0 +1,218 @@
+"""Coverage: checkpoints and saves that are complete; pure functions of the ranks' reports."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.ordering import newest_first
+from localckpt.availability.recoverable import computable
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranks_named, said_by
+from localckpt.ids import Checkpoint, CkptID, Generation, Group
+
+__all__ = [
+    "JoinRecord",
+    "SaveOutcome",
+    "complete_checkpoints",
+    "describe_choice",
+    "describe_incomplete",
+    "judge_join",
+    "judge_newest",
+    "judge_resumed",
+    "save_problems",
+]
+
+
+def complete_checkpoints(inventory: Inventory) -> list[Checkpoint]:
+    """Checkpoints of which every rank's shard is held, or can be computed, the newest first."""
+    # In the order of all: one that lacks shards tells of what it gave up.
+    held = {
+        checkpoint: _available(checkpoint, inventory)
+        for checkpoint in newest_first(inventory.checkpoints, inventory.lineages)
+    }
+    return [
+        checkpoint
+        for checkpoint, shards in held.items()
+        # Few ranks cannot be all of many: nobody counts up to what a header claims.
+        if len(shards) >= checkpoint.world_size and not _lacking(checkpoint, shards)
+    ]
+
+
+def describe_incomplete(inventory: Inventory) -> str:
+    """One line for each checkpoint that lacks shards, the newest first."""
+    lines = [
+        f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
+        f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
+        for checkpoint in newest_first(inventory.checkpoints, inventory.lineages)
+        if (gone := _lacking(checkpoint, _available(checkpoint, inventory)))
+    ]
+    return "; ".join(lines) or "no shard of this session was found on any node"
+
+
+def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
+    """One line for people: which checkpoint is taken, of lineages that know nothing of it."""
+    left = ", ".join(
+        f"iteration {other.iteration} of epoch {other.generation.epoch_id}" for other in others
+    )
+    return (
+        f"iteration {taken.iteration} of epoch {taken.generation.epoch_id} is taken, and {left} is "
+        f"left: the job went on without knowing of it, and the greater iteration counts. See "
+        f"explain(), and load(iteration=) if the other one is wanted"
+    )
+
+
+def _available(checkpoint: Checkpoint, inventory: Inventory) -> set[int]:
+    """Ranks whose shards can be had."""
+    return inventory.shards(checkpoint).keys() | computable(checkpoint, inventory).keys()
+
+
+def _lacking(checkpoint: Checkpoint, held: Container[int]) -> list[int]:
+    return [rank for rank in range(checkpoint.world_size) if rank not in held]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRecord:
+    """Report of a rank on itself when the job (re)starts."""
+
+    session_id: str
+    world_size: int
+    format_version: str
+    failure_domain: str
+    newest_epoch: int
+    owner: str = ""
+    """The process that its store belongs to."""
+    draw: int = 0
+    """A random number; rank 0's tells this attempt from all others."""
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.session_id,
+            self.world_size,
+            self.format_version,
+            self.failure_domain,
+            self.newest_epoch,
+            self.owner,
+            self.draw,
+        ]
+
+
+def judge_join(records: Sequence[JoinRecord]) -> None:
+    """Check what the ranks must have in common.
+
+    Raises:
+        MismatchError: It names the ranks on either side.
+    """
+    for what, values in (
+        ("session_id", [r.session_id for r in records]),
+        ("world size", [r.world_size for r in records]),
+        ("format version", [r.format_version for r in records]),
+    ):
+        if len(set(values)) > 1:
+            raise MismatchError(
+                f"the ranks of this job do not have the same {what}: {_by_value(values)}. Start "
+                f"all of them alike; nothing was changed"
+            )
+
+
+def judge_resumed(told: Sequence[Any]) -> None:
+    """Check that all ranks resume from the same.
+
+    Raises:
+        MismatchError: It names the ranks on either side.
+    """
+    points = [iteration for iteration, _ in told]
+    if any(other != told[0] for other in told):
+        raise MismatchError(
+            f"the ranks of this job do not begin from the same iteration of the same lineage: "
+            f"{_by_value(points)}. Call begin() alike on all ranks; nothing was changed"
+        )
+
+
+def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
+    """Check that the newest complete checkpoint was saved by as many ranks as there are now.
+
+    Raises:
+        MismatchError: It was not; the message says what can be done.
+    """
+    if complete and complete[0].world_size != world_size:
+        raise MismatchError(
+            f"the newest checkpoint, iteration {complete[0].iteration}, was saved by "
+            f"{_ranks(complete[0].world_size)}, and this job has {world_size}: local shards cannot "
+            f"be split anew. Start with {_ranks(complete[0].world_size)}, or load from shared "
+            f"storage and save on from there; the session_id may stay. Nothing was changed"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """Report of a rank whose part of a save is over."""
+
+    iteration: int
+    generation: Generation
+    error: str | None
+    missing: tuple[CkptID, ...]
+    kept: tuple[int, ...] = ()
+    """Other ranks whose shards it keeps."""
+    wanted: int = 1
+    """Target number of copies of its own shard; see :class:`Durability`."""
+    group: Group | None = None
+    """The group for which it keeps a piece of another kind, too."""
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.iteration,
+            self.generation,
+            self.error,
+            self.missing,
+            self.kept,
+            self.wanted,
+            self.group and [self.group.ranks, self.group.spare, self.group.kind],
+        ]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
+        iteration, generation, error, missing, kept, wanted, group = fields
+        return cls(
+            iteration,
+            Generation(*generation),
+            error,
+            tuple(CkptID(*ckpt_id) for ckpt_id in missing),
+            tuple(kept),
+            wanted,
+            group and Group(tuple(group[0]), *group[1:]),
+        )
+
+
+def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
+    """Why a save is not complete, naming ranks; empty when it is."""
+    problems = []
+    for what, values in (
+        ("iteration", [str(o.iteration) for o in outcomes]),
+        ("save number", [str(o.generation) for o in outcomes]),
+    ):
+        if len(set(values)) > 1:
+            problems.append(f"the ranks saved different {what}s: {_by_value(values)}")
+    if errors := {rank: o.error for rank, o in enumerate(outcomes) if o.error is not None}:
+        problems.append(said_by(errors))
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is None and outcome.missing:
+            shards = ", ".join(
+                f"rank {ckpt_id.rank}'s shard of iteration {ckpt_id.iteration}"
+                for ckpt_id in outcome.missing
+            )
+            problems.append(f"rank {rank} was to keep {shards}, and does not have it")
+    return problems
+
+
+def _by_value(values: Sequence[Any]) -> str:
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value!r} on {ranks_named(on)}" for value, on in ranks.items())
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s'[: count != 1]}"

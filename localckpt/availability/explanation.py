@@ -1,0 +1,412 @@
+"""Why a restart loads the checkpoint that it loads, for people: a pure function of who holds what.
+
+What makes a checkpoint complete is said in ``coverage.py`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from localckpt.availability.coverage import complete_checkpoints, judge_newest
+from localckpt.availability.inventory import Inventory
+from localckpt.availability.lineage_tree import Branch, branches, tree
+from localckpt.availability.ordering import newest_first
+from localckpt.availability.recoverable import breaking_sets, computable
+from localckpt.errors import MismatchError
+from localckpt.ids import (
+    MOST_DIGITS,
+    MOST_RANKS,
+    Checkpoint,
+    Generation,
+)
+from localckpt.storage.names import shard_named
+from localckpt.storage.store import Stored
+
+__all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
+
+_WIDTH = 100
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Shards that a checkpoint lacks, all for one reason."""
+
+    ranks: tuple[int, ...]
+    why: str
+    nodes: tuple[str, ...] = ()
+    """Nodes on which what is no good lies."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": list(self.ranks), "why": self.why, "nodes": list(self.nodes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One checkpoint of which at least one shard is left, or a file that bears a shard's name.
+
+    Attributes:
+        checkpoint: Which one.
+        holders: For each rank, the nodes that hold its shard.
+        damaged: For each rank, the nodes with a file that bears the shard's name and is no good.
+        is_complete: Whether every shard can be had.
+        lacks: Why not.
+        computed: Ranks whose shards no node holds and that are computed, each with the kind of the
+            pieces that they are computed from.
+        is_by_name: Whether no header tells of it any more, only the names of its files. Its number
+            of ranks is that of the same attempt's other checkpoints; without any, there may be more
+            ranks than the names tell of.
+    """
+
+    checkpoint: Checkpoint
+    holders: tuple[tuple[str, ...], ...]
+    damaged: tuple[tuple[str, ...], ...]
+    is_complete: bool
+    lacks: tuple[Lack, ...]
+    is_by_name: bool = False
+    computed: Mapping[int, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **_checkpoint_json(self.checkpoint),
+            "complete": self.is_complete,
+            "holders": [list(nodes) for nodes in self.holders],
+            "damaged": [list(nodes) for nodes in self.damaged],
+            "lacks": [lack.to_json() for lack in self.lacks],
+            "by_name": self.is_by_name,
+            "computed": sorted(self.computed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Pieces that all nodes have, and what a restart makes of them. ``str()`` is for people.
+
+    Attributes:
+        nodes: The nodes that were asked.
+        checkpoints: What is left, be it damaged, the newest first.
+        newest: The newest complete checkpoint.
+        refusal: Why a restart raises an error instead of loading it.
+        breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
+            that breaks it contains one of them, and none contains another.
+        bad: What each node has that is not counted.
+        lineages: Which epoch resumed from which; each stands behind the one that it comes from.
+    """
+
+    nodes: tuple[str, ...]
+    checkpoints: tuple[Standing, ...]
+    newest: Checkpoint | None
+    refusal: str | None
+    breaking: tuple[tuple[str, ...], ...]
+    bad: Mapping[str, tuple[Stored, ...]]
+    lineages: tuple[Branch, ...] = ()
+
+    @property
+    def loads(self) -> Checkpoint | None:
+        """Checkpoint that a restart loads."""
+        return self.newest if self.refusal is None else None
+
+    @property
+    def survives_any(self) -> int:
+        """Number of nodes that may be lost, whichever they are, without losing ``newest``."""
+        return min(map(len, self.breaking), default=1) - 1
+
+    @property
+    def may_be_lost_alone(self) -> tuple[str, ...]:
+        """Nodes that ``newest`` does not need as long as all others are there."""
+        if self.newest is None:
+            return ()
+        needed = set(self.breaking)
+        return tuple(node for node in self.nodes if (node,) not in needed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        return {
+            "nodes": list(self.nodes),
+            "loads": None if self.loads is None else _checkpoint_json(self.loads),
+            "newest_complete": None if self.newest is None else _checkpoint_json(self.newest),
+            "refusal": self.refusal,
+            "checkpoints": [standing.to_json() for standing in self.checkpoints],
+            "survives_any": self.survives_any,
+            "may_be_lost_alone": list(self.may_be_lost_alone),
+            "breaking": [list(nodes) for nodes in self.breaking],
+            "bad": {node: list(map(str, files)) for node, files in self.bad.items()},
+            "lineages": [branch.to_json() for branch in self.lineages],
+        }
+
+    def __str__(self) -> str:
+        keys = {node: _key(number) for number, node in enumerate(self.nodes)}
+        lines = [f"{key:3} {node}" for node, key in keys.items()]
+        for block in _matrix(self.checkpoints, keys):
+            lines += ["", *block]
+        lines += ["", *_verdict(self), *_rejections(self, keys), *_losses(self, keys)]
+        # Earlier versions told nothing of their epochs.
+        known = any(branch.origin is not None for branch in self.lineages)
+        if known and sum(bool(branch.iterations) for branch in self.lineages) > 1:
+            lines += ["Lineages:", *tree(self.lineages)]
+        for node, files in self.bad.items():
+            lines += [f"Not counted, on {keys[node]}: {file}" for file in files]
+        return "\n".join(lines)
+
+
+def explain(
+    inventory: Inventory,
+    world_size: int | None = None,
+    bad: Mapping[str, Sequence[Stored]] | None = None,
+) -> Explanation:
+    """Say which checkpoint a restart would load, and why none that is newer.
+
+    Args:
+        inventory: What each node holds of one session, by the nodes' names for people.
+        world_size: With how many ranks the restart would be; ``None`` for as many as saved it.
+        bad: Files of each node that cannot be counted, each told of with the shard that its name
+            speaks of.
+    """
+    bad = bad or {}
+    nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
+    complete = complete_checkpoints(inventory)
+    refusal = None
+    if world_size is not None:
+        try:
+            judge_newest(complete, world_size)
+        except MismatchError as error:
+            refusal = str(error)
+    held = {checkpoint: inventory.holders(checkpoint) for checkpoint in inventory.checkpoints}
+    damaged = _damaged(bad)
+    standings = [
+        _standing(
+            checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, inventory)
+        )
+        for checkpoint in newest_first([*held, *_by_name(damaged, held)], inventory.lineages)
+    ]
+    newest = complete[0] if complete else None
+    return Explanation(
+        nodes,
+        tuple(standings),
+        newest,
+        refusal,
+        _breaking(newest, inventory, nodes) if newest else (),
+        {node: tuple(files) for node, files in bad.items() if files},
+        branches((standing.checkpoint for standing in standings), inventory.lineages),
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+_Held = Mapping[Checkpoint, Mapping[int, Sequence[str]]]
+"""Nodes, by checkpoint and rank."""
+_Damaged = Mapping[tuple[int, int, Generation], Sequence[tuple[str, str]]]
+"""(node, what is wrong), by iteration, rank and generation."""
+
+
+def _damaged(bad: Mapping[str, Sequence[Stored]]) -> _Damaged:
+    damaged: dict[tuple[int, int, Generation], list[tuple[str, str]]] = {}
+    for node, files in bad.items():
+        for file in files:
+            # The name alone says what a file was: what the header claims may be damaged, too.
+            if file.problem is not None and (shard := shard_named(file.name)) is not None:
+                damaged.setdefault(shard, []).append((node, file.problem.text))
+    return damaged
+
+
+def _by_name(damaged: _Damaged, held: Collection[Checkpoint]) -> list[Checkpoint]:
+    """Checkpoints that have damaged files and no others."""
+    known = {(checkpoint.iteration, checkpoint.generation) for checkpoint in held}
+    # The number of ranks is the same for all that a job saves between two starts.
+    world_sizes = {checkpoint.generation.epoch_id: checkpoint.world_size for checkpoint in held}
+    ranks: dict[tuple[int, Generation], int] = {}
+    for iteration, rank, generation in damaged:
+        what = iteration, generation
+        most = world_sizes.get(generation.epoch_id, MOST_RANKS)
+        # No header has longer numbers: no name that has them was given by a store.
+        if what not in known and rank < most and max(iteration, *generation) < 10**MOST_DIGITS:
+            ranks[what] = max(ranks.get(what, 0), rank + 1)
+    return [
+        Checkpoint(generation, iteration, world_sizes.get(generation.epoch_id, least))
+        for (iteration, generation), least in ranks.items()
+    ]
+
+
+def _standing(
+    checkpoint: Checkpoint,
+    held: _Held,
+    damaged: _Damaged,
+    is_complete: bool,
+    computed: Mapping[int, str],
+) -> Standing:
+    ranks = range(checkpoint.world_size)
+    of_ranks = held.get(checkpoint, {})
+    holders = [tuple(of_ranks.get(rank, ())) for rank in ranks]
+    bad = [damaged.get((checkpoint.iteration, r, checkpoint.generation), ()) for r in ranks]
+    lacks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    if not is_complete:
+        others = [
+            (other, shards)
+            for other, shards in held.items()
+            if other.iteration == checkpoint.iteration and other != checkpoint
+        ]
+        for rank in ranks:
+            if not holders[rank] and rank not in computed:
+                reason = _reason(bad[rank], [(o, s[rank]) for o, s in others if rank in s])
+                lacks.setdefault(reason, []).append(rank)
+    return Standing(
+        checkpoint,
+        tuple(holders),
+        tuple(tuple(dict.fromkeys(node for node, _ in copies)) for copies in bad),
+        is_complete,
+        tuple(Lack(tuple(on), why, nodes) for (why, nodes), on in lacks.items()),
+        checkpoint not in held,
+        computed,
+    )
+
+
+def _reason(
+    damaged: Sequence[tuple[str, str]], others: Sequence[tuple[Checkpoint, Sequence[str]]]
+) -> tuple[str, tuple[str, ...]]:
+    """Why a shard cannot be had, and the nodes with what is there in its place."""
+    if damaged:
+        copies = "1 copy" if len(damaged) == 1 else f"{len(damaged)} copies"
+        why = "; ".join(dict.fromkeys(text for _, text in damaged))
+        return f"{copies}, {why}", tuple(dict.fromkeys(node for node, _ in damaged))
+    if others:
+        generations = ", ".join(sorted({str(other.generation) for other, _ in others}))
+        nodes = tuple(dict.fromkeys(node for _, on in others for node in on))
+        return f"only of another attempt, generation {generations}", nodes
+    return "on no node", ()
+
+
+def _breaking(
+    checkpoint: Checkpoint, inventory: Inventory, nodes: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """A checkpoint is lost exactly when some rank's shard is."""
+    place = {node: number for number, node in enumerate(nodes)}
+    numbers = (sorted(place[n] for n in lost) for lost in breaking_sets(checkpoint, inventory))
+    return tuple(
+        tuple(nodes[number] for number in lost)
+        for lost in sorted(numbers, key=lambda numbers: (len(numbers), numbers))
+    )
+
+
+def _matrix(standings: Sequence[Standing], keys: Mapping[str, str]) -> list[list[str]]:
+    """Lines of a table, in blocks that fit on a page. Ranks that do not differ share a column."""
+    if not standings:
+        return []
+    ranks = range(max(len(s.holders) for s in standings))
+    cells = [[_cell(s, rank, keys) for s in standings] for rank in ranks]
+    left = [
+        _padded(["iteration", *(str(s.checkpoint.iteration) for s in standings)]),
+        _padded(["generation", *(str(s.checkpoint.generation) for s in standings)]),
+        _padded(["complete", *("yes" if s.is_complete else "no" for s in standings)]),
+    ]
+    columns = [
+        _padded([f"rank {ranges(numbers)}", *column])
+        for column, numbers in groupby(ranks, key=lambda rank: cells[rank])
+    ]
+    blocks: list[list[list[str]]] = []
+    for column in columns:
+        if not blocks or sum(len(c[0]) + 2 for c in [*blocks[-1], column]) > _WIDTH:
+            blocks.append([*left])
+        blocks[-1].append(column)
+    return [["  ".join(row).rstrip() for row in zip(*b, strict=True)] for b in blocks]
+
+
+def _cell(standing: Standing, rank: int, keys: Mapping[str, str]) -> str:
+    if rank >= len(standing.holders):
+        return ""
+    bad = [f"{keys[n]}!" for n in standing.damaged[rank] if n not in standing.holders[rank]]
+    kinds = [standing.computed[rank]] if rank in standing.computed else []
+    return "+".join([*(keys[node] for node in standing.holders[rank]), *bad, *kinds]) or "none"
+
+
+def _padded(column: Sequence[str]) -> list[str]:
+    width = max(map(len, column))
+    return [cell.ljust(width) for cell in column]
+
+
+def _verdict(explanation: Explanation) -> list[str]:
+    if explanation.refusal is not None:
+        return [f"A restart is refused: {explanation.refusal}"]
+    if explanation.newest is None:
+        what = "no checkpoint is complete" if explanation.checkpoints else "no node holds a shard"
+        return [f"A restart finds nothing to load: {what}."]
+    return [f"A restart loads {_named(explanation.newest)}."]
+
+
+def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
+    """Why checkpoints that look newer are not loaded."""
+    lines = []
+    newest = explanation.newest
+    is_newer = True
+    for standing in explanation.checkpoints:
+        what = _named(standing.checkpoint, standing.is_by_name).capitalize()
+        is_newer = is_newer and standing.checkpoint != newest
+        if is_newer:
+            lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
+            lines += [
+                f"  rank{'s'[: len(lack.ranks) > 1]} {ranges(lack.ranks)}: {lack.why}"
+                + (f" ({_joined(lack.nodes, keys)})" if lack.nodes else "")
+                for lack in standing.lacks
+            ]
+        elif newest is not None and standing.checkpoint.iteration > newest.iteration:
+            lines.append(
+                f"{what} is of an earlier attempt: the job went back, and saved iteration "
+                f"{newest.iteration} later."
+            )
+    return lines
+
+
+def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
+    """Nodes that may be lost before the newest complete checkpoint is."""
+    if explanation.newest is None:
+        return []
+    most, alone = explanation.survives_any, explanation.may_be_lost_alone
+    if most:
+        survived = "any one node" if most == 1 else f"any {most} nodes"
+    elif alone:
+        survived = f"one node only if it is {' or '.join(keys[node] for node in alone)}"
+    else:
+        survived = "no node"
+    shown = [_joined(nodes, keys) for nodes in explanation.breaking[:_SHOWN]]
+    more = len(explanation.breaking) - len(shown)
+    return [
+        f"Iteration {explanation.newest.iteration} survives the loss of {survived}. "
+        f"It is lost together with {', or '.join(shown)}" + (f", or {more} more." if more else ".")
+    ]
+
+
+def _named(checkpoint: Checkpoint, is_by_name: bool = False) -> str:
+    ranks = f"{checkpoint.world_size} rank{'s'[: checkpoint.world_size != 1]}"
+    told = "by the names of its files" if is_by_name else ranks
+    return f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, {told})"
+
+
+def _joined(nodes: Iterable[str], keys: Mapping[str, str]) -> str:
+    return "+".join(keys[node] for node in nodes)
+
+
+def _key(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    before, letter = divmod(number, 26)
+    return (_key(before - 1) if before else "") + chr(ord("A") + letter)
+
+
+def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, int]:
+    epoch, sequence = checkpoint.generation
+    return {
+        "iteration": checkpoint.iteration,
+        "epoch": epoch,
+        "sequence": sequence,
+        "world_size": checkpoint.world_size,
+    }

@@ -1,0 +1,415 @@
+"""Inventory of a job: which node holds which pieces, and which ranks can read them.
+
+Kept by node, not by rank: the ranks of one node share a store, and one of them, the node leader,
+reports what the store holds. Plain data of one session.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from localckpt.availability.recoverable import Codes
+from localckpt.errors import MismatchError
+from localckpt.ids import (
+    MOST_DIGITS,
+    MOST_RANKS,
+    Checkpoint,
+    Generation,
+    Group,
+    Piece,
+    ShardRecord,
+)
+from localckpt.lineage import EpochId, Lineage
+
+__all__ = ["Inventory", "NodeShards", "node_report", "packed", "ranks_by_node", "unpacked"]
+
+NodeT = TypeVar("NodeT", str, int)
+KeyT = TypeVar("KeyT", int, Piece)
+
+# Numbers on the wire are below it.
+_LIMIT = 10**MOST_DIGITS
+_SHOWN = 80
+# Shards of so many ranks, or twice that, tell the lineage of their epoch, however large the job is.
+_TELLING_RANKS = 64
+_NOTHING: Mapping[int, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShards:
+    """Shards of one checkpoint on one node, as the node leader reports them.
+
+    In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
+    bytes, and 30 more for each shard. Where there are pieces of other kinds, an object follows that
+    has for each kind a list of ``[rank, spare, first, step, count]``, 40 bytes for each at most;
+    where a group's ranks are not evenly spaced, a list of them stands in place of the last three.
+    The session is left out: all ranks of a job share it.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        nbytes: Size of each shard's image in bytes, by the rank that the shard belongs to.
+        groups: Group of each piece of another kind.
+
+    Raises:
+        MismatchError: No shards can have such numbers.
+    """
+
+    checkpoint: Checkpoint
+    nbytes: Mapping[int, int]
+    groups: Mapping[Piece, Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        c = self.checkpoint
+        own = (*c.generation, c.iteration, c.world_size)
+        numbers = (*own, *self.nbytes, *self.nbytes.values(), *(p.rank for p in self.groups))
+        # JSON's true is an int to Python.
+        if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
+            raise MismatchError(
+                f"shards of a checkpoint are told by whole numbers of at most {MOST_DIGITS} "
+                f"digits, and these are not: {_shown(numbers)}"
+            )
+        if not 0 < c.world_size <= MOST_RANKS or max(self.nbytes, default=0) >= MOST_RANKS:
+            raise MismatchError(
+                f"no job has more than {MOST_RANKS} ranks, or none, and a checkpoint of "
+                f"{c.world_size} is told of, with shards up to that of rank "
+                f"{max(self.nbytes, default=0)}"
+            )
+        if not self.nbytes and not self.groups:
+            raise MismatchError(f"iteration {c.iteration} is told of without any shard")
+        for (owner, kind), group in self.groups.items():
+            if owner not in group.ranks or max(group.ranks) >= c.world_size:
+                raise MismatchError(
+                    f"rank {owner} of {c.world_size} keeps no {kind} of {_shown(group.ranks)}"
+                )
+
+    def to_json(self) -> list[Any]:
+        c = self.checkpoint
+        shards = [list(self.nbytes), list(self.nbytes.values())]
+        others: dict[str, list[list[Any]]] = {}
+        for (owner, kind), group in self.groups.items():
+            others.setdefault(kind, []).append([owner, group.spare, *_packed(group.ranks)])
+        return [
+            *c.generation,
+            c.iteration,
+            c.world_size,
+            *shards,
+            *([others] if others else ()),
+        ]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> NodeShards:
+        try:
+            epoch, sequence, iteration, world_size, ranks, sizes, *more = fields
+            nbytes = dict(zip(ranks, sizes, strict=True))
+            (others,) = more or [{}]
+            if more and not (isinstance(others, dict) and others):
+                raise ValueError("what stands for pieces of other kinds is no object with any")
+            if not all(others.values()):
+                raise ValueError("no piece is told of a kind")
+            groups = {
+                Piece(owner, kind): Group(_unpacked(packed), spare, kind)
+                for kind, told in others.items()
+                for owner, spare, *packed in told
+            }
+        except (TypeError, ValueError) as error:
+            raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error
+        if len(nbytes) != len(ranks) or len(groups) != sum(map(len, others.values())):
+            raise MismatchError(f"a rank's shard of iteration {_shown([iteration])} is told twice")
+        checkpoint = Checkpoint(Generation(epoch, sequence), iteration, world_size)
+        return cls(checkpoint, nbytes, groups)
+
+
+def node_report(records: Collection[ShardRecord], noted: Iterable[Lineage] = ()) -> list[list[Any]]:
+    """Report of one node, in JSON, for :meth:`Inventory.merge`.
+
+    Args:
+        records: The shards on the node.
+        noted: Lineages of epochs that began on the node, whether or not a shard of them is left.
+
+    Returns:
+        The shards of each checkpoint; and, once for each epoch, its lineage. In a large job some of
+        the nodes leave the lineage out, which is the same on all.
+
+    Raises:
+        MismatchError: Some record has numbers that no shard can have.
+    """
+    lineages = _lineages_in(filter(_tells_lineage, records), _noted_alone(records, noted)).values()
+    return [
+        [held.to_json() for held in _grouped(records)],
+        [lineage.to_json() for lineage in lineages],
+    ]
+
+
+def packed(reports: Sequence[Any]) -> str:
+    """Compress the reports of nodes, which are much alike, into one text for all ranks."""
+    return base64.b85encode(zlib.compress(json.dumps(reports).encode())).decode()
+
+
+def unpacked(text: str) -> Any:
+    """The inverse of :func:`packed`."""
+    return json.loads(zlib.decompress(base64.b85decode(text)))
+
+
+def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:
+    """The ranks of each node, in the order of their first ranks.
+
+    Args:
+        nodes: For each rank the node that it is on.
+    """
+    ranks_on: dict[NodeT, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_on.setdefault(node, []).append(rank)
+    return ranks_on
+
+
+class Inventory:
+    """Pieces on all nodes of a job.
+
+    Args:
+        ranks_on: The nodes, and which ranks of the job each has.
+        codes: The code of each kind of piece beside shards. Pieces of other kinds, and of groups
+            that do not fit their code, are left out.
+    """
+
+    def __init__(self, ranks_on: Mapping[str, Sequence[int]], codes: Codes | None = None) -> None:
+        self.codes = codes or {}
+        self.ranks_on = ranks_on
+        """The nodes, each with its ranks: all of them can read what the node holds."""
+        self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
+        self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
+        self._others: dict[Checkpoint, dict[str, dict[Piece, Group]]] = {}
+        self.lineages: dict[EpochId, Lineage] = {}
+        """Lineages of the epochs; those that earlier versions wrote have none."""
+
+    @classmethod
+    def found(
+        cls,
+        records: Mapping[str, Collection[ShardRecord]],
+        noted: Iterable[Lineage] = (),
+        codes: Codes | None = None,
+    ) -> Inventory:
+        """Inventory of nodes that were read from outside of any job.
+
+        Args:
+            records: The shards of each node.
+            noted: Lineages of epochs that began on them.
+            codes: As for the class.
+        """
+        inventory = cls(dict.fromkeys(records, ()), codes)
+        for node, there in records.items():
+            inventory._put(node, _grouped(there), _lineages_in(there, noted).values())
+        return inventory
+
+    def merge(self, node: str, report: Any) -> None:
+        """Add the report of one node.
+
+        Args:
+            node: A node without a report so far.
+            report: Result of :func:`node_report`, as JSON has brought it.
+
+        Raises:
+            MismatchError: The report is not of that form; the message names the rank. Nothing is
+                added.
+        """
+        try:
+            if not (isinstance(report, list) and len(report) == 2):
+                raise MismatchError(f"{type(report).__name__} is told")
+            if not all(isinstance(part, list) for part in report):
+                raise MismatchError("no lists are told")
+            shards = [NodeShards.from_json(fields) for fields in report[0]]
+            lineages = [Lineage.from_json(fields) for fields in report[1]]
+            if len({held.checkpoint for held in shards}) != len(shards):
+                raise MismatchError("a checkpoint is told of twice")
+        except MismatchError as error:
+            raise MismatchError(
+                f"what rank {self.leader(node)} tells of its node's shards cannot be understood: "
+                f"{error}. Start all ranks with the same version of localckpt; nothing was changed"
+            ) from error
+        self._put(node, shards, lineages)
+
+    def merge_all(self, reports: Sequence[Any]) -> None:
+        """Add the reports of all nodes; the report of a node stands at the rank of its leader."""
+        for node in self.ranks_on:
+            self.merge(node, reports[self.leader(node)])
+
+    def reports(self) -> list[Any]:
+        """Reports of all nodes as the inventory stands now, for :meth:`merge_all`."""
+        messages: list[Any] = [None] * len(self._node_of)
+        lineages = [lineage.to_json() for lineage in self.lineages.values()]
+        for node in self.ranks_on:
+            there = []
+            for checkpoint in self.checkpoints:
+                nbytes = self.shards_on(checkpoint, node)
+                groups = self._others.get(checkpoint, {}).get(node, {})
+                if nbytes or groups:
+                    there.append(NodeShards(checkpoint, nbytes, groups).to_json())
+            messages[self.leader(node)] = [there, lineages]
+            # The same on all nodes.
+            lineages = []
+        return messages
+
+    def node_of(self, rank: int) -> str:
+        """The node that a rank of the job is on."""
+        return self._node_of[rank]
+
+    def leader(self, node: str) -> int:
+        """Rank that reports what a node holds."""
+        return self.ranks_on[node][0]
+
+    def is_leader(self, rank: int) -> bool:
+        """True if a rank reports what its node holds."""
+        return self.leader(self._node_of[rank]) == rank
+
+    @property
+    def checkpoints(self) -> Collection[Checkpoint]:
+        """Checkpoints of which any node holds a piece."""
+        return dict.fromkeys((*self._shards, *self._others)).keys()
+
+    def shards(self, checkpoint: Checkpoint) -> dict[int, int]:
+        """The shards of a checkpoint that any node holds: their sizes, by rank."""
+        held: dict[int, int] = {}
+        for on_node in self._shards.get(checkpoint, {}).values():
+            held.update(on_node)
+        return held
+
+    def shards_on(self, checkpoint: Checkpoint, node: str) -> Mapping[int, int]:
+        """The shards of a checkpoint that a node holds: their sizes, by rank."""
+        return self._shards.get(checkpoint, {}).get(node, _NOTHING)
+
+    def holders(self, checkpoint: Checkpoint) -> dict[int, list[str]]:
+        """For each shard of a checkpoint the nodes that hold it."""
+        nodes: dict[int, list[str]] = {}
+        for node, on_node in self._shards.get(checkpoint, {}).items():
+            for owner in on_node:
+                nodes.setdefault(owner, []).append(node)
+        return nodes
+
+    def groups(self, checkpoint: Checkpoint) -> dict[Group, dict[int, list[str]]]:
+        """For each group with pieces of a checkpoint, the nodes that hold each rank's piece."""
+        groups: dict[Group, dict[int, list[str]]] = {}
+        for node, on_node in self._others.get(checkpoint, {}).items():
+            for piece, group in on_node.items():
+                groups.setdefault(group, {}).setdefault(piece.rank, []).append(node)
+        return groups
+
+    def groups_of(self, checkpoint: Checkpoint) -> dict[int, dict[Group, dict[int, list[str]]]]:
+        """For each rank the groups of :meth:`groups` that it is in."""
+        of_rank: dict[int, dict[Group, dict[int, list[str]]]] = {}
+        for group, pieces in self.groups(checkpoint).items():
+            for rank in group.ranks:
+                of_rank.setdefault(rank, {})[group] = pieces
+        return of_rank
+
+    def reader(self, nodes: Sequence[str], owner: int) -> int:
+        """The rank that reads what some nodes hold of a rank: it itself, if it can."""
+        if self.node_of(owner) in nodes:
+            return owner
+        ranks = self.ranks_on[nodes[0]]
+        return ranks[owner % len(ranks)]
+
+    def add_piece(self, checkpoint: Checkpoint, owner: int, node: str, group: Group) -> None:
+        """A node has got the piece that a rank keeps for a group."""
+        on_node = self._others.setdefault(checkpoint, {}).setdefault(node, {})
+        on_node[Piece(owner, group.kind)] = group
+
+    def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
+        """A node has got a copy of a shard."""
+        self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
+
+    def remove(self, checkpoint: Checkpoint, piece: Piece, node: str) -> None:
+        """Remove what a node holds of a piece, which is no good, or gone; it may be unknown."""
+        if piece.is_shard:
+            _drop(self._shards, checkpoint, node, piece.rank)
+        else:
+            _drop(self._others, checkpoint, node, piece)
+
+    def _put(self, node: str, there: Iterable[NodeShards], lineages: Iterable[Lineage]) -> None:
+        for lineage in lineages:
+            self.lineages.setdefault(lineage.epoch, lineage)
+        for held in there:
+            if held.nbytes:
+                self._shards.setdefault(held.checkpoint, {})[node] = dict(held.nbytes)
+            known = {
+                piece: group
+                for piece, group in held.groups.items()
+                if piece.kind in self.codes and self.codes[piece.kind].fits(group)
+            }
+            if known:
+                self._others.setdefault(held.checkpoint, {})[node] = known
+
+
+def _drop(
+    held: dict[Checkpoint, dict[str, dict[KeyT, Any]]], checkpoint: Checkpoint, node: str, key: KeyT
+) -> None:
+    """Take an entry out, and what is empty without it."""
+    on_nodes = held.get(checkpoint, {})
+    on_node = on_nodes.get(node, {})
+    on_node.pop(key, None)
+    if not on_node:
+        on_nodes.pop(node, None)
+    if not on_nodes:
+        held.pop(checkpoint, None)
+
+
+def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
+    shards: dict[Checkpoint, dict[int, int]] = {}
+    groups: dict[Checkpoint, dict[Piece, Group]] = {}
+    for record in records:
+        checkpoint, piece = record.identity.checkpoint, record.identity.piece
+        # A node may have several copies of a piece; each is as good as the first.
+        of_checkpoint = shards.setdefault(checkpoint, {})
+        if record.group is None:
+            of_checkpoint.setdefault(piece.rank, record.nbytes)
+        else:
+            groups.setdefault(checkpoint, {}).setdefault(piece, record.group)
+    return [NodeShards(c, nbytes, groups.get(c, {})) for c, nbytes in shards.items()]
+
+
+def _tells_lineage(record: ShardRecord) -> bool:
+    identity = record.identity
+    return identity.rank % max(1, identity.world_size // _TELLING_RANKS) == 0
+
+
+def _noted_alone(records: Iterable[ShardRecord], noted: Iterable[Lineage]) -> list[Lineage]:
+    """Lineages of epochs of which a node has no shard."""
+    here = {record.identity.generation.epoch_id for record in records}
+    return [lineage for lineage in noted if lineage.epoch not in here]
+
+
+def _lineages_in(
+    records: Iterable[ShardRecord], noted: Iterable[Lineage]
+) -> dict[EpochId, Lineage]:
+    found = (record.identity.lineage for record in records)
+    return {lineage.epoch: lineage for lineage in (*noted, *found) if lineage is not None}
+
+
+def _packed(ranks: Sequence[int]) -> list[Any]:
+    """Ranks as ``first, step, count`` if they are evenly spaced."""
+    step = ranks[1] - ranks[0]
+    if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:
+        return [ranks[0], step, len(ranks)]
+    return [list(ranks)]
+
+
+def _unpacked(packed: Sequence[Any]) -> tuple[int, ...]:
+    """The inverse of :func:`_packed`.
+
+    Raises:
+        TypeError, ValueError: That is none.
+    """
+    if len(packed) == 1 and isinstance(packed[0], list):
+        return tuple(packed[0])
+    first, step, count = packed
+    # Counted up to what is claimed, if that can be.
+    if {type(first), type(step), type(count)} != {int} or not 1 < count <= MOST_RANKS:
+        raise ValueError("a group is told in another way")
+    return tuple(first + step * place for place in range(count))
+
+
+def _shown(values: Iterable[Any]) -> str:
+    text = ", ".join(map(repr, values))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,238 @@
+"""Shards that can be computed from pieces of other kinds, and the losses of nodes that lose shards.
+
+Pure functions of an inventory. Each kind of piece has a :class:`Code`, which knows one group at a
+time; everything that concerns several groups, or copies beside groups, is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from localckpt.errors import NoReplicasAvailableError
+from localckpt.ids import Checkpoint, Group
+
+if TYPE_CHECKING:
+    from localckpt.availability.inventory import Inventory
+
+__all__ = [
+    "Code",
+    "Codes",
+    "Nodes",
+    "breaking_sets",
+    "computable",
+    "group_for",
+    "groups_to_compute",
+    "least_losses",
+    "minimal",
+]
+
+Nodes: TypeAlias = frozenset[str]
+
+
+class Code(Protocol):
+    """Losses that the pieces of one kind make up for, in one group: pure functions.
+
+    All members of a group have a piece of the kind, or had one.
+    """
+
+    def __hash__(self) -> int:
+        """An instance stands for its kind in caches."""
+        ...
+
+    def fits(self, group: Group) -> bool:
+        """True if there can be such a group; pieces of others are left out of inventories."""
+        ...
+
+    def rebuilds(
+        self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
+    ) -> bool:
+        """True if a member's shard can be computed.
+
+        Args:
+            group: The group.
+            rank: The member.
+            images: Ranks whose shards can be read.
+            pieces: Ranks whose pieces can be read.
+        """
+        ...
+
+    def losses(
+        self,
+        group: Group,
+        rank: int,
+        holders: Mapping[int, Collection[str]],
+        pieces: Mapping[int, Collection[str]],
+    ) -> Iterable[Nodes]:
+        """Sets of nodes with which a member's shard is lost, its own copies included.
+
+        Every set of nodes that loses the shard contains one of them.
+
+        Args:
+            group: The group.
+            rank: The member.
+            holders: For each rank the nodes that hold its shard.
+            pieces: For each rank the nodes that hold its piece.
+        """
+        ...
+
+
+Codes: TypeAlias = Mapping[str, Code]
+"""The code of each kind of piece."""
+
+
+def group_for(
+    rank: int,
+    images: Collection[int],
+    groups: Mapping[Group, Mapping[int, Collection[str]]],
+    codes: Codes,
+) -> Group | None:
+    """A group from which a rank's shard can be computed, the same for the same arguments.
+
+    Args:
+        rank: Owner of the shard.
+        images: Ranks whose shards can be read.
+        groups: Groups that the rank is in; for each the nodes that hold each rank's piece.
+        codes: The code of each kind.
+    """
+    for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.spare)):
+        if codes[group.kind].rebuilds(group, rank, images, groups[group]):
+            return group
+    return None
+
+
+def computable(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, str]:
+    """Ranks whose shards no node holds and that can be computed, each with the kind of piece."""
+    images = inventory.shards(checkpoint).keys()
+    return {
+        rank: group.kind
+        for rank, groups in inventory.groups_of(checkpoint).items()
+        if rank not in images
+        and (group := group_for(rank, images, groups, inventory.codes)) is not None
+    }
+
+
+def groups_to_compute(
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    damaged: Mapping[int, Collection[str]],
+    hopeless: Collection[int],
+) -> dict[int, Group]:
+    """The group from which each shard is to be computed that no node holds.
+
+    Args:
+        checkpoint: The checkpoint that is loaded.
+        inventory: What each node holds.
+        damaged: Nodes with a copy of a rank's shard that is not good, but may be in part.
+        hopeless: Ranks whose shards have been tried in vain.
+
+    Raises:
+        NoReplicasAvailableError: A shard is neither held nor can it be computed.
+    """
+    holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
+    images = holders.keys() | {rank for rank, nodes in damaged.items() if nodes}
+    wanted: dict[int, Group] = {}
+    for rank in range(checkpoint.world_size):
+        if rank in holders:
+            continue
+        group = group_for(rank, images, groups.get(rank, {}), inventory.codes)
+        if group is None or rank in hopeless:
+            raise NoReplicasAvailableError(
+                f"no node holds the shard of rank {rank} of iteration {checkpoint.iteration}, and "
+                f"it cannot be computed from what is left"
+            )
+        wanted[rank] = group
+    return wanted
+
+
+def breaking_sets(checkpoint: Checkpoint, inventory: Inventory) -> list[Nodes]:
+    """The smallest sets of nodes with which some shard of a complete checkpoint is lost."""
+    holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
+    return minimal(
+        lost
+        for rank in range(checkpoint.world_size)
+        for lost in _breaking(rank, holders, groups.get(rank, {}), inventory.codes)
+    )
+
+
+def least_losses(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, int]:
+    """For each rank, how many nodes must be lost at least for its shard to be lost."""
+    holders, of_rank = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
+    of_group: dict[Group, tuple[int, ...]] = {}
+    least: dict[int, int] = {}
+    for rank in range(checkpoint.world_size):
+        groups = of_rank.get(rank, {})
+        if len(groups) != 1:
+            least[rank] = min(map(len, _breaking(rank, holders, groups, inventory.codes)))
+            continue
+        ((group, pieces),) = groups.items()
+        if group not in of_group:
+            shape = _shape(group, holders, pieces)
+            of_group[group] = _least_losses(inventory.codes[group.kind], group.spare, shape)
+        least[rank] = of_group[group][group.ranks.index(rank)]
+    return least
+
+
+def minimal(sets: Iterable[Nodes]) -> list[Nodes]:
+    """Sets none of which contains another, the smallest first."""
+    smallest: list[Nodes] = []
+    by_size: dict[int, set[Nodes]] = {}
+    for one in set(sets):
+        by_size.setdefault(len(one), set()).add(one)
+    for size in sorted(by_size):
+        smaller = list(smallest)
+        smallest += [one for one in by_size[size] if not any(s <= one for s in smaller)]
+    return smallest
+
+
+def _breaking(
+    rank: int,
+    holders: Mapping[int, Collection[str]],
+    groups: Mapping[Group, Mapping[int, Collection[str]]],
+    codes: Codes,
+) -> list[Nodes]:
+    """The smallest sets of nodes with which one rank's shard is lost; an empty one if it is lost.
+
+    Args:
+        rank: Owner of the shard.
+        holders: For each rank the nodes that hold its shard.
+        groups: For each group that the rank is in, the nodes that hold each rank's piece.
+        codes: The code of each kind.
+    """
+    own = frozenset(holders.get(rank, ()))
+    of_groups = [
+        minimal(codes[group.kind].losses(group, rank, holders, pieces))
+        for group, pieces in groups.items()
+    ]
+    # It is lost with its copies and what it could be computed from, in every group.
+    return minimal(own.union(*sets) for sets in product(*of_groups))
+
+
+_Shape: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""For each member the nodes with its shard and with its piece, by numbers in order of mention."""
+
+
+def _shape(
+    group: Group,
+    holders: Mapping[int, Sequence[str]],
+    pieces: Mapping[int, Collection[str]],
+) -> _Shape:
+    numbers: dict[str, int] = {}
+
+    def numbered(nodes: Iterable[str]) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(node, len(numbers)) for node in nodes)
+
+    return tuple(
+        (numbered(holders.get(rank, ())), numbered(pieces.get(rank, ()))) for rank in group.ranks
+    )
+
+
+@lru_cache(maxsize=256)
+def _least_losses(code: Code, spare: int, shape: _Shape) -> tuple[int, ...]:
+    """For each member; most groups of a job have one shape."""
+    group = Group(tuple(range(len(shape))), spare)
+    images = {rank: list(map(str, nodes)) for rank, (nodes, _) in enumerate(shape)}
+    pieces = {rank: list(map(str, nodes)) for rank, (_, nodes) in enumerate(shape)}
+    return tuple(min(map(len, code.losses(group, rank, images, pieces))) for rank in images)

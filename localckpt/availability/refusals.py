@@ -1,0 +1,71 @@
+"""Texts of the errors that say why nothing could be loaded: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from localckpt.availability.coverage import describe_incomplete
+from localckpt.availability.explanation import Explanation
+from localckpt.availability.inventory import Inventory
+from localckpt.ids import ShardIdentity
+from localckpt.storage.names import shard_named
+
+__all__ = ["BadCopy", "why_not_that", "why_nothing_loads"]
+
+
+class BadCopy(NamedTuple):
+    """A copy of a shard that could not be read."""
+
+    shard: ShardIdentity
+    holder: int
+    """A rank of the node that it is on."""
+    why: str
+
+
+def why_nothing_loads(
+    inventory: Inventory,
+    explanation: Explanation,
+    unreadable: Sequence[BadCopy],
+    nodes: Sequence[str],
+) -> str:
+    """Text of the error that no checkpoint can be loaded: for each shard where it was looked for.
+
+    Args:
+        inventory: What is left.
+        explanation: Of all nodes, with their files in quarantine.
+        unreadable: Copies that the load found to be bad.
+        nodes: For each rank what the explanation calls its node.
+    """
+    bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
+    quarantined = {
+        (node, shard_named(file.name)) for node, files in explanation.bad.items() for file in files
+    }
+    bad += [
+        f"{nodes[holder]}: {shard}: {why}"
+        for shard, holder, why in unreadable
+        if (nodes[holder], (shard.iteration, shard.rank, shard.generation)) not in quarantined
+    ]
+    return (
+        f"there is no complete checkpoint to load: {describe_incomplete(inventory)}. Looked for on "
+        f"{', '.join(explanation.nodes)}."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + " Start from the beginning, or from a checkpoint on shared storage"
+    )
+
+
+def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[BadCopy]) -> str:
+    """Text of the error that the checkpoint that was asked for cannot be loaded.
+
+    Args:
+        iteration: Its iteration.
+        others: Iterations that can be loaded.
+        unreadable: Copies that the load found to be bad.
+    """
+    bad = [f"{shard}, from the node of rank {holder}: {why}" for shard, holder, why in unreadable]
+    return (
+        f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."
+        + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
+        + f" load(iteration=...) can give {', '.join(map(str, others)) or 'none'}; explain() says "
+        f"what is missing"
+    )

@@ -1,0 +1,1 @@
+"""The front door: one object that saves, resumes and stops a training loop."""

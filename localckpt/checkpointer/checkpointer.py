@@ -1,0 +1,508 @@
+"""The front door: four lines in a training loop.
+
+It puts the parts below together: a manager of the nodes' checkpoints and its queue, a manager of
+shared storage, the pulse by which all ranks learn when to save and whether to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from localckpt.checkpointer.cadence import Every
+from localckpt.checkpointer.meter import Meter
+from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
+from localckpt.checkpointer.pulse import Plan, Pulse
+from localckpt.checkpointer.shared import OnResize
+from localckpt.checkpointer.stopping import StopRequests
+from localckpt.checkpointer.tiers import (
+    Failures,
+    NodeManager,
+    NodeTier,
+    SharedTier,
+    load_newest,
+    with_redundancy,
+)
+from localckpt.errors import CheckpointingException
+from localckpt.failure_texts import ranks_named
+from localckpt.managers.local import LocalCheckpointManager
+from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.strategies import ReplicationStrategy
+
+__all__ = ["Checkpointer"]
+
+logger = logging.getLogger(__name__)
+
+_NEVER = 1 << 62
+_LOOK_S = 0.005
+
+
+class Checkpointer:
+    """Saves the state of a training loop, resumes it, and stops it in order.
+
+    Every rank makes one and calls the same methods in the same steps. With ``torch.distributed`` it
+    is made after ``init_process_group``; without, a process is alone.
+
+    Args:
+        state: Parts of the state by name: modules (also in DDP, FSDP, ``torch.compile``),
+            optimizers, schedulers, data loaders and whatever else has ``state_dict`` and
+            ``load_state_dict``; a plain value as a pair of functions that give and take it.
+        local: Directory on a disk of each node; with ``memory`` one in shared memory, ``None`` for
+            ``/dev/shm/localckpt-<uid>``.
+        memory: Keep checkpoints in the nodes' memory instead, where they outlive the processes and
+            not the nodes.
+        shared: Directory on storage that all nodes share, where checkpoints outlive the nodes, and
+            can be loaded by another number of ranks; ``None`` for none.
+        session_id: Name of the training run; runs with different names may share a directory.
+        every: Cadence of saves. By default they take at most 1 % of training time.
+        shared_every: Cadence of saves to shared storage.
+        keep_last: Number of complete checkpoints that are kept on the nodes.
+        shared_keep_last: Number that are kept on shared storage; ``None`` for all.
+        replication_factor: Number of nodes that each shard is to be on. By default 2 where the job
+            runs on two nodes or more, and 1 on one node.
+        repl_strategy: Any other redundancy, in place of ``replication_factor``; it stays
+            the caller's to close.
+        on_resize: What becomes of parts that belong to single ranks, such as data loaders, when
+            another number of ranks loads them from shared storage: an ``"error"``, or they are
+            ``"drop"``-ped, and stay as they are made.
+        rng: Whether to save the states of the random number generators.
+        stop_signals: Signals on any one rank that stop the job in order.
+        stop_file: A file that stops the job once it is there.
+        stop_when: A function that tells why the job is to stop, ``None`` while it is not, such as
+            a look at a cloud's notice of maintenance. It is called in a thread every few seconds.
+        grace_s: Longest wait for the last save when the job is stopped, in seconds; ``None`` for
+            ``timeout_s``.
+        on_error: Whether a save that failed is a ``"warn"``-ing, or to ``"raise"``.
+        max_failures: Number of saves that may fail in a row before the error is raised.
+        timeout_s: Deadline of every wait, in seconds.
+        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+
+    Attributes:
+        stopped: Why the job was stopped; ``None`` if it was not.
+
+    Raises:
+        CheckpointingException: The arguments make no sense; nothing was made.
+        StorageError: The directory cannot be used, or another live job uses it.
+        SameMachineReplicationException: Copies that were asked for would be lost together with
+            their originals.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        local: str | os.PathLike[str] | None = None,
+        memory: bool = False,
+        shared: str | os.PathLike[str] | None = None,
+        session_id: str = "",
+        every: Every = Every(overhead=0.01),  # noqa: B008 - a frozen value
+        shared_every: Every = Every(minutes=30),  # noqa: B008 - a frozen value
+        keep_last: int = 2,
+        shared_keep_last: int | None = None,
+        replication_factor: int | None = None,
+        repl_strategy: ReplicationStrategy | None = None,
+        on_resize: OnResize = "error",
+        rng: bool = True,
+        stop_signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        stop_file: str | os.PathLike[str] | None = None,
+        stop_when: Callable[[], str | None] | None = None,
+        grace_s: float | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+        max_failures: int = 3,
+        timeout_s: float = 300.0,
+        safe_globals: Iterable[Any] = (),
+    ) -> None:
+        _check(local, memory, replication_factor, repl_strategy, on_error, max_failures)
+        _check_shared(shared_every, on_resize)
+        self._parts = parts_of(state, rng=rng)
+        self._every, self._shared_every = every, shared_every
+        self._grace_s = timeout_s if grace_s is None else grace_s
+        most = max_failures if on_error == "warn" else 1
+        self._failures = Failures("the nodes", most), Failures("shared storage", most)
+        self.stopped: str | None = None
+        self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
+        allowed = tuple(safe_globals)
+
+        def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
+            options: dict[str, Any] = {
+                "keep_last": keep_last,
+                "timeout": timeout_s,
+                "safe_globals": allowed,
+            }
+            if memory:
+                return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
+            assert local is not None
+            return LocalCheckpointManager(local, session_id, strategy, **options)
+
+        with ExitStack() as undo:
+            if repl_strategy is not None:
+                manager = make_manager(repl_strategy)
+            else:
+                is_alone = self._ranks.world_size == 1
+                manager, own_strategy = with_redundancy(make_manager, replication_factor, is_alone)
+                if own_strategy is not None:
+                    undo.callback(own_strategy.close)
+            self._nodes = NodeTier(manager, timeout_s, self._failures[0])
+            undo.callback(self._nodes.close, is_in_step=False)
+            self._shared: SharedTier | None = None
+            if shared is not None:
+                self._shared = SharedTier(
+                    *(shared, session_id, self._parts),
+                    local=manager,
+                    keep_last=shared_keep_last,
+                    timeout_s=timeout_s,
+                    safe_globals=allowed,
+                    on_resize=on_resize,
+                    failures=self._failures[1],
+                )
+            undo.pop_all()
+        self._own_strategy = None if repl_strategy is not None else own_strategy
+        self._meter = Meter()
+        self._stop_requests = StopRequests(
+            stop_signals, None if stop_file is None else Path(stop_file), stop_when
+        )
+        self._pulse = Pulse(
+            every,
+            None if shared is None else shared_every,
+            timeout_s,
+            self._stop_requests.why,
+            self._meter.costs,
+        )
+        # Steps of the next saves and the next pulse, and the first of them: what is before it is
+        # not looked at closer.
+        self._next_save = self._next_shared = self._next_pulse = self._due = _NEVER
+        # The steps of the last saves, or the one that the job was resumed from.
+        self._saved_from = self._shared_from = -1
+        self._last_step: int | None = None
+        # Whether the time to stop in was over before the last save was complete.
+        self._is_late = False
+        self._is_closed = False
+
+    @property
+    def manager(self) -> NodeManager:
+        """Manager of the nodes' checkpoints: ``status``, ``explain``, ``survivability``."""
+        return self._nodes.manager
+
+    @property
+    def failed_saves(self) -> int:
+        """Number of saves that failed, to the nodes and to shared storage."""
+        return sum(failures.count for failures in self._failures)
+
+    # The loop.
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that can be had, in place; all ranks call it.
+
+        It is looked for on the nodes, and then on shared storage. Tensors of the state are filled
+        where they are. Optimizers without a state yet get the loaded tensors as theirs.
+
+        Returns:
+            The next step: 0 if there is no checkpoint.
+
+        Raises:
+            MismatchError: The state is not as it was saved, or the checkpoint was saved by another
+                number of ranks, and there is none on shared storage that these can load.
+            NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged.
+            PeerLostError: Some rank did not come in time.
+        """
+        self._require_open()
+        began = time.monotonic()
+        loaded, source = load_newest(self._nodes, self._shared, self._parts)
+        self._say_what_was_loaded(loaded, source, time.monotonic() - began)
+        self._last_step = self._saved_from = self._shared_from = loaded
+        if self._every.steps is not None:
+            self._next_save = loaded + self._every.steps
+        if self._shared is not None and self._shared_every.steps is not None:
+            self._next_shared = loaded + self._shared_every.steps
+        # The first pulse is to know how long a step takes.
+        self._next_pulse = loaded + 2
+        self._due = min(self._next_save, self._next_shared, self._next_pulse)
+        return loaded + 1
+
+    def step(self, step: int) -> bool:
+        """Note the end of a step, and save if it is time; all ranks call it, in every step.
+
+        No message is sent, and unless a save is due, or one is under way, nothing is done.
+
+        Args:
+            step: Number of the step; greater than that of the call before.
+
+        Returns:
+            Whether the job is to stop: some rank was asked to. The state of this step is then safe,
+            or the log says what is not.
+
+        Raises:
+            CheckpointingException: :meth:`resume` was not called, or the step is not after the
+                last. Or too many saves in a row have failed; the same on every rank.
+            MismatchError: The ranks do not work together.
+            PeerLostError: Some rank did not come in time.
+        """
+        is_busy = self._nodes.is_busy
+        entered = self._meter.enter(is_beside_save=is_busy)
+        if self._last_step is None or step <= self._last_step:
+            raise self._out_of_order(step)
+        self._last_step = step
+        is_save = False
+        if is_busy or step >= self._due or self._pulse.is_under_way:
+            is_save = self._attend(step)
+        self._meter.leave(entered, is_save=is_save)
+        return self.stopped is not None
+
+    def rewind_random(self) -> None:
+        """Have the random number generators go on from where :meth:`resume` has set them.
+
+        Call it after what draws from them and was not done at that step before, such as making the
+        iterator of a data loader, which draws the seed of its workers. Without a checkpoint, or
+        with ``rng=False``, it does nothing.
+        """
+        part = self._parts.get(RNG)
+        if isinstance(part, RandomPart):
+            part.rewind()
+
+    def save(self, step: int, *, shared: bool = False) -> None:
+        """Save the state now, behind training; all ranks call it in the same step.
+
+        Use it for a step that is to be saved whatever the cadence says: after its call of
+        :meth:`step`, before that of the next or :meth:`close`.
+
+        Args:
+            step: Number of the step.
+            shared: Whether to save to shared storage, too.
+
+        Raises:
+            CheckpointingException: As for :meth:`step`; or there is no shared storage.
+        """
+        self._require_open()
+        if self._last_step is None:
+            raise self._out_of_order(step)
+        if shared and self._shared is None:
+            raise CheckpointingException("there is no shared storage: give shared= to save there")
+        self._begin_save(step)
+        if shared:
+            self._begin_shared_save(step)
+
+    def wait_until_finished(self) -> None:
+        """Return when every save is complete on all ranks, or has failed; all ranks call it."""
+        while self._nodes.is_busy:
+            self._finalize(blocking=True)
+        if self._shared is not None:
+            self._shared.finish()
+
+    def close(self) -> None:
+        """Finish the saves under way, and free everything; all ranks call it. May be called twice.
+
+        Raises:
+            CheckpointingException: The last save failed, and ``on_error`` is ``"raise"`` or too
+                many have failed in a row; everything is freed.
+        """
+        if self._is_closed:
+            return
+        try:
+            if not self._is_late:
+                self.wait_until_finished()
+        finally:
+            self._close(is_in_step=not self._is_late)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._is_closed:
+            # The other ranks may not come any more.
+            self._close(is_in_step=False)
+
+    # What a step does when there is something to do.
+
+    def _attend(self, step: int) -> bool:
+        """Finalize, plan, save and stop as it is time.
+
+        Returns:
+            Whether a save to the nodes took some of that time.
+        """
+        is_save = self._nodes.is_busy
+        self._finalize(blocking=False)
+        if self.stopped is not None:
+            return is_save
+        if self._pulse.is_under_way and (plan := self._pulse.poll()) is not None:
+            self._follow(plan, step)
+            if plan.stop is not None:
+                self._save_before_stop(step)
+                return True
+        if step >= self._next_save and self._has_room:
+            self._begin_save(step)
+            is_save = True
+        if step >= self._next_shared:
+            self._begin_shared_save(step)
+        if step >= self._next_pulse:
+            self._pulse.begin(step)
+            self._next_pulse = _NEVER
+        self._due = min(self._next_save, self._next_shared, self._next_pulse)
+        return is_save
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a save that is due may begin; the same on all ranks.
+
+        With a cadence that is measured, saves do not overlap. With one in steps they do as far as
+        the manager has buffers.
+        """
+        return self._every.steps is not None or not self._nodes.is_busy
+
+    def _follow(self, plan: Plan, step: int) -> None:
+        """Take in what all ranks have decided; they do so in the same step."""
+        self.stopped = plan.stop
+        self._next_pulse = step + plan.pulse_steps
+        if plan.interval is not None:
+            self._next_save = self._saved_from + plan.interval
+        elif self._nodes.begun is None:
+            # What a save costs is not known before the first.
+            self._next_save = step
+        if plan.shared_interval is not None:
+            self._next_shared = self._shared_from + plan.shared_interval
+        if self._shared is not None:
+            self._shared.look()
+
+    def _begin_save(self, step: int) -> None:
+        self._nodes.save(self._parts, step)
+        self._saved_from = step
+        self._next_save = _NEVER if self._every.steps is None else step + self._every.steps
+
+    def _begin_shared_save(self, step: int) -> None:
+        assert self._shared is not None, "without it no such save is planned"
+        self._shared.save(step)
+        self._shared_from = step
+        steps = self._shared_every.steps
+        self._next_shared = _NEVER if steps is None else step + steps
+
+    def _finalize(self, *, blocking: bool) -> None:
+        """Finalize the saves to the nodes that are over on all ranks."""
+        was_busy = self._nodes.is_busy
+        if was_busy:
+            self._nodes.finalize(blocking=blocking)
+        if was_busy and not self._nodes.is_busy:
+            self._meter.end_save()
+
+    def _save_before_stop(self, step: int) -> None:
+        """Have the state of this step safe, as far as there is time; all ranks do so."""
+        until = time.monotonic() + self._grace_s
+        logger.warning("stopping after step %d: %s", step, self.stopped)
+        try:
+            # Twice: a save before it may have failed, or the first attempt, on all ranks.
+            for _ in range(2):
+                self._begin_save(step)
+                while self._nodes.is_busy and time.monotonic() < until:
+                    self._finalize(blocking=False)
+                    time.sleep(_LOOK_S)
+            if self._shared is not None and not self._nodes.is_busy:
+                # The nodes may go with the job.
+                self._begin_shared_save(step)
+                while self._shared.is_busy and time.monotonic() < until:
+                    time.sleep(_LOOK_S)
+        except CheckpointingException as error:
+            # The job ends, whatever becomes of this save.
+            logger.error("the last save has failed: %s", error)
+        is_late = self._shared is not None and self._shared.is_busy
+        self._is_late = is_late or self._nodes.is_busy
+        if self._nodes.newest != step:
+            logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
+        if is_late:
+            logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
+        self._due = _NEVER
+
+    # Beginning and end.
+
+    def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> None:
+        """Have the root log where the parts of all ranks came from."""
+        told = self._ranks.decide("say what was loaded", lambda: source, _judge_sources)
+        line = "no checkpoint is there: the job starts at step 0"
+        if step >= 0:
+            line = f"resumed after step {step} in {seconds:.2f} s: {told}"
+        logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointingException("this checkpointer is closed; make another")
+
+    def _out_of_order(self, step: int) -> CheckpointingException:
+        self._require_open()
+        if self._last_step is None:
+            return CheckpointingException(
+                f"call resume() before the first step: what is saved from step {step} on would "
+                f"else overrule the checkpoints that are there. Nothing was saved"
+            )
+        return CheckpointingException(
+            f"step({step}) was called after step({self._last_step}): steps must grow. To go back, "
+            f"end the job and resume it. Nothing was saved"
+        )
+
+    def _close(self, *, is_in_step: bool) -> None:
+        self._is_closed = True
+        self._last_step = None
+        with ExitStack() as closing:
+            closing.callback(self._ranks.close)
+            if self._own_strategy is not None:
+                closing.callback(self._own_strategy.close)
+            closing.callback(self._nodes.close, is_in_step=is_in_step)
+            if self._shared is not None:
+                closing.callback(self._shared.close, is_in_step=is_in_step)
+            closing.callback(self._stop_requests.close)
+            closing.callback(self._pulse.close, is_in_step=is_in_step)
+
+
+def _judge_sources(sources: list[str]) -> str:
+    """A line that says from where the ranks have loaded."""
+    ranks_by_source: dict[str, list[int]] = {}
+    for rank, source in enumerate(sources):
+        ranks_by_source.setdefault(source, []).append(rank)
+    told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
+    return ", ".join(told)
+
+
+def _check(
+    local: object,
+    memory: bool,
+    replication_factor: int | None,
+    repl_strategy: object,
+    on_error: str,
+    max_failures: int,
+) -> None:
+    if local is None and not memory:
+        raise CheckpointingException(
+            "give local=, a directory on a disk of each node, or memory=True to keep checkpoints "
+            "in the nodes' memory"
+        )
+    if replication_factor is not None and repl_strategy is not None:
+        raise CheckpointingException("give replication_factor= or repl_strategy=, not both")
+    if replication_factor is not None and replication_factor < 1:
+        raise CheckpointingException(
+            f"replication_factor is {replication_factor}: it counts the node itself, and must be "
+            f"1 (no copies) or more"
+        )
+    if on_error not in ("warn", "raise"):
+        raise CheckpointingException(f"on_error is {on_error!r}; it must be 'warn' or 'raise'")
+    if max_failures < 1:
+        raise CheckpointingException(f"max_failures is {max_failures}; it must be above 0")
+
+
+def _check_shared(shared_every: Every, on_resize: str) -> None:
+    if shared_every.steps is None and shared_every.minutes is None:
+        raise CheckpointingException(
+            "shared_every takes steps or minutes: the cost that is measured is that of the nodes"
+        )
+    if on_resize not in ("error", "drop"):
+        raise CheckpointingException(f"on_resize is {on_resize!r}; it must be 'error' or 'drop'")

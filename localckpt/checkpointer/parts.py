@@ -1,0 +1,186 @@
+"""Parts of a training state: what each gives to a save, and how it takes back what was loaded.
+
+A part has ``state_dict`` and ``load_state_dict``, as torch's own classes do. Tensors that a part
+gives are filled in place by a load; ``load_state_dict`` then takes what cannot be filled.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.state_dict.basic import is_stateful
+
+__all__ = ["RNG", "ModulePart", "RandomPart", "ValuePart", "parts_of"]
+
+RNG = "rng"
+"""Key of the states of the random number generators."""
+_SHOWN = 10
+
+
+def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
+    """Make a part of each value of a training state.
+
+    Args:
+        state: Modules, optimizers, anything else with ``state_dict`` and ``load_state_dict``, and
+            pairs of a function that gives a value and one that takes it.
+        rng: Whether to add the states of the random number generators.
+
+    Raises:
+        CheckpointingException: A value is none of these, or a key is no name.
+    """
+    parts: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or (rng and key == RNG):
+            raise CheckpointingException(
+                f"the key {key!r} of the training state must be a name, and not {RNG!r}, under "
+                f"which the random number generators are saved (rng=False leaves them out)"
+            )
+        if isinstance(value, torch.nn.Module):
+            parts[key] = ModulePart(value)
+        elif is_stateful(value):
+            parts[key] = value
+        elif isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
+            parts[key] = ValuePart(*value)
+        else:
+            raise CheckpointingException(
+                f"{key!r} of the training state is a {type(value).__name__}, which has no "
+                f"state_dict and load_state_dict. Give a plain value as a pair of functions, "
+                f"such as {key!r}: (lambda: run.epoch, run.set_epoch)"
+            )
+    if not parts:
+        raise CheckpointingException("the training state is empty: there is nothing to save")
+    if rng:
+        # Last, since making and loading the other parts may draw random numbers.
+        parts[RNG] = RandomPart()
+    return parts
+
+
+class ModulePart:
+    """A module, by the names that its parameters have without DDP and ``torch.compile``.
+
+    Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
+    parallelism shards them. FSDP1 makes a sharded copy for each save.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = _unwrapped(module)
+        self._is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._sharded():
+            return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was loaded; tensors that were filled in place are there already."""
+        if self._is_fsdp1:
+            with self._sharded():
+                self.module.load_state_dict(dict(state))
+            return
+        own = self.module.state_dict()
+        if unknown := sorted(state.keys() - own.keys()):
+            raise MismatchError(
+                f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
+                f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
+            )
+        rest = {name: value for name, value in state.items() if not _is_same(value, own[name])}
+        if rest:
+            self.module.load_state_dict(rest, strict=False)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        if not self._is_fsdp1:
+            yield
+            return
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+        with FullyShardedDataParallel.state_dict_type(
+            self.module, StateDictType.SHARDED_STATE_DICT
+        ):
+            yield
+
+
+class ValuePart:
+    """A plain value.
+
+    Args:
+        get: Gives the value.
+        take: Takes a value that was loaded.
+    """
+
+    def __init__(self, get: Callable[[], Any], take: Callable[[Any], object]) -> None:
+        self._get = get
+        self._take = take
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._get()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._take(state["value"])
+
+
+class RandomPart:
+    """Random number generators of this process: Python's, numpy's, torch's and those of its GPU."""
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+
+    def rewind(self) -> None:
+        """Have them go on from what was loaded last, if anything was."""
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of DDP, DataParallel and ``torch.compile``, in whatever order."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def _is_fsdp1(module: torch.nn.Module) -> bool:
+    # Its package takes long to import, and no module is of a class that was not imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def _is_same(loaded: Any, own: Any) -> bool:
+    """Whether a value that was loaded lies where the module has it."""
+    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
+        return False
+    loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
+    if type(loaded) is not type(own) or loaded.is_meta:
+        return False
+    return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
+        *(own.data_ptr(), own.shape, own.stride(), own.dtype),
+    )

@@ -1,0 +1,167 @@
+"""What all ranks decide behind training every few seconds: when to save next, whether to stop.
+
+A pulse is an asynchronous call that does nothing but report. The root judges the reports, and all
+ranks have the verdict in the same step, so they save, or stop, in the same step, and no step sends
+a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any
+
+from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
+from localckpt.checkpointer.cadence import Costs, Every
+from localckpt.errors import MismatchError
+
+__all__ = ["Plan", "Pulse", "Report", "judge_reports"]
+
+_PULSE_S = 2.0
+"""Time between two pulses: how long a signal to stop may go unheard."""
+_MOST_STEPS = 100
+"""Between two pulses, also of fast steps: those that follow may be slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank reports.
+
+    Attributes:
+        step: The step in which the pulse began.
+        stop: Why this rank is to stop; ``None`` if it is not.
+        costs: Its measurements.
+    """
+
+    step: int
+    stop: str | None
+    costs: Costs
+
+    def to_json(self) -> list[Any]:
+        return [self.step, self.stop, self.costs.step_s, self.costs.save_s]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Report:
+        step, stop, step_s, save_s = fields
+        return cls(step, stop, Costs(step_s, save_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all ranks do next.
+
+    Attributes:
+        interval: Steps from one save to the next; ``None`` while it is not known.
+        shared_interval: The same of saves to shared storage; ``None`` without any, too.
+        pulse_steps: Steps from this pulse to the next.
+        stop: Why the job is to stop; ``None`` if it is not.
+    """
+
+    interval: int | None
+    shared_interval: int | None
+    pulse_steps: int
+    stop: str | None = None
+
+
+def judge_reports(every: Every, shared_every: Every | None, told: Sequence[Any]) -> list[Any]:
+    """Fields of the :class:`Plan` that follows from the reports of all ranks.
+
+    Raises:
+        MismatchError: The ranks are in different steps.
+    """
+    reports = [Report.from_json(fields) for fields in told]
+    steps = [report.step for report in reports]
+    if len(set(steps)) > 1:
+        slow, fast = steps.index(min(steps)), steps.index(max(steps))
+        raise MismatchError(
+            f"the ranks are in different steps: rank {slow} called step({steps[slow]}) when rank "
+            f"{fast} called step({steps[fast]}). Call step() once in each step, on every rank"
+        )
+    costs = Costs(
+        _slowest([report.costs.step_s for report in reports]),
+        _slowest([report.costs.save_s for report in reports]),
+    )
+    stops = [f"rank {rank}: {report.stop}" for rank, report in enumerate(reports) if report.stop]
+    step_s = _PULSE_S if costs.step_s is None else max(costs.step_s, _PULSE_S / _MOST_STEPS)
+    pulse_steps = ceil(_PULSE_S / step_s)
+    return [
+        every.interval(costs),
+        None if shared_every is None else shared_every.interval(costs),
+        pulse_steps,
+        stops[0] if stops else None,
+    ]
+
+
+class Pulse:
+    """The pulses of one rank.
+
+    Args:
+        every, shared_every: Cadences of the saves.
+        timeout_s: Deadline of the agreement, in seconds.
+        why_stop: Tells why this rank is to stop, ``None`` if it is not; called in a thread.
+        costs: Gives this rank's measurements; called in a thread.
+    """
+
+    def __init__(
+        self,
+        every: Every,
+        shared_every: Every | None,
+        timeout_s: float,
+        why_stop: Callable[[], str | None],
+        costs: Callable[[], Costs],
+    ) -> None:
+        self._queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self._judge = partial(judge_reports, every, shared_every)
+        self._why_stop = why_stop
+        self._costs = costs
+        self._plan: Plan | None = None
+        self.is_under_way = False
+
+    def begin(self, step: int) -> None:
+        """Begin a pulse; all ranks call it in the same step."""
+        fields: list[Any] = []
+
+        # Here and not in report_fn: what tells why to stop may have to ask for it over a network,
+        # and a rank that is alone would do so in its training loop.
+        @runs_in_trainer
+        def look() -> None:
+            fields.extend(Report(step, self._why_stop(), self._costs()).to_json())
+
+        call = AsyncCall(
+            look, report_fn=lambda: fields, judge_fn=self._judge, verdict_fn=self._take
+        )
+        self._queue.schedule_async_request(AsyncRequest(call, (), []))
+        self.is_under_way = True
+
+    def poll(self) -> Plan | None:
+        """Return the plan, in the step in which all ranks have it; ``None`` else.
+
+        Raises:
+            MismatchError: The ranks are in different steps; on all ranks.
+            PeerLostError: Some rank did not come in time.
+        """
+        if not self._queue.maybe_finalize_async_calls():
+            return None
+        self.is_under_way = False
+        plan, self._plan = self._plan, None
+        return plan
+
+    def close(self, *, is_in_step: bool) -> None:
+        """End the thread.
+
+        Args:
+            is_in_step: Whether all ranks close theirs, too, after the same step.
+        """
+        self._queue.close(abort=not is_in_step)
+
+    def _take(self, fields: Sequence[Any]) -> None:
+        self._plan = Plan(*fields)
+
+
+def _slowest(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    # A rank that has measured nothing may be the slowest.
+    return max(known) if len(known) == len(values) else None

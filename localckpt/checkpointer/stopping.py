@@ -1,0 +1,94 @@
+"""Why a job is to stop before its end: a signal, a file that appears, or what a function tells."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from localckpt.threads import Task
+
+__all__ = ["StopRequests"]
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 1.0
+
+
+class StopRequests:
+    """Requests to stop that reach this rank.
+
+    A handler that was there before is called as well. The default action of a signal, which would
+    end the process, is not taken.
+
+    Args:
+        signals: Signals that ask the job to stop. Handlers can be set in the main thread only;
+            elsewhere none is set, and a warning says so.
+        file: A file whose existence asks the job to stop; ``None`` for none.
+        ask: Tells why the job is to stop, ``None`` or "" if it is not; called in a thread every few
+            seconds. ``None`` for none.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals],
+        file: Path | None,
+        ask: Callable[[], str | None] | None,
+    ) -> None:
+        self._file = file
+        self._ask = ask
+        self._received: str | None = None
+        self._looking: Task[str | None] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        if signals and threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "not in the main thread: %s will not stop this job in order",
+                ", ".join(number.name for number in signals),
+            )
+            return
+        for number in signals:
+            self._before[number] = signal.signal(number, self._receive)
+
+    def why(self) -> str | None:
+        """Return why the job is to stop; ``None`` if it is not."""
+        if self._received is not None or (self._file is None and self._ask is None):
+            return self._received
+        # In a thread of its own: storage, or a cloud, that does not answer is to hold up no pulse,
+        # without which no rank would save any more.
+        if self._looking is None:
+            self._looking = Task(self._look)
+            self._looking.start("localckpt-stop", daemon=True)
+        if not self._looking.wait(_ANSWER_S):
+            logger.warning("stop_file or stop_when gives no answer; a signal still stops this job")
+            return self._received
+        looking, self._looking = self._looking, None
+        return self._received or looking.take_result()
+
+    def _look(self) -> str | None:
+        if self._file is not None and self._file.exists():
+            return f"{self._file} is there"
+        try:
+            return None if self._ask is None else self._ask() or None
+        except Exception:
+            # Whatever it asks may be out of reach for a while; training is not to end for that.
+            logger.exception("stop_when failed, as if it had told nothing")
+            return None
+
+    def close(self) -> None:
+        """Put the handlers back that were there before. May be called twice."""
+        for number, before in self._before.items():
+            # Who has set a handler since calls ours, or has replaced it.
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        self._received = f"signal {received.name}"
+        before = self._before.get(received)
+        if callable(before):
+            before(number, frame)

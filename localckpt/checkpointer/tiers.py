@@ -1,0 +1,331 @@
+"""Where a training loop's checkpoints are: on the nodes, and on shared storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.checkpointer.shared import OnResize, SharedState
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    NoReplicasAvailableError,
+    PeerLostError,
+    SameMachineReplicationException,
+    SaveFailedError,
+    StorageError,
+    UnsafeGlobalError,
+)
+from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.managers.local import LocalCheckpointManager
+from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
+
+__all__ = [
+    "Failures",
+    "NodeManager",
+    "NodeTier",
+    "SharedTier",
+    "load_newest",
+    "with_redundancy",
+]
+
+logger = logging.getLogger(__name__)
+
+NodeManager: TypeAlias = LocalCheckpointManager | InMemoryCheckpointManager
+
+# A save that fails because of these fails the next time, too, or the ranks do not work together.
+_NOT_OF_ONE_SAVE = (MismatchError, PeerLostError, UnsafeGlobalError)
+
+
+class Failures:
+    """Saves of one tier that failed.
+
+    Args:
+        what: Name of the tier, for messages.
+        most: Number of saves that may fail in a row before the error is raised.
+
+    Attributes:
+        count: Number of all that failed.
+    """
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
+        self.count = 0
+        self._in_a_row = 0
+        self._last: CheckpointingException | None = None
+
+    def note(self, error: CheckpointingException) -> None:
+        """Count a save that failed; raise the error at once if it was not of that save alone."""
+        if isinstance(error, _NOT_OF_ONE_SAVE):
+            raise error
+        self.count += 1
+        self._in_a_row += 1
+        self._last = error
+        logger.warning(
+            "save %d in a row to %s failed, of %d that may: %s",
+            *(self._in_a_row, self._what, self._most - 1, error),
+        )
+
+    def raise_if_too_many(self) -> None:
+        """Raise the last error if training is not to go on."""
+        if self._last is not None and self._in_a_row >= self._most:
+            raise self._last
+
+    def end_row(self) -> None:
+        """Note that a save has succeeded."""
+        self._in_a_row, self._last = 0, None
+
+
+class NodeTier:
+    """Checkpoints on the nodes, saved behind training.
+
+    Args:
+        manager: Keeps them.
+        timeout_s: Deadline of waits for other ranks, in seconds.
+        failures: Counts those that fail.
+
+    Attributes:
+        begun: Step of the last save that was begun and has not failed; ``None`` for none.
+        newest: Step of the newest save that is complete on all ranks; ``None`` for none.
+    """
+
+    def __init__(self, manager: NodeManager, timeout_s: float, failures: Failures) -> None:
+        self.manager = manager
+        self.begun: int | None = None
+        self.newest: int | None = None
+        self._queue = AsyncCallsQueue(timeout_s=timeout_s)
+        self._failures = failures
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way; the same on all ranks."""
+        return self._queue.get_num_unfinalized_calls() > 0
+
+    def save(self, parts: Mapping[str, Any], step: int) -> None:
+        """Begin a save, unless this step is saved; all ranks do so in the same step."""
+        if self.begun == step:
+            return
+        try:
+            request = self.manager.save(parts, step, is_async=True)
+        except (SaveFailedError, StorageError) as error:
+            # Of an older save, which this one has waited for; or no node has room for this one.
+            self._note(error)
+        else:
+            self._queue.schedule_async_request(request)
+            self.begun = step
+
+    def finalize(self, *, blocking: bool) -> None:
+        """Finalize the saves that are over on all ranks, or wait for all."""
+        try:
+            if self._queue.maybe_finalize_async_calls(blocking=blocking):
+                self._failures.end_row()
+                self.newest = self.newest if self.is_busy else self.begun
+        except CheckpointingException as error:
+            self._note(error)
+
+    def close(self, *, is_in_step: bool) -> None:
+        """Free everything.
+
+        Args:
+            is_in_step: Whether the other ranks close theirs, too; else nobody is waited for.
+        """
+        with ExitStack() as closing:
+            if is_in_step:
+                closing.callback(self.manager.close)
+                closing.callback(self._queue.close)
+            else:
+                left = CheckpointingException("the training loop was left with an error")
+                closing.callback(self.manager.__exit__, type(left), left, None)
+                closing.callback(self._queue.__exit__, type(left), left, None)
+
+    def _note(self, error: CheckpointingException) -> None:
+        self.begun = self.newest
+        self._failures.note(error)
+        self._failures.raise_if_too_many()
+
+
+class SharedTier:
+    """Checkpoints on shared storage, saved behind training.
+
+    Args:
+        root: A directory that all ranks share.
+        session_id: Name of the training run.
+        parts: Parts of the state by name.
+        local: Manager of the nodes' checkpoints: both are one lineage.
+        keep_last: Number of checkpoints to keep; ``None`` for all.
+        timeout_s: Deadline of waits for other ranks, in seconds.
+        safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+        on_resize: As for :class:`SharedState`.
+        failures: Counts those that fail.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        session_id: str,
+        parts: Mapping[str, Any],
+        *,
+        local: NodeManager,
+        keep_last: int | None,
+        timeout_s: float,
+        safe_globals: tuple[Any, ...],
+        on_resize: OnResize,
+        failures: Failures,
+    ) -> None:
+        self.manager = GlobalCheckpointManager(
+            root,
+            session_id,
+            keep_last=keep_last,
+            timeout=timeout_s,
+            safe_globals=safe_globals,
+            local=local,
+        )
+        try:
+            self._state = SharedState(parts, self.manager, safe_globals, on_resize)
+        except BaseException:
+            self.close(is_in_step=False)
+            raise
+        self._failures = failures
+        self._is_checked = True
+
+    def save(self, step: int) -> None:
+        """Begin a save, after the one before; all ranks do so in the same step."""
+        self.finish()
+        self._state.save(step)
+        self._is_checked = False
+
+    def load(self) -> int:
+        """Fill the state from the newest checkpoint that is not damaged; all ranks do so.
+
+        Returns:
+            Its step.
+
+        Raises:
+            CorruptShardError: All are damaged; of the oldest.
+        """
+        *newer, oldest = self.manager.all_iterations()
+        for step in newer:
+            try:
+                self._state.load(step)
+            except CorruptShardError as error:
+                # The same on all ranks. What it has filled is filled again.
+                logger.error("step %d on shared storage is damaged: %s", step, error)
+            else:
+                return step
+        self._state.load(oldest)
+        return oldest
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self.manager.is_saving
+
+    def look(self) -> None:
+        """Warn of a save that has failed; waits for nothing, and asks no other rank."""
+        if not self._is_checked:
+            try:
+                self.manager.check_for_errors()
+            except CheckpointingException as error:
+                self._is_checked = True
+                self._failures.note(error)
+
+    def finish(self) -> None:
+        """Wait for the last save; all ranks do so. Raises if too many have failed in a row."""
+        try:
+            self.manager.wait_until_finished()
+        except CheckpointingException as error:
+            self._is_checked = True
+            self._failures.note(error)
+        else:
+            if not self._is_checked:
+                self._failures.end_row()
+        self._is_checked = True
+        # Here, where all ranks have heard of it, and not in look(), where some may not have.
+        self._failures.raise_if_too_many()
+
+    def close(self, *, is_in_step: bool) -> None:
+        """Free everything, as :meth:`NodeTier.close` does."""
+        if is_in_step:
+            self.manager.close()
+        else:
+            left = CheckpointingException("the training loop was left with an error")
+            self.manager.__exit__(type(left), left, None)
+
+
+def with_redundancy(
+    make_manager: Callable[[ReplicationStrategy | None], NodeManager],
+    replication_factor: int | None,
+    is_alone: bool,
+) -> tuple[NodeManager, ReplicationStrategy | None]:
+    """Make a manager with the copies that were asked for, or else with those that nodes allow.
+
+    Args:
+        make_manager: Makes a manager that uses a strategy.
+        replication_factor: Number of nodes that each shard is to be on; ``None`` for 2 where there
+            are as many nodes.
+        is_alone: Whether the job has one rank.
+
+    Returns:
+        The manager, and the strategy that was made for it.
+
+    Raises:
+        SameMachineReplicationException: There are not as many nodes as asked for.
+    """
+    if replication_factor == 1 or (replication_factor is None and is_alone):
+        return make_manager(None), None
+    strategy = CliqueReplicationStrategy.from_replication_params(
+        replication_factor=replication_factor or 2
+    )
+    try:
+        return make_manager(strategy), strategy
+    except SameMachineReplicationException as error:
+        strategy.close()
+        if replication_factor is not None:
+            raise
+        # The same on all ranks, and all make the other one.
+        logger.info("no copies on other nodes: %s", error)
+        return make_manager(None), None
+    except BaseException:
+        strategy.close()
+        raise
+
+
+def load_newest(
+    nodes: NodeTier, shared: SharedTier | None, parts: Mapping[str, Any]
+) -> tuple[int, str]:
+    """Fill the state from the newest checkpoint that can be had; all ranks do so.
+
+    Returns:
+        Its step, -1 if there is none; and where this rank's part came from.
+
+    Raises:
+        MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
+            another number of ranks, and there is none on shared storage.
+        NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged, and
+            there is none on shared storage.
+    """
+    on_shared = -1 if shared is None else shared.manager.find_latest()
+    try:
+        if nodes.manager.find_latest() >= max(on_shared, 0):
+            step = nodes.manager.load(into=parts)[1].iteration
+            # A damaged checkpoint makes way for the one before, which may be too old.
+            if step >= on_shared:
+                report = nodes.manager.last_load
+                assert report is not None
+                return step, report.source
+    except (MismatchError, NoReplicasAvailableError) as error:
+        if on_shared < 0:
+            raise
+        logger.warning(
+            "the checkpoints on the nodes are left for that on shared storage: %s", error
+        )
+    if shared is None or on_shared < 0:
+        return -1, ""
+    return shared.load(), "shared storage"

@@ -1,0 +1,236 @@
+"""Plan of a save, made once, and not again while no rank's structure changes.
+
+torch has a cache of plans of its own (``enable_plan_caching``). It is kept by the name of the
+planner's class for the whole process, so two managers mix theirs up; it does not look at dtypes, so
+a model that was converted is described as it was before; and after a plan that was refused the
+coordinator goes on from it, and the others do not. So the plans are torch's, and the cache is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.values import Message
+
+if TYPE_CHECKING:
+    from localckpt.global_tier.storage_writer import FileSystemWriterAsync
+
+__all__ = ["PlanCache", "PlannedSave", "Written", "plan_save", "require_same"]
+
+
+class Written(NamedTuple):
+    """Places of one rank's items, and the bytes of each of its files."""
+
+    results: list[WriteResult]
+    files: dict[str, int]
+
+
+class PlanCache:
+    """Plans of a job's last save, as this rank knows them.
+
+    Attributes:
+        bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
+            the last save; 0 elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_gathered = 0
+        self.local: SavePlan | None = None
+        self.final: SavePlan | None = None
+        self.coordinated: _Coordinated | None = None
+
+        # The metadata of the last checkpoint, and its pickle.
+        self.pickled: tuple[Metadata, bytes] | None = None
+        self._last_report: Written | None = None
+        self._last_reports: list[Written] | None = None
+
+    def clear(self) -> None:
+        """Plan anew at the next save. All ranks do it after a save that failed on any."""
+        self.local = self.final = self.coordinated = self.pickled = None
+        self._last_report = self._last_reports = None
+
+    @contextmanager
+    def kept_if_all_is_well(self) -> Iterator[None]:
+        """Clear the plans if what is inside fails."""
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            raise
+
+    def report_written(self, written: Written) -> Message:
+        """Report of this rank to the coordinator: empty, if it wrote as it did before."""
+        if written == self._last_report:
+            return Message()
+        self._last_report = written
+        return Message(None, pickle.dumps(written))
+
+    def merge_written(self, reports: list[Message]) -> tuple[list[Written], bool]:
+        """Merge the reports on the coordinator; returns also whether all is as it was before."""
+        parts = [message.data for message in reports]
+        self.bytes_gathered += sum(map(len, parts))
+        if self._last_reports is None:
+            _require_all(parts)
+            self._last_reports = [Written([], {}) for _ in parts]
+        self._last_reports = [
+            pickle.loads(part) if part else last
+            for part, last in zip(parts, self._last_reports, strict=True)
+        ]
+        return self._last_reports, not any(parts)
+
+
+@dataclass(frozen=True)
+class _Coordinated:
+    """Plans of all ranks, on the coordinator."""
+
+    local: list[SavePlan]
+    final: list[SavePlan]
+    metadata: Metadata
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """One save as all ranks have agreed on it.
+
+    Attributes:
+        plan: What this rank writes; for the planner's ``finish_plan``.
+        metadata: What the checkpoint will hold; ``None`` but on the coordinator.
+        begun: What ``begin`` gave on the coordinator.
+    """
+
+    plan: SavePlan
+    metadata: Metadata | None
+    begun: Any
+
+
+def plan_save(
+    ranks: Ranks,
+    state_dict: dict[str, Any],
+    planner: SavePlanner,
+    writer: FileSystemWriterAsync,
+    *,
+    tag: Any,
+    check: Callable[[], None] = lambda: None,
+    begin: Callable[[], Any],
+    prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
+) -> PlannedSave:
+    """Agree on who writes what; all ranks call it.
+
+    A rank whose structure is that of its last save sends none; if that holds for all, nobody plans.
+
+    Args:
+        ranks: The ranks; their root is the coordinator.
+        state_dict: This rank's state; values may be ``Stateful``.
+        planner: Made for this save; torch's own, or a user's.
+        writer: Keeps what was planned before, and says where this rank writes.
+        tag: What must be the same on all ranks, as the number of the checkpoint.
+        check: Called on each rank before anything is planned; what it raises is raised on all.
+        begin: Called on the coordinator when all have planned; gives what all ranks return, or
+            raises what is then raised on all.
+        prepare: This rank's own preparations, with its plan.
+
+    Raises:
+        MismatchError: The tags differ.
+        CheckpointingException: Planning failed on some rank; the same on every rank.
+        PeerLostError: Some rank did not come in time.
+    """
+    cache = writer.plans
+    local: SavePlan | None = None
+    pending: _Coordinated | None = None
+
+    def local_step() -> Message:
+        nonlocal local
+        # First of all, since a state may be made by all ranks together.
+        state = _plain(state_dict)
+        check()
+        planner.set_up_planner(
+            state_dict=state,
+            storage_meta=writer.storage_meta(),
+            is_coordinator=ranks.is_root,
+        )
+        local = prepare(planner.create_local_plan())
+        if not local.usable:
+            raise CheckpointingException(
+                "the planner keeps plans itself: make it with enable_plan_caching=False; they are "
+                "kept here"
+            )
+        return Message(tag, b"" if local == cache.local else pickle.dumps(local))
+
+    def global_step(reports: list[Message]) -> PerRank:
+        nonlocal pending
+        plans = [message.data for message in reports]
+        cache.bytes_gathered = sum(map(len, plans))
+        require_same([message.record for message in reports], ranks.global_ranks)
+        before = cache.coordinated
+        if before is not None and not any(plans):
+            pending = before
+            return PerRank(begin(), {})
+        pending = _coordinate(before, plans, planner, writer)
+        # Who sent a plan may have forgotten what came of it, even if it is what it was.
+        finals_before = [None] * len(plans) if before is None else before.final
+        changed = {
+            rank: Message(None, pickle.dumps(final))
+            for rank, (final, last) in enumerate(zip(pending.final, finals_before, strict=True))
+            if final != last or plans[rank]
+        }
+        return PerRank(begin(), changed)
+
+    with cache.kept_if_all_is_well():
+        planned: Any = ranks.act("plan the save", local_step, global_step)
+        begun, changed = planned
+        final = None if changed is None else pickle.loads(changed.data)
+    cache.local, cache.coordinated = local, pending
+    cache.final = cache.final if final is None else final
+    assert cache.final is not None, "a rank for which nothing changed has a plan"
+    return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
+
+
+def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state with each ``Stateful`` object replaced by its own state."""
+    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+
+
+def _coordinate(
+    before: _Coordinated | None,
+    plans: Sequence[bytes],
+    planner: SavePlanner,
+    writer: FileSystemWriterAsync,
+) -> _Coordinated:
+    if before is None:
+        _require_all(plans)
+    local = [
+        pickle.loads(plan) if plan else before.local[rank]  # type: ignore[union-attr]
+        for rank, plan in enumerate(plans)
+    ]
+    final, metadata = planner.create_global_plan(local)
+    return _Coordinated(local, writer.prepare_global_plan(final), metadata)
+
+
+def _require_all(reports: Sequence[bytes]) -> None:
+    if not all(reports):
+        raise MismatchError(
+            "some ranks count on what the coordinator has forgotten: save again, and everything "
+            "is planned anew"
+        )
+
+
+def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:
+    """Raise MismatchError if the ranks do not speak of the same checkpoint."""
+    if any(tag != tags[0] for tag in tags):
+        at = ", ".join(f"rank {r}: {json.dumps(t)}" for r, t in zip(ranks, tags, strict=True))
+        raise MismatchError(
+            f"the ranks do not speak of the same checkpoint ({at}). All ranks must make the same "
+            f"calls in the same order. What was saved before stands"
+        )

@@ -1,0 +1,194 @@
+"""Captures states into slots: their tensors are copied, and the digests computed beside training.
+
+Nothing here knows what a store does with a slot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException
+from localckpt.ids import ShardIdentity
+from localckpt.managers.guard import Guard
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams
+from localckpt.options import SaveOptions
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
+from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
+from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import Store
+from localckpt.threads import SerialThread, Task, end_all
+
+__all__ = ["StateCapture"]
+
+logger = logging.getLogger(__name__)
+
+
+class StateCapture:
+    """Captures the states of one manager.
+
+    Args:
+        store: Gives the slots.
+        allowed: What an image may name.
+        options: Of the manager.
+
+    Attributes:
+        planner: Finds the tensors of a state, and refuses one that could not be loaded again.
+    """
+
+    def __init__(self, store: Store, allowed: SafeGlobals, options: SaveOptions) -> None:
+        self.planner = ImagePlanner(allowed)
+        self._store = store
+        self._allowed = allowed
+        self._timeout_s = options.timeout
+        self._copier = Copier(options.staging_threads)
+        self._guard = Guard(options.optimizers, self._hold_back_training)
+        self._digesting = SerialThread("localckpt-digests")
+        self._streams = SideStreams(options.timeout)
+        self._copies: list[CopiesUnderWay] = []
+        self._states_are_good = False
+
+    def capture(
+        self, state: TensorAwareStateDict, identity: ShardIdentity, *, is_sent: bool
+    ) -> Slot:
+        """Capture the value that ``state`` has now, in a slot of the store.
+
+        Args:
+            state: The state, which stays as it is.
+            identity: Identity of the shard.
+            is_sent: Whether the image will be sent to other ranks: the digests are then computed
+                here, and the slot is not used again before :meth:`Slot.sent`.
+        """
+        if not self._store.keeps_images:
+            state = self._on_host(state, identity)
+        capture = self.planner.capture(state)
+        slot = self._store.reserve(identity, capture.nbytes(identity), self._timeout_s)
+        tasks: list[Task[None]] = []
+        slot.begin_filling(partial(self._stop, tasks))
+        slot.pin(capture.gpu)
+        image = slot.image
+        written = capture.write(
+            image, identity, self._copier, self._streams, self._guard.storages()
+        )
+        covered, copies = written.covered_nbytes, written.under_way
+        self._copies = [*(c for c in self._copies if not c.over), copies]
+        computing: Task[None] | None = None
+        if is_sent and not written.has_digests:
+            computing = Task(partial(_compute_digests, copies, image, covered, identity))
+            # Noted before it can begin: after an interrupt it is ended with the slot.
+            tasks.append(computing)
+            self._digesting.submit(computing)
+        slot.filled(
+            covered,
+            _CapturedImage(image, capture, covered, computing),
+            is_complete=written.has_digests,
+            copies=copies,
+            computing=computing,
+        )
+        if is_sent:
+            slot.begin_sending()
+        return slot
+
+    def checked(self, state: Any, iteration: int, ranks: Ranks) -> Any:
+        """Refuse the first state on all ranks if it could not be loaded again on some.
+
+        Ranks that save what others cannot would wait for those. So all ask each other, once.
+
+        Returns:
+            The state, as it is saved.
+        """
+        if self._states_are_good:
+            return state
+        with Attempt() as checking:
+            state = wrapped(state)
+            self.planner.capture(state)
+        ranks.settle(f"save iteration {iteration}", checking, grace_s=ranks.timeout_s)
+        self._states_are_good = True
+        return state
+
+    def await_copied(self) -> None:
+        """Return when all values of all captured states are in host memory."""
+        for copies in self._copies:
+            copies.wait()
+
+    def close(self) -> None:
+        """Wait for what is being copied, end the threads, and leave the optimizers alone."""
+        with ExitStack() as closing:
+            closing.callback(self._copier.stop)
+            closing.callback(self._digesting.close)
+            closing.callback(self._guard.close)
+            try:
+                self.await_copied()
+            except (CheckpointingException, RuntimeError) as error:
+                # A GPU that hangs, or is broken, must not keep the store from being left.
+                logger.error("what a GPU was copying is given up: %s", error)
+
+    def _stop(self, tasks: Sequence[Task[None]]) -> None:
+        self._copier.stop()
+        end_all(tasks)
+        self._streams.synchronize()
+
+    def _hold_back_training(self) -> None:
+        for copies in self._copies:
+            copies.hold_back_training()
+
+    def _on_host(
+        self, state: TensorAwareStateDict, identity: ShardIdentity
+    ) -> TensorAwareStateDict:
+        """A state with its tensors in host memory, which knows the devices that they come from."""
+        copied: Any
+        if isinstance(state, BasicTensorAwareStateDict):
+            if all(tensor.is_cpu for tensor in state.tensors):
+                return state
+            image = pack(state, identity, self.planner)
+            copied = unpack(image, allowed=self._allowed, map_location="cpu")
+            copied.remember_devices(state)
+        else:
+            copied = unpack(pack(state, identity, self.planner), allowed=self._allowed)
+            copied.copy_tensors_to_cpu()
+        on_host: TensorAwareStateDict = copied
+        return on_host
+
+
+def _compute_digests(
+    copies: CopiesUnderWay, image: memoryview, covered_nbytes: int, identity: ShardIdentity
+) -> None:
+    copies.wait()
+    write_digests(image, covered_nbytes, identity)
+
+
+class _CapturedImage(MemorySource):
+    """A captured image whose digests may be computed while its first bytes are sent."""
+
+    def __init__(
+        self,
+        image: memoryview,
+        capture: Capture,
+        covered_nbytes: int,
+        computing: Task[None] | None,
+    ) -> None:
+        super().__init__(image)
+        self._capture = capture
+        self._data_start = covered_nbytes - len(capture.skeleton) - capture.data_nbytes
+        self._covered_nbytes = covered_nbytes
+        self._computing = computing
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if self._computing is not None and stop > self._covered_nbytes:
+            self._computing.result()
+        return super().read(start, stop)
+
+    def fill(self, bucket: torch.Tensor, start: int, stop: int) -> None:
+        """Put bytes ``[start, stop)`` into device memory."""
+        self.read(start, stop)
+        self._capture.fill(bucket[: stop - start], self.view, self._data_start, start)

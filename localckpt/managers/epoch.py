@@ -1,0 +1,218 @@
+"""The epoch that a job's saves belong to: its generation, its lineage, and what it resumed from.
+
+An epoch begins with each start of the job, and anew when the job goes back to something older than
+what it has saved. Nothing here reads or writes shards.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+from localckpt.availability.coverage import judge_resumed
+from localckpt.errors import CheckpointingException
+from localckpt.ids import Checkpoint, Generation, ShardIdentity
+from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
+from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.rendezvous import join
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.storage.store import Store
+
+__all__ = ["Epoch", "checked_origin"]
+
+
+class Epoch:
+    """The epoch of one manager's saves; the same on all ranks.
+
+    Args:
+        ranks: The ranks of the job.
+        store: Notes the epoch on this node.
+        strategy: Learns the nodes of the ranks.
+        session_id: The training run.
+        known: The checkpoints of the job.
+
+    Attributes:
+        generation: Generation of the last save.
+        lineage: Descent of the epoch; ``None`` until its first save begins.
+        newest_iteration: Iteration that the job saved or loaded last; -1 for none.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: Store,
+        strategy: ReplicationStrategy,
+        session_id: str,
+        known: KnownCheckpoints,
+    ) -> None:
+        self._ranks = ranks
+        self._store = store
+        self._strategy = strategy
+        self._session_id = session_id
+        self._known = known
+        self._nodes: list[str] | None = None
+        self._is_joined = False
+        self.generation = Generation(0, 0)
+        self.lineage: Lineage | None = None
+        self.newest_iteration = -1
+        self._resumed: Resumed | None = None
+        self._left: list[Point] = []
+
+    @property
+    def nodes(self) -> list[str]:
+        """For each rank the name of its node, once the ranks have joined."""
+        assert self._nodes is not None, "join() comes first"
+        return self._nodes
+
+    def join(self) -> None:
+        """Check that all ranks belong together, and number the epoch, once; all ranks call it.
+
+        Raises:
+            CheckpointingException: As :func:`localckpt.managers.rendezvous.join`.
+        """
+        if not self._is_joined:
+            self._nodes, self.generation = join(
+                self._ranks, self._store, self._strategy, self._session_id
+            )
+            self._is_joined = True
+
+    # Saves.
+
+    def checked(self, iteration: SupportsIndex) -> int:
+        """The iteration to save, if it is one that can be saved now.
+
+        Raises:
+            CheckpointingException: It is not.
+        """
+        number = _as_int(iteration)
+        if number is None or number < 0:
+            raise CheckpointingException(
+                f"the iteration to save is {iteration!r}; it must be an int and not negative"
+            )
+        if number <= self.newest_iteration:
+            raise CheckpointingException(
+                f"iteration {number} cannot be saved: this manager has saved or loaded "
+                f"iteration {self.newest_iteration}, and the next must be above it. To go back, "
+                f"load(iteration=...), or say with begin() what the job goes on from"
+            )
+        return number
+
+    def begin(self, iteration: int) -> Lineage:
+        """Fix the lineage before the epoch's first save, and note it on every node.
+
+        All ranks call it before each save.
+
+        Args:
+            iteration: Iteration of the save.
+
+        Raises:
+            CheckpointingException: Some node cannot note it; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        if self.lineage is not None:
+            return self.lineage
+        seen = [*(self._known.seen or ()), *self._left]
+        resumed = self._resumed or unsaid(iteration, seen)
+        lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._known.lineages)
+        with Attempt() as noting:
+            self._store.claim.note_lineage(lineage)
+        self._ranks.settle("note what the job resumed from", noting)
+        self.generation = self.generation._replace(epoch=lineage.epoch.number)
+        self._known.began(lineage)
+        self.lineage, self._left = lineage, []
+        return lineage
+
+    def identity(self, iteration: int) -> ShardIdentity:
+        """Identity of this rank's shard in the current generation."""
+        return ShardIdentity(
+            self._session_id,
+            self.generation,
+            iteration,
+            self._ranks.rank,
+            self._ranks.world_size,
+            lineage=self.lineage,
+        )
+
+    def next_identity(self, iteration: int) -> ShardIdentity:
+        """Identity of this rank's shard in the next save, which begins a generation."""
+        self.generation = self.generation.next()
+        return self.identity(iteration)
+
+    # What the job resumes from.
+
+    def resume_from(self, loaded: Checkpoint) -> None:
+        """Go on from a checkpoint of the nodes, which was loaded."""
+        epoch = loaded.generation.epoch_id
+        goes_on = self.lineage is not None and (
+            epoch == self.lineage.epoch and loaded.iteration >= self.newest_iteration
+        )
+        # The newest one of this epoch changes nothing.
+        if not goes_on:
+            # Checkpoints of earlier versions carry no lineage.
+            parent = self._known.lineages.get(epoch, Lineage(epoch, "elsewhere", is_cut=True))
+            self._resume(Resumed("local", loaded.iteration, parent))
+        self.newest_iteration = loaded.iteration
+
+    def resume_elsewhere(self, iteration: int, lineage: Lineage | None) -> None:
+        """Go on from what the nodes do not hold; all ranks call it.
+
+        Args:
+            iteration: Iteration to go on from; -1 for the beginning.
+            lineage: Lineage of the epoch that saved it, where it is known.
+
+        Raises:
+            MismatchError: The ranks do not resume from the same.
+            PeerLostError: A rank did not answer in time.
+        """
+        mine = [iteration, lineage and lineage.to_json()]
+        self._ranks.decide("begin", lambda: mine, judge_resumed)
+        if self.lineage is not None:
+            # It has saved since it looked.
+            self._known.seen = None
+        self._known.job_has_looked = True
+        origin: Origin = "shared" if lineage else "nothing" if iteration < 0 else "elsewhere"
+        self._resume(Resumed(origin, iteration, lineage))
+        self.newest_iteration = iteration
+
+    def start_over(self) -> None:
+        """Go on from nothing: no checkpoint is left, and any iteration may be saved."""
+        self._resume(None)
+        self.newest_iteration = -1
+
+    def _resume(self, resumed: Resumed | None) -> None:
+        self._resumed = resumed
+        if self.lineage is not None:
+            # The next save does not descend from what this epoch has saved, nor from saves in
+            # flight, which a look at the nodes does not find.
+            self._left += [self.lineage.left(iteration) for iteration in self._known.under_way]
+            self.lineage, self._is_joined = None, False
+
+
+def checked_origin(iteration: SupportsIndex) -> int:
+    """The iteration that a job goes on from.
+
+    Raises:
+        CheckpointingException: It is none.
+    """
+    number = _as_int(iteration)
+    if number is None:
+        raise CheckpointingException(
+            f"the iteration to go on from is {iteration!r}; it must be an int"
+        )
+    if number < -1:
+        raise CheckpointingException(
+            f"the iteration to go on from is {number}; it must be -1 or above"
+        )
+    return number
+
+
+def _as_int(number: SupportsIndex) -> int | None:
+    """An integer of any type, numpy's among them, as an ``int``; ``None`` for anything else."""
+    if isinstance(number, bool):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None

@@ -1,0 +1,119 @@
+"""Saves that a queue of another library carries out, in a process of its own.
+
+That process writes from shared memory, or waits for a thread of this one that writes from private
+memory. The thread also keeps what other ranks send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from localckpt.async_save.callers import OWN_WORK
+from localckpt.async_save.foreign import ForeignOutcome, RunAndReport, WaitForTrainer
+from localckpt.async_save.processes import NotSendableError
+from localckpt.async_save.request import must_run_in_trainer
+from localckpt.errors import CheckpointingException
+from localckpt.threads import SerialThread, Task
+
+__all__ = ["ForeignQueues", "HandedOver"]
+
+Work = Callable[[], Any]
+
+
+class ForeignQueues:
+    """The saves of one manager that foreign queues were handed.
+
+    Args:
+        timeout_s: Deadline of the work for one save, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # Made when needed: a manager that has none can be handed to another process.
+        self._thread: SerialThread | None = None
+        self._saves: list[HandedOver] = []
+
+    def hand_over(
+        self, work: partial[Any], finish: Callable[[Work | None], str | None]
+    ) -> HandedOver:
+        """Begin here what a foreign queue cannot do.
+
+        Args:
+            work: Writes this rank's shard.
+            finish: Runs here, in a thread. Does the work that it is given, if any, and keeps what
+                other ranks send; returns what went wrong.
+        """
+        save = HandedOver(work, finish, self._timeout_s, self._saves)
+        self._saves.append(save)
+        if self._thread is None:
+            self._thread = SerialThread("localckpt-foreign")
+        self._thread.submit(save.task)
+        return save
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._thread is not None:
+            self._thread.close()
+        for save in list(self._saves):
+            save.close()
+
+
+class HandedOver:
+    """One save that a foreign queue was handed.
+
+    Attributes:
+        function: What the queue's process is to call.
+        task: What this process does.
+    """
+
+    def __init__(
+        self,
+        work: partial[Any],
+        finish: Callable[[Work | None], str | None],
+        timeout_s: float,
+        among: list[HandedOver],
+    ) -> None:
+        self._outcome = ForeignOutcome()
+        self._timeout_s = timeout_s
+        self._among = among
+        self.function: Callable[[], None] = WaitForTrainer(self._outcome.place, timeout_s)
+        is_here = True
+        if not must_run_in_trainer(work):
+            with suppress(NotSendableError):
+                self.function = RunAndReport.of(self._outcome, work.func, work.args, work.keywords)
+                is_here = False
+        self.task: Task[None] = Task(partial(self._run, work if is_here else None, finish))
+
+    def _run(self, work: Work | None, finish: Callable[[Work | None], str | None]) -> None:
+        error: str | None = "it was interrupted"
+        try:
+            error = finish(work)
+        finally:
+            if work is not None:
+                self._outcome.report(error)
+
+    def await_error(self) -> str | None:
+        """Wait until this process's part is over; returns what went wrong in the other one.
+
+        Raises:
+            CheckpointingException: It is not over in time.
+        """
+        # Less than the other ranks wait for this one, so that this one reports the reason.
+        patience_s = OWN_WORK * self._timeout_s
+        self.task.wait(patience_s)
+        error = self._outcome.error
+        self.close()
+        if not self.task.done():
+            raise CheckpointingException(
+                f"it was not written {patience_s:g} s after the queue had finished it"
+            )
+        return error
+
+    def close(self) -> None:
+        """Free what both processes share. May be called twice."""
+        with suppress(ValueError):
+            self._among.remove(self)
+        self._outcome.close()

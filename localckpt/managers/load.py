@@ -1,0 +1,421 @@
+"""One load on all ranks: own node first, else a peer, else computed from pieces of other kinds.
+
+Works in rounds, until every shard is good. In each, all ranks make the same plan, move what has to
+move, verify, and tell each other how it went; bad copies are left out of the next round's plan. If
+a shard has no good copy left, an older checkpoint is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+from localckpt.availability.coverage import judge_newest
+from localckpt.availability.recoverable import groups_to_compute
+from localckpt.availability.refusals import BadCopy, why_not_that, why_nothing_loads
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    PeerLostError,
+    RestoreError,
+    StorageError,
+)
+from localckpt.failure_texts import described, with_class
+from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
+from localckpt.managers.look import Finder
+from localckpt.managers.parts import Parts
+from localckpt.managers.restoring import LoadOptions, restore, verify_again
+from localckpt.ranks.failure import Attempt, forget_frames
+from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.redundancy import Lost, PieceProblem
+from localckpt.replication.schemes import SCHEMES
+from localckpt.replication.shard_plans import plan_shards
+from localckpt.replication.watched import WatchedSource
+from localckpt.storage.problem import Problem
+from localckpt.storage.slot import Slot
+
+__all__ = ["Load", "Loaded"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A shard that was read and verified."""
+
+    checkpoint: Checkpoint
+    state: Any
+    nbytes: int
+    came_from: str
+
+
+class _Bad(NamedTuple):
+    """A bad copy; ranks of the job."""
+
+    holder: int
+    owner: int
+    why: str
+    is_damaged: bool
+    """True if some of its bytes may be good."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Outcome of a round on one rank: the copies that it found bad."""
+
+    bad: tuple[_Bad, ...] = ()
+    unfit: str | None = None
+    """Why its shard, which was computed, is no good."""
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> _Outcome:
+        bad, unfit = fields
+        return cls(tuple(_Bad(*copy) for copy in bad), unfit)
+
+    def to_json(self) -> list[Any]:
+        return [self.bad, self.unfit]
+
+
+class Load:
+    """One call of ``load``; its methods are the steps, in their order.
+
+    Args:
+        parts: Of the manager. Complete checkpoints that cannot be had are taken out of what it
+            knows.
+        finder: Has looked at all nodes.
+        options: How the caller wants its state.
+
+    Attributes:
+        bad: Copies that could not be read; the same on all ranks.
+    """
+
+    def __init__(self, parts: Parts, finder: Finder, options: LoadOptions) -> None:
+        self._parts = parts
+        self._ranks = parts.ranks
+        self._strategy = parts.strategy
+        self._store = parts.store
+        self._allowed = parts.allowed
+        self._known = parts.known
+        self._session_id = parts.session_id
+        self._finder = finder
+        # What each node holds; copies that turn out bad are taken out of it.
+        self._inventory = finder.inventory()
+        self._options = options
+        self.bad: list[BadCopy] = []
+        # Why no copy at all can be loaded on this rank, until the others have been told.
+        self._failure: Exception | None = None
+
+    def run(self, iteration: int | None) -> Loaded:
+        """Read this rank's shard of the newest checkpoint that can be had, and protect it again.
+
+        Args:
+            iteration: The only one that will do; ``None`` for any.
+
+        Raises:
+            NoReplicasAvailableError: There is no such checkpoint; on all ranks.
+            MismatchError: The newest one was saved by another number of ranks.
+            CheckpointingException: A rank cannot load it for a reason that no other copy would
+                cure, most often a RestoreError; raised on all ranks.
+        """
+        while wanted := [c for c in self._known.complete if iteration in (None, c.iteration)]:
+            judge_newest(wanted, self._ranks.world_size)
+            self._choose(wanted[0])
+            with record_function("localckpt.load"):
+                loaded = self._load()
+            if loaded is not None:
+                self._parts.epoch.resume_from(self._checkpoint)
+                self._protect()
+                return loaded
+            logger.error(
+                "iteration %d cannot be had any more; trying another checkpoint",
+                self._checkpoint.iteration,
+            )
+            # It must not count among those that are kept, and push out one that can be had.
+            self._known.remove(self._checkpoint)
+        if iteration is not None:
+            others = self._finder.iterations()
+            raise NoReplicasAvailableError(why_not_that(iteration, others, self.bad))
+        explanation, nodes = self._finder.explain(), self._parts.epoch.nodes
+        raise NoReplicasAvailableError(
+            why_nothing_loads(self._inventory, explanation, self.bad, nodes)
+        )
+
+    def _protect(self) -> None:
+        """Have made again what the loaded checkpoint lacks of its protection."""
+        self._known.refresh(self._checkpoint, self._inventory)
+        if self._parts.reprotection is not None:
+            self._parts.reprotection.begin(
+                self._checkpoint, self._inventory, self._computed, self._slot, self._to_replace
+            )
+        elif self._slot is not None:
+            self._store.release([self._slot])
+
+    def _choose(self, checkpoint: Checkpoint) -> None:
+        """Begin with a checkpoint of which nothing is known to be bad."""
+        self._checkpoint = checkpoint
+        self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
+        # Shards that are computed, each with the group that it is computed from.
+        self._groups: dict[int, Group] = {}
+        # Sizes of those that were, the slot of this rank's, and those that cannot be.
+        self._computed: dict[int, int] = {}
+        self._slot: Slot | None = None
+        self._hopeless: set[int] = set()
+        # Nodes with copies that are good in part, by rank, and what is wrong with them.
+        self._damaged: dict[int, dict[str, str]] = {}
+        # Other pieces that are good in part; they are of use until all is loaded.
+        self._damaged_pieces: list[tuple[Piece, str]] = []
+        # What is damaged on this node and is to be replaced by a good one, and why.
+        self._to_replace: dict[ShardIdentity, Problem] = {}
+
+    def _load(self) -> Loaded | None:
+        try:
+            while True:
+                self._drop_slots()
+                try:
+                    plan = self._plan()
+                except NoReplicasAvailableError:
+                    self._quarantine_damaged()
+                    return None
+                if not self._recover():
+                    continue
+                arrived = self._fetch(plan) if plan.transfers else []
+                if arrived is None:
+                    continue
+                loaded, outcome = self._verify_and_restore(plan, arrived)
+                if self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
+                    self._quarantine_damaged()
+                    for piece, node in self._damaged_pieces:
+                        # It is to be made anew.
+                        self._inventory.remove(self._checkpoint, piece, node)
+                    return loaded
+        except BaseException:
+            self._drop_slots()
+            raise
+
+    # Plan.
+
+    def _plan(self) -> ExchangePlan[CkptID]:
+        """Plan the transfers of shards that some node holds, and find groups for the others."""
+        self._groups = groups_to_compute(
+            self._checkpoint, self._inventory, self._damaged, self._hopeless
+        )
+        ranks = range(self._ranks.world_size)
+        wanted = {rank: [rank] for rank in ranks if rank not in self._groups}
+        return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
+
+    # Recover.
+
+    def _recover(self) -> bool:
+        """Compute what is on no node; whether that was done, on all ranks."""
+        for kind in sorted({group.kind for group in self._groups.values()}):
+            wanted = {rank: group for rank, group in self._groups.items() if group.kind == kind}
+            recovered = SCHEMES[kind].recover(
+                Lost(self._checkpoint, self._session_id, self._inventory, wanted, self._damaged),
+                self._store,
+                self._ranks,
+                self._strategy.load_timeout_s,
+            )
+            for rank, why in recovered.hopeless.items():
+                identity = self._checkpoint.shard(rank, self._session_id)
+                logger.error("%s cannot be computed: %s", identity, why)
+            self._hopeless |= recovered.hopeless.keys()
+            self._take_out(recovered.problems)
+            if not recovered.is_done:
+                return False
+            self._slot = recovered.slot or self._slot
+            self._computed |= recovered.nbytes
+        return True
+
+    def _take_out(self, problems: Sequence[PieceProblem]) -> None:
+        """Let what is damaged not be read again as if it were good."""
+        # What was damaged may have failed altogether since.
+        gone = {(problem.piece, problem.reader) for problem in problems if problem.is_gone}
+        for piece, reader, why in ((p.piece, p.reader, p.why) for p in problems):
+            node = self._inventory.node_of(reader)
+            identity = self._checkpoint.shard(piece.rank, self._session_id).of_kind(piece.kind)
+            if piece.is_shard:
+                if piece.rank in self._inventory.shards_on(self._checkpoint, node):
+                    self.bad.append(BadCopy(identity, reader, why))
+                self._inventory.remove(self._checkpoint, piece, node)
+                if (piece, reader) in gone:
+                    self._damaged.get(piece.rank, {}).pop(node, None)
+                else:
+                    self._damaged.setdefault(piece.rank, {}).setdefault(node, why)
+                continue
+            if (piece, reader) in gone:
+                self._inventory.remove(self._checkpoint, piece, node)
+            else:
+                self._damaged_pieces.append((piece, node))
+            if reader == self._ranks.rank:
+                self._to_replace[identity] = Problem("damaged", why)
+
+    # Fetch.
+
+    def _fetch(self, plan: ExchangePlan[CkptID]) -> list[Slot] | None:
+        """Move what the plan moves.
+
+        Returns:
+            The slot of this rank's shard, if a peer sent it; ``None`` on all ranks when a copy
+            could not be read, and is out of the next plan.
+        """
+        sources: dict[CkptID, WatchedSource] = {}
+        refused: dict[CkptID, CheckpointingException] = {}
+        for entry in plan.sends(self._ranks.rank):
+            identity = self._checkpoint.shard(entry.id_.rank, self._session_id)
+            try:
+                sources[entry.id_] = WatchedSource(self._store.open(identity))
+            except (StorageError, CorruptShardError) as error:
+                refused[entry.id_] = error
+            except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+                self._failure = _incurable(error)
+        arrived: list[Slot] = []
+
+        def reserve(_: CkptID, nbytes: int) -> memoryview:
+            timeout_s = self._ranks.timeout_s
+            arrived.append(self._store.reserve(self._mine, nbytes, timeout_s, is_kept=False))
+            return arrived[-1].image
+
+        def all_well(phase: str) -> bool:
+            refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
+            return self._agree(phase, self._left_out(refused))
+
+        with ExitStack() as opened:
+            for source in sources.values():
+                opened.callback(source.close)
+            if not all_well("open what peers need"):
+                return None
+            try:
+                self._strategy.retrieve_image(plan, sources.__getitem__, reserve)
+            except PeerLostError:
+                raise
+            except CheckpointingException:
+                # The same on all ranks. If a sender could not read its copy, another may do.
+                if all_well("send what peers need"):
+                    raise
+                return None
+        return arrived
+
+    def _left_out(self, refused: Mapping[CkptID, CheckpointingException]) -> _Outcome:
+        """Own copies that could not be read; only bad bytes are put in quarantine."""
+        bad = []
+        for id_, error in refused.items():
+            if isinstance(error, CorruptShardError):
+                identity = self._checkpoint.shard(id_.rank, self._session_id)
+                self._store.quarantine(identity, Problem.of(error))
+            bad.append(_Bad(self._ranks.rank, id_.rank, described(error), is_damaged=False))
+        return _Outcome(tuple(bad))
+
+    # Verify and restore.
+
+    def _verify_and_restore(
+        self, plan: ExchangePlan[CkptID], arrived: Sequence[Slot]
+    ) -> tuple[Loaded | None, _Outcome]:
+        """Read this rank's shard from its own node, from a peer's bytes, or as it was computed."""
+        rank = holder = self._ranks.rank
+        came_from = "own node"
+        if senders := [entry.sender for entry in plan.receives(rank)]:
+            holder = senders[0]
+            came_from = f"peer rank {holder}"
+        if self._slot is not None:
+            arrived = [self._slot]
+            came_from = self._groups[rank].kind
+        try:
+            image = arrived[0].image if arrived else None
+            state, nbytes = restore(self._store, self._mine, image, self._options, self._allowed)
+        except (StorageError, CorruptShardError) as error:
+            # What is told of it is its text. It may refer to the state that was to be filled.
+            forget_frames(error)
+            if self._slot is not None:
+                return None, _Outcome(unfit=described(error))
+            # What the node refused once it may give the next time: only bad bytes go to quarantine.
+            is_bad = isinstance(error, CorruptShardError)
+            if is_bad and not senders and not self._may_be_mended(rank):
+                self._store.quarantine(self._mine, Problem.of(error))
+            return None, _Outcome((_Bad(holder, rank, described(error), is_bad),))
+        except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+            self._failure = _incurable(error)
+            return None, _Outcome()
+        finally:
+            # What was computed is kept by the caller.
+            self._store.release([slot for slot in arrived if not slot.is_kept])
+        return Loaded(self._checkpoint, state, nbytes, came_from), _Outcome()
+
+    # Agree.
+
+    def _agree(self, phase: str, mine: _Outcome) -> bool:
+        """Tell each other how it went, and leave out the copies that were bad."""
+        attempt = Attempt()
+        attempt.failure, self._failure = self._failure, None
+        forget_frames(attempt.failure)
+        told = None if mine == _Outcome() else mine.to_json()
+        # What others cannot load is told with it, so all are waited for.
+        merged = self._ranks.merge(phase, attempt, told, grace_s=self._ranks.timeout_s)
+        outcomes = {rank: _Outcome.from_json(fields) for rank, fields in merged.items()}
+        unfit = {rank: o.unfit for rank, o in outcomes.items() if o.unfit is not None}
+        self._hopeless |= unfit.keys()
+        for rank, unfit_why in unfit.items():
+            logger.error("the shard of rank %d was computed in vain: %s", rank, unfit_why)
+        bad = [(rank, copy) for rank, outcome in outcomes.items() for copy in outcome.bad]
+        for rank, (holder, owner, why, is_damaged) in bad:
+            identity = self._checkpoint.shard(owner, self._session_id)
+            node = self._inventory.node_of(holder)
+            mendable = is_damaged and self._may_be_mended(owner)
+            self._inventory.remove(self._checkpoint, identity.piece, node)
+            self.bad.append(BadCopy(identity, holder, why))
+            if mendable:
+                # What is good of it may be needed yet.
+                self._damaged.setdefault(owner, {})[node] = why
+            elif holder == self._ranks.rank != rank:
+                verify_again(self._store, identity, f"sent to rank {rank}, where {why}")
+        return not bad and not unfit
+
+    def _may_be_mended(self, rank: int) -> bool:
+        """True if a rank's shard is in a group with pieces from which it may be computed."""
+        return rank in self._inventory.groups_of(self._checkpoint)
+
+    # Quarantine.
+
+    def _quarantine_damaged(self) -> None:
+        """Quarantine copies that nobody needs any more; one that was mended until it is replaced.
+
+        They are looked at once more: it may be the rank that they were sent to that is broken.
+        """
+        for owner, nodes in self._damaged.items():
+            identity = self._checkpoint.shard(owner, self._session_id)
+            for node, why in nodes.items():
+                if self._inventory.reader([node], owner) != self._ranks.rank:
+                    continue
+                if owner not in self._computed:
+                    verify_again(self._store, identity, f"read: {why}")
+                elif owner == self._ranks.rank:
+                    self._to_replace[identity] = Problem("damaged", why)
+
+    def _drop_slots(self) -> None:
+        # All that have this rank's shard: an interrupt may have come before one was noted.
+        self._store.release([slot for slot in self._store.slots if slot.identity == self._mine])
+        self._slot, self._computed = None, {}
+
+
+def _incurable(error: Exception) -> CheckpointingException:
+    """The error to raise on all ranks for one that no other copy would cure."""
+    if isinstance(error, CheckpointingException) and not isinstance(error, RestoreError):
+        return error
+    # Else memory ran out, or the caller's own objects raised: the bytes were not at fault.
+    text = f"the state cannot be rebuilt: {with_class(error)}"
+    if isinstance(error, RestoreError):
+        text = described(error)
+    refusal = RestoreError(
+        f"{text}. The bytes are those that were saved: nothing was renamed or removed, and no "
+        f"older checkpoint was taken instead. Load with the classes, the libraries and the memory "
+        f"that the state needs",
+        getattr(error, "class_name", None),
+        getattr(error, "path", None),
+    )
+    refusal.__cause__ = error
+    return refusal

@@ -1,0 +1,179 @@
+"""A look at all nodes: what they hold, and what a restart makes of it.
+
+One rank of each node reports what its node holds. Only the root reads the reports, and judges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from localckpt.availability.coverage import describe_choice, judge_newest
+from localckpt.availability.explanation import Explanation, explain
+from localckpt.availability.found import Found
+from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
+from localckpt.availability.ordering import unrelated
+from localckpt.ids import Checkpoint
+from localckpt.managers.parts import Parts
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.schemes import SCHEMES
+from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.storage.problem import Problem
+from localckpt.storage.store import Store, Stored
+
+__all__ = ["Finder", "Look"]
+
+logger = logging.getLogger(__name__)
+
+
+class Look:
+    """One look at all nodes; all ranks make it together.
+
+    Args:
+        ranks: The ranks of the job.
+        store: This rank's node.
+        nodes: For each rank the node that it is on, whose store it shares with others there.
+        strategy: Says which ranks are to keep copies.
+
+    Attributes:
+        found: The same on all ranks.
+
+    Raises:
+        MismatchError: What some rank tells cannot be understood; on all ranks.
+        CheckpointingException: Some node cannot be read; on all ranks.
+        PeerLostError: A rank did not answer in time.
+    """
+
+    def __init__(
+        self, ranks: Ranks, store: Store, nodes: Sequence[str], strategy: ReplicationStrategy
+    ) -> None:
+        self._ranks = ranks
+        self._inventory = Inventory(ranks_by_node(nodes), SCHEMES)
+        mine = None
+        with Attempt() as looking:
+            # On every rank: each is to find the files that it may have to read.
+            found = store.list_stored()
+            if self._inventory.is_leader(ranks.rank):
+                mine = _report(store, found)
+        judge = partial(self._judge, strategy)
+        self.found = Found.from_json(
+            ranks.settle("find the latest checkpoint", looking, mine, judge)
+        )
+
+    def _judge(self, strategy: ReplicationStrategy, reports: Sequence[Any]) -> list[Any]:
+        self._inventory.merge_all(reports)
+        return Found.among(self._inventory, strategy.protection).to_json()
+
+    def inventory(self) -> Inventory:
+        """Inventory of all nodes, which the root sends to every rank; all ranks call it.
+
+        Raises:
+            PeerLostError: A rank did not answer in time.
+        """
+        reports = self._ranks.settle(
+            "learn what the nodes hold",
+            Attempt(),
+            None,
+            lambda _: packed(self._inventory.reports()),
+        )
+        self._inventory = Inventory(self._inventory.ranks_on, SCHEMES)
+        self._inventory.merge_all(unpacked(reports))
+        return self._inventory
+
+
+class Finder:
+    """Search for what a restart can load, for one manager; all ranks make the same calls.
+
+    Args:
+        parts: Of the manager.
+
+    Attributes:
+        last: The last look; ``None`` once a save has made it out of date.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.last: Look | None = None
+
+    def look(self) -> Look:
+        """See what all nodes hold; raises as :class:`Look`."""
+        parts = self._parts
+        look = self.last = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy)
+        parts.known.take_in(look.found)
+        return look
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, or ``None``.
+
+        Raises:
+            MismatchError: It was saved by another number of ranks.
+            CheckpointingException: As :class:`Look`.
+        """
+        found, known, epoch = self.look().found, self._parts.known, self._parts.epoch
+        known.job_has_looked = True
+        judge_newest(known.complete, self._parts.ranks.world_size)
+        if known.complete:
+            newest = known.complete[0]
+            if others := unrelated(newest, known.complete[1:], known.lineages):
+                logger.warning("%s", describe_choice(newest, others))
+            return newest
+        if found.incomplete:
+            logger.warning("no checkpoint is complete: %s", found.incomplete)
+        if epoch.newest_iteration >= 0 and not known.under_way:
+            epoch.start_over()
+        return None
+
+    def inventory(self) -> Inventory:
+        """Inventory of all nodes at the last look; all ranks call it, as :meth:`Look.inventory`."""
+        assert self.last is not None, "a look comes first"
+        return self.last.inventory()
+
+    def iterations(self) -> list[int]:
+        """Iterations that can be loaded, in the order in which a restart tries them."""
+        world_size = self._parts.ranks.world_size
+        complete = [c for c in self._parts.known.complete if c.world_size == world_size]
+        return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
+
+    def explain(self) -> Explanation:
+        """See what all nodes have, and what a restart makes of it; the same on all ranks.
+
+        Raises:
+            MismatchError: What some rank tells cannot be understood; on all ranks.
+            CheckpointingException: Some node cannot be read; on all ranks.
+            PeerLostError: A rank did not answer in time.
+        """
+        return _gather_explanation(self._parts.ranks, self._parts.store, self._parts.epoch.nodes)
+
+
+def _gather_explanation(ranks: Ranks, store: Store, nodes: Sequence[str]) -> Explanation:
+    """Explain what all nodes have; all ranks call it."""
+    inventory = Inventory(ranks_by_node(nodes), SCHEMES)
+    mine: list[Any] = [None, []]
+    with Attempt() as looking:
+        found = store.list_stored()
+        if inventory.is_leader(ranks.rank):
+            bad = [(s.name, s.problem) for s in found if s.problem is not None]
+            damaged = [[n, p.text, p.claim] for n, p in bad if p.kind == "damaged"]
+            mine = [_report(store, found), damaged]
+    gathered = unpacked(ranks.settle("explain what the nodes hold", looking, mine, packed))
+    inventory.merge_all([report for report, _ in gathered])
+    files = {
+        node: [
+            Stored(name, problem=Problem("damaged", text, claim))
+            for name, text, claim in gathered[inventory.leader(node)][1]
+        ]
+        for node in inventory.ranks_on
+    }
+    return explain(inventory, ranks.world_size, files)
+
+
+def _report(store: Store, found: Sequence[Stored]) -> list[list[Any]]:
+    records = [stored.record for stored in found if stored.record is not None]
+    return node_report(records, store.claim.noted_lineages())
+
+
+def _nothing() -> None:
+    """For ranks that have nothing to report."""

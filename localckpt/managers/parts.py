@@ -1,0 +1,126 @@
+"""Parts of a manager, which its saves and loads work with; made and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+from localckpt.errors import PeerLostError
+from localckpt.managers.capture import StateCapture
+from localckpt.managers.epoch import Epoch
+from localckpt.managers.handed_over import ForeignQueues
+from localckpt.managers.in_flight import InFlight
+from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.rendezvous import RENDEZVOUS
+from localckpt.managers.replicator import Replicator
+from localckpt.managers.reprotection import Reprotection
+from localckpt.managers.space import SpaceCheck
+from localckpt.options import SaveOptions
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.strategies import NoReplication, ReplicationStrategy
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.storage.hooks import Hooks
+from localckpt.storage.store import Store
+
+__all__ = ["Parts"]
+
+StoreT = TypeVar("StoreT", bound=Store)
+
+
+class Parts:
+    """Parts of one manager.
+
+    Args:
+        session_id: The training run.
+        repl_strategy: Protects what is saved; ``None`` for nothing.
+        options: Of the manager.
+        hooks: The five hooks of the manager.
+
+    Attributes:
+        ranks: The ranks of the job.
+        strategy: Protects what is saved.
+        allowed: Classes and functions that a shard may name.
+        known: The checkpoints of the job.
+        in_flight: Saves that are not over.
+        space: Looks whether there is room; ``None`` where nobody can know.
+        reprotection: Makes the copies that a loaded checkpoint lacks; ``None`` for none.
+        store: Keeps shards.
+        epoch: The epoch that saves belong to.
+        capture: Captures states in slots of the store.
+        replicator: Has what is saved protected; ``None`` for nothing.
+        foreign: Saves that queues of other libraries carry out.
+    """
+
+    store: Store
+    epoch: Epoch
+    capture: StateCapture
+    replicator: Replicator | None
+    foreign: ForeignQueues
+
+    def __init__(
+        self,
+        session_id: str,
+        repl_strategy: ReplicationStrategy | None,
+        options: SaveOptions,
+        hooks: Hooks,
+    ) -> None:
+        self.session_id = session_id
+        self.options = options
+        self.hooks = hooks
+        # Without the session in its name: ranks with different ones must meet, to learn of it.
+        self.ranks = Ranks("manager", options.process_group, options.timeout)
+        self._is_protected = repl_strategy is not None
+        self.strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
+        self.strategy.take_timeout(options.timeout)
+        self.allowed = SafeGlobals(options.safe_globals)
+        self.known = KnownCheckpoints(self.strategy)
+        self.in_flight = InFlight()
+        self.space: SpaceCheck | None = None
+        self.reprotection: Reprotection | None = None
+
+    def open(self, open_store: Callable[[], StoreT]) -> StoreT:
+        """Open the store, and make the parts that need it; returns the store."""
+        try:
+            store = open_store()
+        except Exception as error:
+            # If it cannot be reported, the other ranks end at their deadline; what matters is why.
+            with suppress(PeerLostError):
+                self.ranks.post_failure(RENDEZVOUS, error)
+            raise
+        self.store = store
+        self.epoch = Epoch(self.ranks, store, self.strategy, self.session_id, self.known)
+        self.capture = StateCapture(store, self.allowed, self.options)
+        self.replicator = Replicator(self.strategy, self.options) if self._is_protected else None
+        self.foreign = ForeignQueues(self.options.timeout)
+        return store
+
+    def await_reprotected(self) -> None:
+        """Return when no copies of a loaded checkpoint are made any more, behind other calls."""
+        if self.reprotection is not None:
+            self.reprotection.finish()
+
+    def stop_waiting(self) -> None:
+        """End what is under way between ranks; the others may not come any more."""
+        if self.replicator is not None:
+            self.replicator.cancel()
+        if self.reprotection is not None:
+            self.reprotection.cancel()
+
+    def close(self) -> None:
+        """Wait for what is under way, and give everything back but the connections of ranks."""
+        with ExitStack() as closing:
+            if not self._is_protected:
+                closing.callback(self.strategy.close)
+            closing.callback(self.close_store)
+            closing.callback(self.foreign.close)
+            if self.replicator is not None:
+                closing.callback(self.replicator.close)
+            closing.callback(self.in_flight.clear)
+            self.await_reprotected()
+
+    def close_store(self) -> None:
+        """Give back what states are captured in."""
+        with ExitStack() as closing:
+            closing.callback(self.store.close)
+            self.capture.close()

@@ -1,0 +1,116 @@
+"""Makes states of images again: of those on this node, and of those that a peer has sent."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from localckpt.errors import CorruptShardError, RestoreError, StorageError
+from localckpt.ids import ShardIdentity
+from localckpt.state_dict.basic import TensorAwareStateDict, stateful_keys, wrapped
+from localckpt.state_dict.identify import verify
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.targets import find_targets
+from localckpt.storage.hooks import HookStore
+from localckpt.storage.problem import Problem
+from localckpt.storage.store import Store
+
+__all__ = ["LoadOptions", "restore", "verify_again"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of one load, for its state."""
+
+    into: TensorAwareStateDict | None = None
+    map_location: str | torch.device | None = None
+    optional: tuple[str, ...] = ()
+    """Beginnings of paths below which ``into`` may lack tensors that were saved."""
+
+    @classmethod
+    def of(
+        cls, into: Any, map_location: str | torch.device | None, *, is_partial: bool
+    ) -> LoadOptions:
+        """The options as a caller gives them."""
+        optional = ("",) if is_partial else tuple(f"{key}." for key in stateful_keys(into))
+        return cls(None if into is None else wrapped(into), map_location, optional)
+
+
+def restore(
+    store: Store,
+    identity: ShardIdentity,
+    arrived: memoryview | None,
+    options: LoadOptions,
+    allowed: SafeGlobals,
+) -> tuple[Any, int]:
+    """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
+
+    Returns:
+        The state, and the size of its image in bytes: 0 for a state that the hooks gave as it is.
+
+    Raises:
+        CorruptShardError: Some bytes are bad, also when they are read by themselves.
+        RestoreError: They are good, and the state cannot be made of them.
+    """
+    is_plain = options == LoadOptions()
+    if isinstance(store, HookStore) and is_plain and arrived is None:
+        state, nbytes = store.load(identity), 0
+    else:
+        state, nbytes = _read(store, identity, arrived, options, allowed)
+    if not store.keeps_images and is_plain:
+        state.restore_tensor_device(non_blocking=False)
+    return state, nbytes
+
+
+def _read(
+    store: Store,
+    identity: ShardIdentity,
+    arrived: memoryview | None,
+    options: LoadOptions,
+    allowed: SafeGlobals,
+) -> tuple[Any, int]:
+    source = store.open(identity) if arrived is None else MemorySource(arrived)
+    try:
+        into = None if options.into is None else find_targets(options.into, options.optional)
+        reader = ImageReader(source, allowed, identity)
+        return reader.restore(into, options.map_location), source.nbytes
+    except CorruptShardError as error:
+        # Bytes are compared where they were read to, which others may write into.
+        verify(source, identity)
+        raise RestoreError(
+            f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
+            f"digest when it is read by itself. Something else writes into the tensors to load "
+            f"into, the memory or the bus is defective, or another program made the file"
+        ) from error
+    finally:
+        source.close()
+
+
+def verify_again(store: Store, identity: ShardIdentity, why: str) -> None:
+    """Quarantine a shard of this node, which was bad where it was read, if it is bad here, too.
+
+    Args:
+        store: Where the shard is.
+        identity: Identity of the shard.
+        why: What was done with it, and what was found.
+    """
+    # A rank with bad memory must not talk the others out of their good copies.
+    try:
+        source = store.open(identity)
+        try:
+            verify(source, identity)
+        finally:
+            source.close()
+    except CorruptShardError as error:
+        store.quarantine(identity, Problem.of(error))
+    except StorageError as error:
+        logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
+    else:
+        logger.warning("%s is good here, but not when it was %s", identity, why)

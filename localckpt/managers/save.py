@@ -1,0 +1,400 @@
+"""One save of one rank, from its capture to its end on all ranks.
+
+    captured -> local -> protected -> complete | failed
+
+Training waits for ``captured``. The rest is carried out by a queue behind training (``request``),
+or at once (``run``). The methods of :class:`Save` stand in this order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from torch.profiler import record_function
+
+from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
+from localckpt.availability.coverage import SaveOutcome
+from localckpt.availability.durability import Durability, SaveVerdict, judge_save
+from localckpt.errors import CheckpointingException, PeerLostError, SaveFailedError
+from localckpt.failure_texts import described, with_class
+from localckpt.ids import CkptID, ShardIdentity
+from localckpt.managers.handed_over import HandedOver
+from localckpt.managers.parts import Parts
+from localckpt.managers.replicator import Replication
+from localckpt.managers.reports import SaveReport
+from localckpt.ranks.failure import Attempt, Failure
+from localckpt.state_dict.basic import wrapped
+from localckpt.storage.hooks import commit_here
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import run_commit
+
+__all__ = ["Save"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = "Older checkpoints are as they were; training can go on and save again"
+
+
+class Save:
+    """One save; times by ``time.monotonic()``.
+
+    Args:
+        parts: Of the manager.
+        identity: Identity of this rank's shard.
+        called: When the trainer called ``save``.
+
+    Attributes:
+        slots: Slots of what this rank keeps, its own first.
+        error: What went wrong on this rank, which is reported when the save is finalized.
+        ticket: Place of the save in a queue of ours; ``None`` in no queue, or in a foreign one.
+        is_scheduled: Whether somebody carries it out.
+        is_handed_over: Whether that is a foreign queue.
+        is_complete: Whether all ranks have agreed that it is complete.
+    """
+
+    def __init__(self, parts: Parts, identity: ShardIdentity, called: float) -> None:
+        self._parts = parts
+        self.identity = identity
+        self.slots: list[Slot] = []
+        self.error: str | None = None
+        self.ticket: Ticket | None = None
+        self.is_scheduled = self.is_handed_over = self.is_complete = False
+        self._is_returned = False
+        # Whether other ranks may have learned how it ended here.
+        self._is_reported = False
+        self._previous_iteration = parts.epoch.newest_iteration
+        self._replication = Replication(identity)
+        self._handed_over: HandedOver | None = None
+        self._verdict: SaveVerdict | None = None
+        self._finalizer: weakref.ref[Callable[[], None]] | None = None
+        self._called = self._captured = self._returned = called
+        self._durable: float | None = None
+
+    # Captured.
+
+    def capture(self, state: Any) -> None:
+        """Capture the state, and begin to copy it to other ranks.
+
+        An error is reported when all ranks finalize, so that none is left waiting for this one.
+        """
+        parts, iteration = self._parts, self.identity.iteration
+        parts.in_flight.add(self)
+        parts.known.under_way.append(iteration)
+        parts.epoch.newest_iteration = iteration
+        try:
+            self._capture(state)
+            if parts.options.by_process:
+                self.slots[0].await_copied()
+            if not self._replication.comes_later:
+                self._take_copies()
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            self._note(error)
+        self._returned = time.monotonic()
+
+    def _capture(self, state: Any) -> None:
+        parts = self._parts
+        is_sent = parts.replicator is not None
+        try:
+            with record_function("localckpt.stage"):
+                own = parts.capture.capture(wrapped(state), self.identity, is_sent=is_sent)
+        except Exception as error:
+            if parts.replicator is not None:
+                # The ranks that were to get copies are not left waiting.
+                parts.replicator.begin(self._replication, parts.store, None, described(error))
+            raise
+        self.slots.append(own)
+        self._captured = time.monotonic()
+        if parts.replicator is not None:
+            with record_function("localckpt.replicate"):
+                parts.replicator.begin(self._replication, parts.store, own)
+
+    # Who carries it out.
+
+    def run(self) -> None:
+        """Carry the save out here and now, and agree with the other ranks on its outcome.
+
+        Raises:
+            CheckpointingException: Writing failed on some rank; the same on every rank.
+            PeerLostError: A rank did not answer in time.
+        """
+        self.is_scheduled = True
+        outcome = None
+        with Attempt() as keeping:
+            self.keep_local()
+            self.protect()
+            outcome = self.outcome().to_json()
+        try:
+            self._agree(f"save iteration {self.identity.iteration}", keeping, outcome)
+        except PeerLostError:
+            # Others may have found it complete.
+            self.leave()
+            raise
+        except CheckpointingException as error:
+            self.roll_back()
+            failure = Failure.of(error)
+            raise replace(failure, text=f"{failure.text}. {_KEPT}").error() from error.__cause__
+
+    def request(self, finalize: Callable[[], None]) -> AsyncRequest:
+        """A request that carries the save out behind training.
+
+        A queue of ours has the outcomes of all ranks judged together with the ends of the call.
+
+        Args:
+            finalize: Finalizes the save. Whoever carries out a request keeps this function to the
+                end, so a save whose function is gone is one that nobody finalizes.
+        """
+        self._finalizer = weakref.ref(finalize)
+        work = self._work()
+        # A user's hooks are asked what they hold in the trainer's thread only.
+        is_judged = self._parts.store.keeps_images
+        call = AsyncCall(
+            work.func,
+            then_fn=self.protect,
+            report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
+            judge_fn=judge_save if is_judged else None,
+            verdict_fn=self._take_verdict if is_judged else None,
+            failure_fns=[lambda _: self.roll_back()],
+            stop_fns=[self._stop_waiting],
+            scheduled_fn=self._take_ticket,
+            # A request that is frozen twice is written once.
+            hand_over=cache(lambda: self._hand_over(work)),
+        )
+        self._is_returned = True
+        return AsyncRequest(call, work.args, [finalize])
+
+    def _work(self) -> partial[Any]:
+        if not self._parts.options.by_process:
+            return partial(self.keep_local)
+        try:
+            return partial(run_commit, self._parts.store.commit(self.slots))
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            self._note(error)
+            return partial(run_commit, self._parts.store.commit([]))
+
+    def _take_ticket(self, ticket: Ticket) -> None:
+        self.ticket, self.is_scheduled = ticket, True
+
+    def _hand_over(self, work: partial[Any]) -> Callable[[], None]:
+        self.is_scheduled = self.is_handed_over = True
+        self._handed_over = self._parts.foreign.hand_over(work, self._finish_here)
+        return self._handed_over.function
+
+    def _finish_here(self, work: Callable[[], Any] | None) -> str | None:
+        """Do in a thread what a foreign queue cannot do; what went wrong."""
+        try:
+            if work is not None:
+                work()
+            self.protect()
+        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+            self._note(error)
+        return self.error
+
+    # Local.
+
+    @runs_in_trainer
+    def keep_local(self) -> None:
+        """Commit what is captured; raises what the store, or the user's hook, raises."""
+        self.is_scheduled = True
+        for slot in self.slots:
+            slot.await_digests()
+        try:
+            commit_here(self._parts.store, self._parts.hooks, self.slots)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt: nothing is waited for that other ranks are to do.
+                self._stop_waiting()
+            # This save is not over while others send to it.
+            self._await_exchanged()
+            raise
+
+    # Protected.
+
+    def protect(self) -> None:
+        """Commit what comes from other ranks; then this rank's part is over. May be repeated."""
+        if self._durable is not None:
+            return
+        if self._replication.comes_later:
+            captured = len(self.slots)
+            try:
+                self._take_copies()
+            except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
+                self._note(error)
+            commit_here(self._parts.store, self._parts.hooks, self.slots[captured:])
+        self._durable = time.monotonic()
+
+    def _take_copies(self) -> None:
+        if self._parts.replicator is not None:
+            self.slots += self._parts.replicator.finish(self._replication)
+        # All slots that this rank is to commit are reserved now.
+        if self._parts.space is not None:
+            self._parts.space.check(self._parts.epoch.nodes)
+
+    def outcome(self) -> SaveOutcome:
+        """Outcome on this rank, for all ranks."""
+        missing: list[CkptID] = []
+        parts, identity = self._parts, self.identity
+        with Attempt() as finishing:
+            self._take_back()
+            # A queue that is neither ours nor froze the request has not run it.
+            self.protect()
+            missing += [s.identity.ckpt_id for s in self.slots if not parts.store.holds(s.identity)]
+        return SaveOutcome(
+            identity.iteration,
+            identity.generation,
+            self.error or finishing.told,
+            tuple(missing),
+            tuple(self._replication.kept),
+            parts.known.copies_wanted(identity.rank),
+            self._replication.group,
+        )
+
+    def _take_back(self) -> None:
+        """Learn what came of a save that was handed over, if it was."""
+        handed_over, self._handed_over = self._handed_over, None
+        if handed_over is not None:
+            self.error = self.error or handed_over.await_error()
+            # The other process may have ended after the thread.
+            self._durable = time.monotonic()
+
+    # Complete, or failed.
+
+    def finalize(self) -> Durability:
+        """Complete the save, or roll it back, as all ranks do; all ranks call it.
+
+        Returns:
+            How far it has climbed.
+
+        Raises:
+            SaveFailedError: It failed on some rank; the same on every rank.
+            PeerLostError: A rank did not answer in time. The save is neither complete nor failed.
+        """
+        identity = self.identity
+        if (verdict := self._verdict) is None:
+            # Its queue is of another library, or has not asked the other ranks.
+            outcome = self.outcome().to_json()
+            verdict = self._agree(f"finalize iteration {identity.iteration}", Attempt(), outcome)
+        self._parts.known.remove(identity.checkpoint)
+        if verdict.reached is None:
+            # Not below its own count: a later save may be under way, and no number is used twice.
+            epoch = self._parts.epoch
+            epoch.generation = max(epoch.generation, verdict.generation)
+            self.roll_back()
+            raise SaveFailedError(
+                f"the save of iteration {identity.iteration} failed: "
+                f"{'; '.join(verdict.problems)}. {_KEPT}"
+            )
+        self._complete(verdict.reached)
+        return verdict.reached
+
+    def _agree(self, phase: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
+        self._is_reported = self._parts.ranks.world_size > 1
+        self._take_verdict(self._parts.ranks.settle(phase, attempt, outcome, judge_save))
+        assert self._verdict is not None
+        return self._verdict
+
+    def _take_verdict(self, fields: Any) -> None:
+        self._verdict = SaveVerdict.from_json(fields)
+
+    def _complete(self, reached: Durability) -> None:
+        parts, iteration = self._parts, self.identity.iteration
+        parts.known.forget(iteration)
+        parts.known.add(self.identity.checkpoint, reached)
+        try:
+            parts.store.release(self._all_slots())
+            parts.hooks._cleanup(iteration)
+            if not parts.store.keeps_images:
+                # The hooks know what they have kept of older ones.
+                del parts.known.complete[1:]
+        except Exception:
+            # The save is complete on all ranks, whatever becomes of older ones on this.
+            logger.exception("rank %d could not prune older checkpoints", self.identity.rank)
+        self._end()
+        self.is_complete = True
+
+    def roll_back(self) -> None:
+        """Remove what this rank has written, and let the iteration be saved again."""
+        parts, identity = self._parts, self.identity
+        self._await_exchanged()
+        self._end()
+        parts.known.forget(identity.iteration)
+        if parts.epoch.newest_iteration == identity.iteration:
+            parts.epoch.newest_iteration = self._previous_iteration
+        try:
+            parts.store.discard(self._all_slots())
+            parts.hooks._cleanup_failed_save(identity.iteration)
+        except Exception:
+            # Every rank is about to raise why the save failed; this must not take its place.
+            logger.exception(
+                "rank %d could not remove iteration %d", identity.rank, identity.iteration
+            )
+
+    def leave(self) -> None:
+        """Leave the save as it is: other ranks may have found it complete. Nobody finalizes it."""
+        self._end()
+        self._parts.store.release(self._all_slots())
+        self._parts.known.forget(self.identity.iteration)
+
+    def clean_up_interrupted(self) -> None:
+        """Leave the save, or roll it back, once a call of the manager was interrupted."""
+        if self._is_reported:
+            self.leave()
+        elif not self._is_returned:
+            self.roll_back()
+        # One that was returned is for its queue to finalize.
+
+    @property
+    def is_gone(self) -> bool:
+        """True once nobody has the request any more."""
+        return self._finalizer is None or self._finalizer() is None
+
+    def report(self) -> SaveReport:
+        """Report of the save so far."""
+        return SaveReport(
+            self.identity.iteration,
+            self.slots[0].nbytes if self.slots else 0,
+            self._captured - self._called,
+            self._replication.seconds,
+            self._returned - self._called,
+            None if self._durable is None else self._durable - self._called,
+        )
+
+    def _all_slots(self) -> list[Slot]:
+        """Slots of this save, also those in which nothing has come."""
+        checkpoint = self.identity.checkpoint
+        return [s for s in self._parts.store.slots if s.identity.checkpoint == checkpoint]
+
+    def _end(self) -> None:
+        self._parts.in_flight.remove(self)
+        # Its queue keeps the error of its last call, whose frames keep the save.
+        self.ticket = None
+
+    def _await_exchanged(self) -> None:
+        """Return when nothing is sent or received for this save, or the deadlines are past."""
+        if self._parts.replicator is not None:
+            self._parts.replicator.await_exchanged(self._replication)
+
+    def _stop_waiting(self) -> None:
+        """End what is under way between ranks; the others may not come any more."""
+        if self._parts.replicator is not None:
+            self._parts.replicator.cancel()
+
+    def _note(self, error: Exception) -> None:
+        logger.error(
+            "rank %d cannot save iteration %d: %s",
+            self.identity.rank,
+            self.identity.iteration,
+            # Its text alone: handlers may keep it, and with the exception the memory of the image.
+            str(error),
+            exc_info=not isinstance(error, CheckpointingException),
+        )
+        # What went wrong first is why; what follows from it says less.
+        self.error, self.slots = self.error or with_class(error), []
+        if self._replication.task is not None and self._replication.task.done():
+            # It may hold this error, and what that came through, this save included.
+            self._replication.task = None

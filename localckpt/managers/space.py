@@ -1,0 +1,60 @@
+"""Memory that saves take, and whether the node has room for what a job will keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from localckpt.errors import CheckpointingException
+from localckpt.ids import Piece
+from localckpt.managers.reports import MemoryPlan
+from localckpt.storage.directory import DirectoryStore
+
+__all__ = ["SpaceCheck", "plan_memory"]
+
+logger = logging.getLogger(__name__)
+
+
+class SpaceCheck:
+    """Room for the saves of one rank, which is looked for once.
+
+    Args:
+        store: Keeps the shards.
+        keep_last: How many checkpoints are kept.
+    """
+
+    def __init__(self, store: DirectoryStore, keep_last: int) -> None:
+        self._store = store
+        self._keep_last = keep_last
+        self._is_done = False
+
+    def check(self, nodes: Sequence[str]) -> None:
+        """Look, in the first save, once it is known which images this rank keeps.
+
+        Args:
+            nodes: For each rank the name of its node.
+
+        Raises:
+            StorageError: There is no room for what this rank alone will keep.
+        """
+        if self._is_done:
+            return
+        rank = self._store.rank
+        logger.info("memory of rank %d: %s", rank, plan_memory(self._store))
+        # One more than are kept is there while it is written.
+        self._store.check_space(self._keep_last + 1, nodes.count(nodes[rank]))
+        self._is_done = True
+
+
+def plan_memory(store: DirectoryStore) -> MemoryPlan:
+    """Plan what saves take of this node's memory for the rank of a store.
+
+    Raises:
+        CheckpointingException: The size of no image is known yet.
+    """
+    images = store.image_nbytes
+    if Piece(store.rank) not in images:
+        raise CheckpointingException(
+            "nothing is known of the state yet: call warm_up(state) or save() first"
+        )
+    return MemoryPlan.of(images, store.rank, *store.planned_nbytes())

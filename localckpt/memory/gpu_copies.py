@@ -1,0 +1,199 @@
+"""Copies from and to GPUs on streams of their own, beside training.
+
+They begin where training's stream is at the call, so the values are those of the call as long as
+nobody changes the tensors before the copies are over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from localckpt.errors import CheckpointingException
+from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import copy_values
+from localckpt.waiting import wait_until
+
+__all__ = ["BounceBuffers", "CopiesUnderWay", "SideStreams", "await_training", "copy_to_host"]
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
+
+
+class CopiesUnderWay:
+    """Copies that were queued together.
+
+    Args:
+        tensors: What is copied; kept, because memory that is freed is given to others at once.
+        events: For each GPU, what happens when its copies are over.
+        timeout_s: The longest that :meth:`wait` waits, in seconds.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], events: dict[torch.device, Any], timeout_s: float
+    ) -> None:
+        self._tensors = tensors
+        self._events = events
+        self._timeout_s = timeout_s
+
+    @property
+    def over(self) -> bool:
+        """Return whether all values are in host memory, without waiting."""
+        return all(event.query() for event in self._events.values())
+
+    def wait(self) -> None:
+        """Return when all values are in host memory.
+
+        Raises:
+            CheckpointingException: They are not in time.
+        """
+        _await(self._events.values(), self._timeout_s)
+        self._tensors = []
+
+    def hold_back_training(self) -> None:
+        """Have what training queues from here on begin after the copies; does not wait itself."""
+        for device, event in self._events.items():
+            torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+class SideStreams:
+    """A stream for each GPU, made at its first use.
+
+    Args:
+        timeout_s: The longest that copies are waited for, in seconds.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
+        self._streams: dict[torch.device, Any] = {}
+
+    def queue(self, copies: Sequence[tuple[memoryview, torch.Tensor]]) -> CopiesUnderWay:
+        """Queue copies of tensors to their places in host memory, which should be pinned."""
+        events: dict[torch.device, Any] = {}
+        for device in dict.fromkeys(tensor.device for _, tensor in copies):
+            module = torch.get_device_module(device)
+            if device not in self._streams:
+                self._streams[device] = module.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(module.current_stream(device))
+            with module.stream(stream):
+                for place, tensor in copies:
+                    if tensor.device == device:
+                        copy_to_host(place, tensor)
+            events[device] = module.Event()
+            events[device].record(stream)
+        return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
+
+    def synchronize(self) -> None:
+        """Return when nothing that was queued is under way.
+
+        Raises:
+            CheckpointingException: Something still is when the time is up.
+        """
+        _await(self._streams.values(), self._timeout_s)
+
+
+class BounceBuffers:
+    """Bounce buffers for bytes that do not belong into host memory, and their copies to GPUs.
+
+    Each thread has a buffer of its own, page-locked where there is a GPU, and a stream.
+
+    Args:
+        devices: The GPUs. What training has queued on them by now comes before the copies.
+        nbytes: Size of the buffer of one thread.
+        timeout_s: The longest that copies are waited for, in seconds.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], nbytes: int, timeout_s: float = 300.0
+    ) -> None:
+        self._nbytes = nbytes
+        self._timeout_s = timeout_s
+        self._mine = threading.local()
+        self._begun: dict[torch.device, Any] = {}
+        for device in set(devices):
+            module = torch.get_device_module(device)
+            self._begun[device] = module.Event()
+            self._begun[device].record(module.current_stream(device))
+
+    def buffer(self) -> memoryview:
+        """This thread's buffer, which may be overwritten once :meth:`copy` has returned."""
+        if not hasattr(self._mine, "buffer"):
+            # Allocated by torch, which keeps what it has locked for the next time.
+            try:
+                buffer = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=bool(self._begun))
+            except RuntimeError as error:
+                logger.warning("no memory can be locked, so copies are slower: %s", error)
+                buffer = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._mine.buffer = buffer
+        return memory_at(self._mine.buffer.data_ptr(), self._nbytes)
+
+    def copy(self, copies: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
+        """Copy bytes out of this thread's buffer to flat uint8 tensors, and wait for the copies.
+
+        Args:
+            copies: Pairs of a target on a GPU and as many bytes.
+        """
+        for device in dict.fromkeys(target.device for target, _ in copies):
+            stream = self._stream(device)
+            with torch.get_device_module(device).stream(stream):
+                for target, data in copies:
+                    if target.device == device:
+                        source = torch.frombuffer(data, dtype=torch.uint8)
+                        target.copy_(source, non_blocking=True)
+            _await([stream], self._timeout_s)
+
+    def _stream(self, device: torch.device) -> Any:
+        if not hasattr(self._mine, "streams"):
+            self._mine.streams = {}
+        if device not in self._mine.streams:
+            stream = torch.get_device_module(device).Stream(device)
+            stream.wait_event(self._begun[device])
+            self._mine.streams[device] = stream
+        return self._mine.streams[device]
+
+
+def await_training(devices: Iterable[torch.device], timeout_s: float) -> None:
+    """Return when what training has queued on these devices by now is over.
+
+    Raises:
+        CheckpointingException: It is not in time.
+    """
+    streams = [
+        torch.get_device_module(device).current_stream(device)
+        for device in devices
+        if device.type != "cpu"
+    ]
+    _await(streams, timeout_s)
+
+
+def _await(queues: Iterable[Any], timeout_s: float) -> None:
+    """Return when these events have happened, or these streams are empty."""
+    until = time.monotonic() + timeout_s
+    for queue in queues:
+        left_s = until - time.monotonic()
+        # Asking again and again, since CUDA's own wait has no deadline.
+        if not wait_until(
+            queue.query, left_s, shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S
+        ):
+            raise CheckpointingException(
+                f"a GPU has not finished copying its tensors after {timeout_s:g} s: does it "
+                f"wait for a collective that a peer never joined? Checkpoints saved before "
+                f"are as they were"
+            )
+
+
+def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:
+    """Copy a tensor's value, contiguous, whatever its dtype, strides and device."""
+    if not tensor.is_cpu:
+        # torch would conjugate or negate on the host, before the bytes have arrived there.
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = torch.frombuffer(place, dtype=torch.uint8)
+    target = flat.view(tensor.dtype).view(tensor.shape)
+    copy_values(target, tensor, non_blocking=True)

@@ -1,0 +1,77 @@
+"""The options of a manager's saves, as its constructor is given them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from localckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = ["OnBusy", "SaveOptions"]
+
+OnBusy = Literal["wait", "skip", "error"]
+"""Action of an asynchronous save when older ones still use all staging buffers."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of one manager; the constructors of the managers say what they mean.
+
+    Raises:
+        CheckpointingException: An option makes no sense.
+    """
+
+    timeout: float = 300.0
+    process_group: dist.ProcessGroup | None = None
+    async_worker: Literal["thread", "process"] = "thread"
+    safe_globals: Iterable[Any] = ()
+    background: bool | None = None
+    strict: bool = False
+    keep_last: int = 2
+    num_buffers: int = 2
+    staging_threads: int | None = None
+    on_busy: OnBusy = "wait"
+    guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "num_buffers", "staging_threads"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise CheckpointingException(f"{name} is {number}; it must be at least 1")
+        if self.on_busy not in get_args(OnBusy):
+            raise CheckpointingException(
+                f"on_busy is {self.on_busy!r}; it can be one of "
+                f"{', '.join(map(repr, get_args(OnBusy)))}"
+            )
+        if self.by_process and self.optimizers:
+            raise CheckpointingException(
+                "guard works with async_worker='thread' only: another process cannot wait for "
+                "copies of this one's GPU"
+            )
+        if self.async_worker not in ("thread", "process"):
+            raise CheckpointingException(
+                f"async_worker is {self.async_worker!r}; it can be 'thread' or 'process'"
+            )
+        if self.timeout <= 0:
+            raise CheckpointingException(f"timeout is {self.timeout} s; it must be above 0")
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
+        """The options among the arguments of a constructor, its ``locals()``."""
+        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name in arguments})
+
+    @property
+    def by_process(self) -> bool:
+        """True if another process writes this rank's shard."""
+        return self.async_worker == "process"
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that guard the state."""
+        return list(self.guard) if isinstance(self.guard, Iterable) else [self.guard]

@@ -1,0 +1,81 @@
+"""Errors about ranks that did not come: who, what each of them last did, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from localckpt.errors import PeerLostError
+from localckpt.failure_texts import ranks_named
+from localckpt.ranks.failure import Failure
+
+__all__ = ["NAMED", "Absences"]
+
+NAMED = 16
+"""So many ranks are named in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absences:
+    """The words of one rank about others.
+
+    Attributes:
+        me: This rank, as a rank of the job.
+        ranks: The ranks of the group, as ranks of the job.
+        root: The one that judges, as a rank of the job.
+    """
+
+    me: int
+    ranks: Sequence[int]
+    root: int
+
+    def late(
+        self, what: str, late: Sequence[int], seen: Mapping[int, str], waited_s: float, hint: str
+    ) -> Failure:
+        """Describe ranks that have not reported in time.
+
+        Args:
+            what: What the ranks do together.
+            late: Those ranks.
+            seen: The call in which each of them was last seen, if it was.
+            waited_s: How long they were waited for, in seconds.
+            hint: The most frequent cause, as the end of the message.
+        """
+        told = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
+        told[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
+        return _lost(
+            f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
+            f"{', '.join(told)} did not come. What was saved before stands. If the ranks are alive "
+            f"but slow, give the manager a longer timeout; else restart the job.{hint}"
+        )
+
+    def too_late(self, what: str, late: Sequence[int]) -> Failure:
+        """Describe to this rank, which is among ``late``, that the others did not wait for it."""
+        others = ranks_named(rank for rank in self.ranks if rank != self.me)
+        missing = [rank for rank in late if rank != self.me]
+        named = ", ".join(f"rank {rank}" for rank in missing[:NAMED])
+        nor = f", and {named} had not come either" if missing else ""
+        return _lost(
+            f"rank {self.me} came too late to {what}: the others ({others}) were not all waiting "
+            f"any more{nor}. What was saved before stands. If this rank is alive but slow, give "
+            f"the manager a longer timeout; else restart the job."
+        )
+
+    def left(self, what: str) -> Failure:
+        """Describe to the others that this rank has left."""
+        return _lost(
+            f"could not {what}: rank {self.me} has left before all ranks had come. What was saved "
+            f"before stands"
+        )
+
+    def unknown(self, what: str, waited_s: float) -> Failure:
+        """Describe that the root has not said how its part ended."""
+        return _lost(
+            f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
+            f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "
+            f"saved before stands. find_latest() will tell"
+        )
+
+
+def _lost(text: str) -> Failure:
+    return Failure(PeerLostError.__name__, text)

@@ -1,0 +1,179 @@
+"""Reports of single ranks, and the verdict that the root makes of them: plain data.
+
+Reports and verdicts are JSON; nothing that a peer sends is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import said_by, short, with_short_texts
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.failure import Failure
+from localckpt.ranks.values import Message
+
+__all__ = ["Call", "PerRank", "Verdict", "joint_failure", "judge_reports"]
+
+# Texts in a larger report are cut; one that still takes more cannot be sent.
+_LARGE_NBYTES, _MOST_NBYTES = 1 << 20, 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A verdict that has a part for each rank, which no other rank reads.
+
+    Attributes:
+        common: For all ranks.
+        parts: For single ranks, by rank in the group; ranks without one get ``None``. A part may be
+            a :class:`Message`.
+    """
+
+    common: Any
+    parts: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of a round: a value, or an error, of which late ranks hear as well.
+
+    Attributes:
+        value: What was decided.
+        failure: Why nothing was.
+        late: The ranks that were not waited for any longer.
+        parts: Parts of single ranks, which travel apart; ``None`` for a verdict without any.
+    """
+
+    value: Any = None
+    failure: Failure | None = None
+    late: tuple[int, ...] = ()
+    parts: Mapping[int, Any] | None = None
+
+    def to_json(self) -> list[Any]:
+        failure = self.failure and self.failure.to_json()
+        return [self.value, failure, list(self.late), self.parts is not None]
+
+    @classmethod
+    def heard(cls, fields: list[Any], part: Callable[[], Any]) -> Verdict:
+        """The verdict as one rank has it; ``part`` gives that rank's part."""
+        value, failure, late, has_parts = fields
+        value = [value, part()] if has_parts else value
+        return cls(value, failure and Failure.from_json(failure), tuple(late))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One rank's call of a round.
+
+    Attributes:
+        what: What the ranks do together.
+        failure: The error of this rank's work.
+        result: The result of this rank's work.
+        judge: Gives the verdict.
+        deadline: Of the wait for other ranks.
+        grace_s: The longest wait for them once some rank has failed, in seconds.
+        acts: Whether ``judge`` does what is decided, too.
+    """
+
+    what: str
+    failure: Failure | None
+    result: Any
+    judge: Callable[[list[Any]], Any]
+    deadline: Deadline
+    grace_s: float = 0.0
+    acts: bool = False
+
+    @property
+    def data(self) -> bytes | None:
+        """Bytes that go to the root beside the report."""
+        return self.result.data if isinstance(self.result, Message) else None
+
+    def report(self) -> list[Any]:
+        """Describe the call, its failure, its result, and the number of bytes beside the report.
+
+        In a large report texts are cut; one that is too large to be sent is a failure.
+        """
+        data = self.data
+        record = self.result if data is None else self.result.record
+        nbytes = None if data is None else len(data)
+        failure = self.failure and self.failure.to_json()
+        report = [short(self.what), failure, record, nbytes]
+        if (size := len(json.dumps(report))) > _LARGE_NBYTES:
+            report = with_short_texts(report)
+            size = len(json.dumps(report))
+        if size <= _MOST_NBYTES:
+            return report
+        text = (
+            f"could not {self.what}: this rank has {size} bytes to tell the others, and "
+            f"{_MOST_NBYTES} can be sent. What was saved before stands"
+        )
+        return [report[0], Failure(MismatchError.__name__, text).to_json(), None, None]
+
+
+def judge_reports(
+    call: Call, reports: list[Any], data: Mapping[int, bytes], ranks: Sequence[int], root: int
+) -> tuple[Verdict, Exception | None]:
+    """Judge the reports of all ranks, on the root.
+
+    Args:
+        call: The root's own.
+        reports: One of each rank.
+        data: The bytes beside the reports, by rank in the group.
+        ranks: The ranks of the group, as ranks of the job.
+        root: The rank of the group that judges.
+
+    Returns:
+        The verdict, and the error of ``call.judge`` if it raised one.
+    """
+    # Numbers tell which one of its kind a call is; whoever judges compares those.
+    if len({re.sub(r"\d+", "", said) for said, *_ in reports}) > 1:
+        at = said_by({rank: report[0] for rank, report in zip(ranks, reports, strict=True)})
+        text = (
+            f"the ranks do not do the same: {at}. All "
+            f"ranks must make the same calls in the same order. What was saved before stands"
+        )
+        return Verdict(failure=Failure(MismatchError.__name__, text)), None
+    if (failure := joint_failure(call.what, reports, ranks)) is not None:
+        return Verdict(failure=failure), None
+    results = [
+        report[2] if report[3] is None else Message(report[2], data.get(rank, b""))
+        for rank, report in enumerate(reports)
+    ]
+    try:
+        judged = call.judge(results)
+        if isinstance(judged, PerRank):
+            parts = {rank: _as_heard(part) for rank, part in judged.parts.items()}
+            return Verdict(_as_heard(judged.common), parts=parts), None
+        return Verdict(_as_heard(judged)), None
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        failure = Failure.of(error)
+        if call.acts:
+            failure = Failure.joint(f"could not {call.what}: ", {ranks[root]: failure})
+        return Verdict(failure=failure), error
+
+
+def joint_failure(what: str, reports: Sequence[Any], ranks: Sequence[int]) -> Failure | None:
+    """Describe the failures of all ranks that have reported one; ``None`` if none has.
+
+    Args:
+        what: What the ranks do together.
+        reports: One of each rank; ``None`` for a rank that has not reported.
+        ranks: The ranks of the group, as ranks of the job.
+    """
+    failures = {
+        rank: Failure.from_json(report[1])
+        for rank, report in zip(ranks, reports, strict=True)
+        if report is not None and report[1] is not None
+    }
+    return Failure.joint(f"could not {what}: ", failures) if failures else None
+
+
+def _as_heard(value: Any) -> Any:
+    """A value as other ranks get it, and the rank that says it as well."""
+    if isinstance(value, Message):
+        return Message(_as_heard(value.record), value.data)
+    return json.loads(json.dumps(value))

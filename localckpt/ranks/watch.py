@@ -1,0 +1,298 @@
+"""How all ranks agree, behind training, on the ends of calls, and act on them in the same poll.
+
+A thread of each rank reports the calls that are over there, in two rounds. In the first the root
+judges how they ended. In the second each rank promises not to pass a certain poll before it has
+heard the verdict, and all ranks act in the first poll that none of them can have passed. So a poll
+counts itself and compares numbers; it waits only if it would break its rank's promise.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Protocol
+
+from localckpt.errors import PeerLostError
+from localckpt.ranks.asking import store_is_silent
+from localckpt.ranks.deadline import begin
+from localckpt.ranks.ends import CallEnd, failure_of
+from localckpt.ranks.failure import Failure
+from localckpt.ranks.ranks import Ranks
+from localckpt.threads import Latch, Task
+
+__all__ = ["Verdict", "Watch", "Watched", "judge_ends"]
+
+_NEVER = sys.maxsize
+# So many polls may pass while the ranks fix the one in which they act.
+_MARGIN = 1
+# The root gives up first, so that it is the one to say who did not come.
+_AFTER_ROOT = 1.1
+_LAST_WORDS_S = 3.0
+_LEAVING_S = 1.0
+
+
+class _Ending(Protocol):
+    """A call that ends on this rank."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """A call whose end all ranks agree on.
+
+    Attributes:
+        number: Of the call in its queue.
+        name: What the call does, for messages.
+        ending: The call on this rank.
+        report: Gives what came of it, for ``judge``; anything that JSON can carry.
+        judge: A pure function of what came of it on each rank, called on the root.
+        since: The poll since which it is watched.
+    """
+
+    number: int
+    name: str
+    ending: _Ending
+    report: Callable[[], Any] | None = None
+    judge: Callable[[list[Any]], Any] | None = None
+    since: int = 0
+
+    def end(self) -> CallEnd:
+        """How it ended on this rank."""
+        return CallEnd.of(self.number, self.name, self.ending.error, self.report)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks have agreed on for one call.
+
+    Attributes:
+        number: Of the call, on this rank.
+        due: The poll in which all ranks act on it.
+        failure: What all ranks raise; ``None`` when the call stands.
+        value: What the judge made of the reports.
+        is_ahead: The others are at an earlier call, which failed; this one is still to come.
+        is_lost: The ranks did not come together.
+        is_own: No other rank was asked, so nothing was judged.
+    """
+
+    number: int
+    due: int = 0
+    failure: Failure | None = None
+    value: Any = None
+    is_ahead: bool = False
+    is_lost: bool = False
+    is_own: bool = False
+
+
+def judge_ends(
+    watched: Watched, ends: Sequence[CallEnd], ranks: Sequence[int]
+) -> tuple[Failure | None, Any]:
+    """What all ranks raise, and else what they get, for one call that is over on all.
+
+    Args:
+        watched: The call.
+        ends: One of each rank.
+        ranks: The ranks of the job, in the same order.
+    """
+    failure = failure_of(ends, ranks)
+    if failure is not None or watched.judge is None:
+        return failure, None
+    try:
+        return None, watched.judge([end.value for end in ends])
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        return Failure.of(error), None
+
+
+class Watch:
+    """The agreement of one rank with the others on its calls, one after another.
+
+    All ranks watch the same calls in the same order, and poll equally often. The trainer calls
+    everything here; whatever goes over the job's store does so in a thread that lives while a call
+    is watched.
+
+    Args:
+        ranks: Used for nothing else.
+        timeout_s: The longest wait for other ranks, in seconds.
+    """
+
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s * (1.0 if ranks.is_root else _AFTER_ROOT)
+        self._lock = threading.Lock()
+        self._calls: deque[Watched] = deque()
+        self._verdicts: deque[Verdict] = deque()
+        self._thread: Task[None] | None = None
+        self._has_left = False
+        # The polls so far, and the one that the trainer does not pass before the next verdict.
+        self._polls = 0
+        self._limit = _NEVER
+        self._news = Latch()
+
+    def follow(self, call: Watched) -> None:
+        """Agree on a call once it is over here.
+
+        Raises:
+            CheckpointingException: No thread can be had.
+        """
+        call.since = self._polls
+        with self._lock:
+            self._calls.append(call)
+            if self._thread is None:
+                self._thread = begin(self._run)
+
+    def poll(self, blocking: bool) -> None:
+        """Count a poll of this rank; it waits if all ranks may act in it.
+
+        Args:
+            blocking: Whether :meth:`await_verdict` follows, on all ranks.
+
+        Raises:
+            PeerLostError: The job's store cannot be reached.
+        """
+        self._polls += 1
+        if self._polls > self._limit and not blocking:
+            try:
+                self._await(lambda: self._polls <= self._limit, time.monotonic())
+            except PeerLostError:
+                self._limit = _NEVER
+                raise
+
+    def verdict(self, number: int) -> Verdict | None:
+        """The verdict on this rank's oldest call, if all ranks act on it in this poll."""
+        verdicts = self._verdicts
+        # Those on calls that this rank has settled alone are void.
+        while verdicts and verdicts[0].number < number:
+            verdicts.popleft()
+        return verdicts.popleft() if verdicts and verdicts[0].due <= self._polls else None
+
+    def await_verdict(self, number: int, start: float) -> Verdict:
+        """Wait for the verdict on this rank's oldest call, which is over here.
+
+        All ranks do so in the same poll, and act on it in that one.
+
+        Args:
+            number: Of the call.
+            start: When the waits for it began, by the monotonic clock.
+
+        Raises:
+            PeerLostError: The job's store cannot be reached.
+        """
+
+        def is_there() -> bool:
+            return any(verdict.number >= number for verdict in tuple(self._verdicts))
+
+        self._await(is_there, start)
+        while (verdict := self._verdicts.popleft()).number < number:
+            continue
+        return verdict
+
+    def leave(self) -> None:
+        """Take part in nothing any more; others that wait for this rank are told."""
+        self._has_left = True
+        if self._thread is not None:
+            self._ranks.leave()
+
+    def close(self) -> None:
+        """End the thread. No rank watches anything any more, or this one has left."""
+        if self._calls:
+            self.leave()
+        if (thread := self._thread) is not None:
+            thread.wait(_LEAVING_S)
+        self._ranks.close()
+
+    def _await(self, is_there: Callable[[], bool], start: float) -> None:
+        """Wait for the thread, and end the round that it is in when the time is over."""
+        if self._news_until(is_there, start + self._timeout_s):
+            return
+        self._ranks.give_up(min(time.monotonic() - start, self._ranks.timeout_s))
+        if not self._news_until(is_there, time.monotonic() + _LAST_WORDS_S):
+            why = f"not for {time.monotonic() - start:.1f} s"
+            raise store_is_silent("agree on the async calls", why)
+
+    def _news_until(self, is_there: Callable[[], bool], until: float) -> bool:
+        while True:
+            # Before the look: what comes after that ends the wait.
+            news = self._news
+            if is_there():
+                return True
+            if not news.wait(until - time.monotonic()):
+                return is_there()
+
+    # All that follows runs in the thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._has_left or not self._calls:
+                    self._thread = None
+                    return
+            self._calls[0].ending.wait()
+            if not self._has_left:
+                self._agree()
+
+    def _agree(self) -> None:
+        """Agree on the calls that are over on all ranks; on one at least."""
+        over = list(takewhile(lambda call: call.ending.done(), tuple(self._calls)))
+        what, since = f"agree on async call {over[0].number}", over[0].since
+        try:
+            ends = [call.end().to_json() for call in over]
+            judged = self._ranks.attend(what, ends, lambda told: self._judge(over, told))
+            due = since + 1 + self._ranks.attend(what, self._promise() - since, max)
+        except Exception as error:  # noqa: BLE001 - raised by the next poll
+            self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])
+            return
+        self._publish(
+            [
+                Verdict(
+                    call.number,
+                    due,
+                    None if failure is None else Failure.from_json(failure),
+                    value,
+                    is_ahead=call.number > oldest,
+                )
+                for call, (oldest, failure, value) in zip(over, judged, strict=False)
+            ]
+        )
+
+    def _judge(self, over: list[Watched], told: list[list[Any]]) -> list[list[Any]]:
+        """The verdicts on the calls that are over on all ranks, up to one that is not the same."""
+        verdicts: list[list[Any]] = []
+        for call, *said in zip(over, *told, strict=False):
+            ends = [CallEnd.from_json(fields) for fields in said]
+            failure, value = judge_ends(call, ends, self._ranks.global_ranks)
+            oldest = min(end.number for end in ends)
+            verdicts.append([oldest, None if failure is None else failure.to_json(), value])
+            if any(end.number > oldest for end in ends):
+                break
+        return verdicts
+
+    def _promise(self) -> int:
+        """Fix the poll that the trainer does not pass before the verdict.
+
+        The trainer counts a poll and then looks at the limit. So if the count is below the limit
+        after the limit was set, the trainer has seen it, or will.
+        """
+        while True:
+            limit = self._limit = self._polls + _MARGIN
+            if self._polls <= limit:
+                return limit
+
+    def _publish(self, verdicts: list[Verdict]) -> None:
+        self._verdicts.extend(verdicts)
+        self._limit = _NEVER
+        for verdict in verdicts:
+            if not verdict.is_ahead:
+                self._calls.popleft()
+        news, self._news = self._news, Latch()
+        news.set()

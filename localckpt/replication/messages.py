@@ -1,0 +1,141 @@
+"""Messages between ranks over gloo, each followed by a mark and answered.
+
+gloo does not tell whoever waits for a message that was half sent or half received when its
+connection broke: the wait lasts until the deadline. So nobody waits for such a message here. Each
+is followed by an empty message, its mark, which cannot arrive in part; when the mark is there the
+message is, and the receiver answers with another empty message. The answer also says that the
+sender's memory may be used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from localckpt.replication.connections import NEVER, HostConnections, as_tensor, nothing
+from localckpt.replication.pacing import Pacer
+from localckpt.replication.progress import Progress
+
+__all__ = ["Incoming", "Messages", "Outgoing"]
+
+
+class Messages:
+    """The messages of one exchange; how far each peer came is counted.
+
+    Args:
+        connections: To the peers.
+        progress: Counts bytes, and has the deadline of every wait.
+        pacer: Says when this rank may send.
+    """
+
+    def __init__(self, connections: HostConnections, progress: Progress, pacer: Pacer) -> None:
+        self._connections = connections
+        self._progress = progress
+        self._pacer = pacer
+
+    def ask(self, peer: int, number: int, memory: memoryview) -> Incoming:
+        """Ask for a peer's next message; it may come at any time from now on.
+
+        Args:
+            peer: The rank that sends it.
+            number: The same on both sides for messages that belong together; messages of one number
+                arrive in the order in which they are sent.
+            memory: Where it goes: writable, and as long as the message.
+        """
+        with self._progress.blaming(peer):
+            data = self._receive(as_tensor(memory), peer, number, _Kind.DATA)
+            mark = self._receive(nothing(), peer, number, _Kind.MARK)
+        return Incoming(peer, number, len(memory), data, mark)
+
+    def take(self, message: Incoming) -> dist.Work:
+        """Wait for a message, and answer it.
+
+        Returns:
+            The answer, for :meth:`Progress.wait`: it is under way.
+        """
+        peer = message.peer
+        self._progress.wait(peer, message.mark)
+        message.is_marked = True
+        self._progress.wait(peer, message.data)
+        self._progress.count(peer, received=message.nbytes)
+        with self._progress.blaming(peer):
+            return self._send(nothing(), peer, message.number, _Kind.ANSWER)
+
+    def send(self, peer: int, number: int, memory: memoryview) -> Outgoing:
+        """Start to send a message, once the pacer lets it; the memory must not change before
+        :meth:`await_taken`. Arguments as for :meth:`ask`.
+        """
+        self._pacer.wait(len(memory))
+        with self._progress.blaming(peer):
+            answer = self._receive(nothing(), peer, number, _Kind.ANSWER)
+            data = self._send(as_tensor(memory), peer, number, _Kind.DATA)
+            mark = self._send(nothing(), peer, number, _Kind.MARK)
+        return Outgoing(peer, len(memory), answer, data, mark)
+
+    def await_taken(self, message: Outgoing) -> None:
+        """Wait until the peer has a message."""
+        for work in (message.answer, message.data, message.mark):
+            self._progress.wait(message.peer, work)
+        self._progress.count(message.peer, sent=message.nbytes)
+
+    def count_arrived(self, message: Incoming | Outgoing) -> None:
+        """Count a message that had arrived when the connections broke, unless it was counted."""
+        if isinstance(message, Outgoing):
+            if _is_done(message.answer):
+                self._progress.count(message.peer, sent=message.nbytes)
+        elif not message.is_marked and _is_done(message.data):
+            self._progress.count(message.peer, received=message.nbytes)
+
+    def _send(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
+        return self._connections.send(tensor, peer, number * len(_Kind) + kind)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, number: int, kind: _Kind) -> dist.Work:
+        return self._connections.receive(tensor, peer, number * len(_Kind) + kind)
+
+
+class _Kind(IntEnum):
+    """Messages of one number that belong together; part of their tags."""
+
+    DATA = 0
+    MARK = 1
+    ANSWER = 2
+    NEVER = NEVER
+
+
+# gloo drops a message whose work object is dropped before it was sent.
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A message that was asked for."""
+
+    peer: int
+    number: int
+    nbytes: int
+    data: dist.Work
+    mark: dist.Work
+    is_marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message that is under way."""
+
+    peer: int
+    nbytes: int
+    answer: dist.Work
+    data: dist.Work
+    mark: dist.Work
+
+
+def _is_done(work: dist.Work) -> bool:
+    """True if a message arrived before the connections were closed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,365 @@
+"""Carries out chains over gloo, within a bounded memory and a deadline.
+
+One thread does everything in the order of the schedule, while gloo's own threads move what was
+asked for ahead. An answer to a message says that its memory may be used again.
+
+A rank that is lost stops the whole pipeline, so most ranks lose peers that only gave up: see
+:mod:`localckpt.replication.attribution` for how the one to blame is found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import torch.distributed as dist
+
+from localckpt.errors import MismatchError, PeerLostError
+from localckpt.failure_texts import with_class
+from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
+from localckpt.replication.attribution import GivenUp, ask_whom_to_blame, tell_given_up
+from localckpt.replication.connections import HostConnections, views_last
+from localckpt.replication.messages import Incoming, Messages, Outgoing
+from localckpt.replication.pacing import Pacer
+from localckpt.replication.parity.chains import (
+    Chain,
+    Hop,
+    Task,
+    add_terms,
+    schedule,
+    sent_by_rank,
+    tasks_of,
+)
+from localckpt.replication.parity.gf import Bytes, Scratch
+from localckpt.replication.parity.stripes import Kind, Strip
+from localckpt.replication.progress import PeerFailed, Progress, first_line
+from localckpt.state_dict.source import ShardSource
+from localckpt.threads import run_interruptibly
+
+__all__ = ["Completed", "Pipeline", "Sinks", "Sources"]
+
+Sources: TypeAlias = Mapping[tuple[Kind, int], ShardSource]
+"""Sources from which a rank reads what a member keeps."""
+Sinks: TypeAlias = Mapping[tuple[Kind, int], memoryview]
+"""Writable memory for what a member keeps."""
+Completed: TypeAlias = Callable[[Strip, int, int], None]
+"""``completed(place, start, stop)``: these bytes of the stripe are now in their sink."""
+
+# Messages that need no buffer are asked for so far ahead.
+_AHEAD = 64
+# Answers are sent at once where the peer waits for them; they are looked at later.
+_MOST_ANSWERS = 64
+
+
+class Pipeline:
+    """Computes sums on their way over some connections, again and again with the same memory.
+
+    Args:
+        connections: Made by :meth:`HostConnections.connect`. They stay the caller's.
+        pacer: Says when this rank may send; ``None`` for always.
+    """
+
+    def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
+        if connections.store is None:
+            raise MismatchError(
+                "a pipeline needs connections of its own, made by HostConnections.connect"
+            )
+        self.connections = connections
+        self.broken = False
+        self._pacer = pacer or Pacer()
+        self._memory = _Memory()
+
+    def run(
+        self,
+        what: str,
+        chains: Sequence[Chain],
+        sources: Sources,
+        sinks: Sinks,
+        timeout_s: float,
+        *,
+        completed: Completed = lambda place, start, stop: None,
+        message_nbytes: int | None = None,
+    ) -> None:
+        """Carry out chains; the ranks of the connections call it together.
+
+        When it raises, the connections are cut, and nothing is read from or written to the memory
+        any more. When it returns, this rank has done its part and all that it sent has arrived.
+
+        Args:
+            what: What this is for, as "encoding parity", for messages.
+            chains: The same on all ranks.
+            sources: What this rank's hops read.
+            sinks: Where the sums go that end on this rank.
+            timeout_s: Deadline of it all, in seconds, later by what a limit of its rate makes it
+                take. Finding out who is to blame takes at most eight more.
+            completed: Told of every part of a sum that has come to its sink, each chain's in order.
+            message_nbytes: Size of a message, if it is not to be chosen; the same on all ranks.
+
+        Raises:
+            PeerLostError: A peer died, stopped or failed. It is named, and how far it came.
+            CheckpointingException: A source failed; the peers hear the reason.
+        """
+        if self.broken:
+            raise PeerLostError(
+                f"rank {self.connections.rank} was {what}, and cannot: these connections broke "
+                f"before"
+            )
+        job = _Job(
+            *(chains, self.connections, sources, sinks, completed),
+            *(self._memory, self._pacer, timeout_s, message_nbytes),
+        )
+        try:
+            run_interruptibly(job.run, self._give_up)
+        except BaseException as error:
+            self.broken = True
+            if self.connections.given_up and isinstance(error, PeerFailed):
+                # No peer is to blame, and nobody waits until it is known who would be.
+                why = f"rank {self.connections.rank} was {what}, and gave it up"
+                _leave(self.connections, GivenUp(reason=why), error)
+                raise PeerLostError(f"{why}. What was saved before stands.") from error.__cause__
+            if not isinstance(error, PeerFailed):
+                account = GivenUp(reason=with_class(error))
+                _leave(self.connections, account, error)
+                raise
+            raise _give_up(what, self.connections, job.progress, error) from error.__cause__
+
+    def _give_up(self) -> None:
+        self.connections.given_up = True
+        self.connections.disconnect()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.broken = True
+        self._memory = _Memory()
+
+
+class _Memory:
+    """Rooms for messages under way, and what the arithmetic needs; kept from run to run."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self._map: memoryview | None = None
+
+    def buffers(self, count: int, nbytes: int) -> list[memoryview]:
+        """So many buffers of so many bytes; what they held before is lost."""
+        if not count * nbytes:
+            return []
+        if self._map is None or len(self._map) < count * nbytes:
+            self._map = map_memory(count * nbytes)
+            prefer_huge_pages(address_of(self._map), count * nbytes)
+        whole = self._map
+        return [whole[start : start + nbytes] for start in range(0, count * nbytes, nbytes)]
+
+
+class _Job:
+    """One run of a pipeline as this rank sees it."""
+
+    def __init__(
+        self,
+        chains: Sequence[Chain],
+        connections: HostConnections,
+        sources: Sources,
+        sinks: Sinks,
+        completed: Completed,
+        memory: _Memory,
+        pacer: Pacer,
+        timeout_s: float,
+        message_nbytes: int | None,
+    ) -> None:
+        slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
+        self.progress = Progress(connections.rank, timeout_s + slow_s)
+        self._messages = Messages(connections, self.progress, pacer)
+        self._chains = chains
+        self._sources = sources
+        self._sinks = sinks
+        self._completed = completed
+        self._scratch = memory.scratch
+        when = schedule(chains, message_nbytes)
+        self._tasks = tasks_of(connections.rank, chains, when)
+        self._next = next(self._tasks, None)
+        longest = max((c.spans[-1][1] for c in chains if c.spans), default=0)
+        self._free = memory.buffers(when.buffers, min(when.message_nbytes, longest))
+        self._ready: deque[_Ready] = deque()
+        self._unanswered: deque[_Sent] = deque()
+        self._answers: deque[tuple[int, dist.Work]] = deque()
+        self._last_read: tuple[Strip, int, int] | None = None
+        self._last_data = _NO_BYTES
+        for chain in chains:
+            for sender, receiver in pairwise(hop.rank for hop in chain.hops):
+                if connections.rank == sender:
+                    self.progress.expect(receiver, sent=chain.nbytes)
+                if connections.rank == receiver:
+                    self.progress.expect(sender, received=chain.nbytes)
+
+    def run(self) -> None:
+        while True:
+            self._settle_what_is_past()
+            self._ask_ahead()
+            if self._ready:
+                self._do(self._ready.popleft())
+            elif self._next is not None:
+                # There is no buffer for it.
+                self._settle(self._unanswered.popleft())
+            else:
+                break
+        while self._unanswered:
+            self._settle(self._unanswered.popleft())
+        self._finish_answers(0)
+
+    def _settle_what_is_past(self) -> None:
+        """Have back the buffer of what was sent two steps ago: it was taken one step ago."""
+        coming = self._ready[0].task if self._ready else self._next
+        while coming and self._unanswered and self._unanswered[0].step + 1 < coming.step:
+            self._settle(self._unanswered.popleft())
+
+    def _ask_ahead(self) -> None:
+        """Ask for the messages of the next tasks, in their order, while there are buffers."""
+        while self._next is not None and len(self._ready) < _AHEAD:
+            task = self._next
+            ready = self._make_ready(task)
+            if ready is None:
+                return
+            self._next = next(self._tasks, None)
+            self._ready.append(ready)
+            if task.hop:
+                peer = self._hop(task, -1).rank
+                ready.message = self._messages.ask(peer, task.chain, ready.memory)
+
+    def _make_ready(self, task: Task) -> _Ready | None:
+        """Find the memory for a task's sum, if there is any."""
+        chain, nbytes = self._chains[task.chain], task.stop - task.start
+        if task.hop == len(chain.hops) - 1:
+            start = chain.place.start + task.start
+            sink = self._sinks[chain.place.kind, chain.place.member]
+            return _Ready(task, sink[start : start + nbytes])
+        if not task.hop and (view := self._lasting(chain.hops[0], task)) is not None:
+            return _Ready(task, view, is_summed=True)
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        return _Ready(task, buffer[:nbytes], buffer)
+
+    def _lasting(self, hop: Hop, task: Task) -> memoryview | None:
+        """The first hop's sum, where that lies ready to be sent."""
+        if len(hop.terms) != 1 or hop.terms[0].factor != 1:
+            return None
+        strip = hop.terms[0].strip
+        source = self._sources[strip.kind, strip.member]
+        if task.stop > strip.nbytes or not views_last(source):
+            return None
+        view = source.read(strip.start + task.start, strip.start + task.stop)
+        return None if view.readonly else view
+
+    def _do(self, ready: _Ready) -> None:
+        task, chain = ready.task, self._chains[ready.task.chain]
+        if task.hop:
+            self._take(ready)
+        if not ready.is_summed:
+            acc = np.frombuffer(ready.memory, np.uint8)
+            hop = chain.hops[task.hop]
+            add_terms(hop, acc, self._read, task.start, self._scratch, first=not task.hop)
+        if task.hop == len(chain.hops) - 1:
+            self._completed(chain.place, task.start, task.stop)
+        else:
+            self._send(ready)
+
+    def _take(self, ready: _Ready) -> None:
+        """Wait for a task's message, and answer it."""
+        assert ready.message is not None
+        self._answers.append((ready.message.peer, self._messages.take(ready.message)))
+        self._finish_answers(_MOST_ANSWERS)
+
+    def _send(self, ready: _Ready) -> None:
+        peer = self._hop(ready.task, 1).rank
+        message = self._messages.send(peer, ready.task.chain, ready.memory)
+        self._unanswered.append(_Sent(ready.task.step, ready.buffer, message))
+
+    def _settle(self, sent: _Sent) -> None:
+        self._messages.await_taken(sent.message)
+        if sent.buffer is not None:
+            self._free.append(sent.buffer)
+
+    def _finish_answers(self, most_left: int) -> None:
+        while len(self._answers) > most_left:
+            self.progress.wait(*self._answers.popleft())
+
+    def _hop(self, task: Task, on: int) -> Hop:
+        return self._chains[task.chain].hops[task.hop + on]
+
+    def _read(self, strip: Strip, start: int, stop: int) -> Bytes:
+        """Bytes of a strip; P and Q are summed one after the other, and read only once."""
+        stop = min(stop, strip.nbytes)
+        if start >= stop:
+            return _NO_BYTES
+        if self._last_read != (strip, start, stop):
+            source = self._sources[strip.kind, strip.member]
+            self._last_read = None
+            data = source.read(strip.start + start, strip.start + stop)
+            self._last_data = np.frombuffer(data, np.uint8)
+            self._last_read = (strip, start, stop)
+        return self._last_data
+
+
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A task whose message, if it has one, has been asked for."""
+
+    task: Task
+    memory: memoryview
+    buffer: memoryview | None = None
+    is_summed: bool = False
+    message: Incoming | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message under way."""
+
+    step: int
+    buffer: memoryview | None
+    message: Outgoing
+
+
+def _give_up(
+    what: str, connections: HostConnections, progress: Progress, failed: PeerFailed
+) -> PeerLostError:
+    """Cut the connections, and say who is to blame."""
+    own = GivenUp(tuple(failed.peers), late=progress.is_over())
+    _leave(connections, own, failed)
+    accounts: Mapping[int, GivenUp | None] = dict.fromkeys(failed.peers)
+    try:
+        assert connections.store is not None
+        accounts = ask_whom_to_blame(connections.store, connections.ranks, connections.rank, own)
+    except PeerLostError as unreachable:
+        failed.add_note(str(unreachable))
+    cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
+    told = []
+    for peer, account in accounts.items():
+        if account is None:
+            how = "did not answer in time" if progress.is_over() else "was lost"
+            told.append(f"{progress.of(peer)} {how}{cause}")
+        elif account.reason is not None:
+            told.append(f"rank {peer} failed: {account.reason}")
+        else:
+            told.append(f"{progress.of(peer)} waited in vain, too{cause}")
+    return PeerLostError(
+        f"rank {connections.rank} was {what}, and {', '.join(told)}. What was saved before stands. "
+        f"If the rank is alive but slow, use a longer timeout; else restart the job."
+    )
+
+
+def _leave(connections: HostConnections, account: GivenUp, failure: BaseException) -> None:
+    try:
+        assert connections.store is not None
+        tell_given_up(connections.store, connections.rank, account)
+    except PeerLostError as unreachable:
+        failure.add_note(str(unreachable))
+    finally:
+        connections.disconnect()

@@ -1,0 +1,121 @@
+"""Parity of a loaded checkpoint that groups lack, computed again behind training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from localckpt.ids import Group, ShardIdentity
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import PerRank
+from localckpt.replication.host_transport import HostTransport
+from localckpt.replication.parity.code import PARITY_KIND
+from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
+from localckpt.replication.parity.image import envelope_nbytes
+from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.redundancy import Keeper
+from localckpt.state_dict.source import ShardSource
+from localckpt.storage.slot import Slot
+
+__all__ = ["ParityRenewal"]
+
+
+class ParityRenewal:
+    """See :class:`localckpt.replication.redundancy.Renewal`.
+
+    Args:
+        groups: The groups that lack parity.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._ring: HostTransport | None = None
+
+    def __str__(self) -> str:
+        return f"{len(self._groups)} groups lack parity"
+
+    def connect(self, name: str, rank: int, timeout_s: float, rate_limit: float | None) -> None:
+        if (group := self._group_of(rank)) is not None:
+            self._ring = HostTransport.connect(
+                f"{name}/{group.ranks[0]}", group.ranks, rank, timeout_s, rate_limit=rate_limit
+            )
+
+    def make(self, keeper: Keeper) -> list[str]:
+        ranks, rank = keeper.ranks, keeper.ranks.rank
+        group, iteration = self._group_of(rank), keeper.checkpoint.iteration
+        identity = keeper.identity(rank)
+        with ExitStack() as opened:
+            source: ShardSource | None = None
+            sizes: list[int] = []
+            with Attempt() as opening:
+                if group is not None:
+                    source = keeper.open(identity)
+                    opened.callback(source.close)
+                    sizes = [source.nbytes, envelope_nbytes(source)]
+            phase = f"see whether parity of iteration {iteration} can be made"
+            judge = partial(_judge_opened, self._groups)
+            told, members = ranks.settle(phase, Attempt(), [opening.told, sizes], judge)
+            unable = dict(told)
+            # Members of a group to which one has nothing to add do not begin.
+            able = [g for g in self._groups if unable.keys().isdisjoint(g.ranks)]
+            with Attempt() as encoding:
+                if group in able and group is not None and source is not None:
+                    of = ParityOf(group, tuple(nbytes for nbytes, _ in members))
+                    envelopes = [envelope for _, envelope in members]
+                    keeper.commit([self._encode(keeper, identity, of, source, envelopes)])
+        phase = f"make parity of iteration {iteration}"
+        failed = ranks.merge(phase, Attempt(), encoding.told)
+        for done in able:
+            for owner in done.ranks:
+                if owner not in failed:
+                    node = keeper.inventory.node_of(owner)
+                    keeper.inventory.add_piece(keeper.checkpoint, owner, node, done)
+        return [*unable.values(), *failed.values()]
+
+    def _encode(
+        self,
+        keeper: Keeper,
+        identity: ShardIdentity,
+        of: ParityOf,
+        source: ShardSource,
+        envelopes: Sequence[int],
+    ) -> Slot:
+        assert self._ring is not None, "the members are connected before this begins"
+        encoder = GroupEncoder(self._ring)
+        try:
+            frame = frame_for(identity, of, envelopes)
+            slot = keeper.reserve(identity.of_kind(PARITY_KIND), frame.nbytes)
+            encoder.run(of, source, frame.put(slot.image), envelopes, keeper.ranks.timeout_s)
+        except BaseException:
+            # The other members are not to wait for this one until their deadline.
+            self._ring.abort()
+            raise
+        finally:
+            encoder.close()
+        return slot
+
+    def abort(self) -> None:
+        if self._ring is not None:
+            self._ring.abort()
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+
+    def _group_of(self, rank: int) -> Group | None:
+        """The group that a rank is to encode with."""
+        return next((group for group in self._groups if rank in group.ranks), None)
+
+
+def _judge_opened(groups: Sequence[Group], told: Sequence[Any]) -> PerRank:
+    """Judge which ranks can encode: those that cannot, and for each member its group's sizes.
+
+    Args:
+        groups: Ranks that encode together.
+        told: Of each rank why it cannot, and the sizes of its image and of the envelope of that.
+    """
+    unable = [[rank, text] for rank, (text, _) in enumerate(told) if text]
+    sizes = {group: [told[member][1] for member in group.ranks] for group in groups}
+    return PerRank(unable, {rank: sizes[group] for group in groups for rank in group.ranks})

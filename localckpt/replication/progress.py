@@ -1,0 +1,127 @@
+"""Progress of an exchange: how it is cut up, how far each peer came, whom an error names.
+
+Kept apart from the transports, which move the bytes and report each step here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from localckpt.errors import PeerLostError
+
+__all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]
+
+CHUNK_NBYTES = 32 << 20
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Bytes that came and went in one exchange, by peer, and the time that is left."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._received: dict[int, list[int]] = {}
+        self._sent: dict[int, list[int]] = {}
+
+    def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
+        """So many bytes are to come from a peer, and to go to it."""
+        self._received.setdefault(peer, [0, 0])[1] += received
+        self._sent.setdefault(peer, [0, 0])[1] += sent
+
+    def count(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
+        """So many more bytes have come, and gone."""
+        self._received[peer][0] += received
+        self._sent[peer][0] += sent
+
+    def left(self) -> timedelta:
+        """Time until the deadline; never zero, which torch would take for no limit."""
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+
+    def is_over(self) -> bool:
+        """True if the deadline is past."""
+        return time.monotonic() > self._deadline
+
+    def blaming(self, *peers: int) -> _Blaming:
+        """Attribute what the process group raises inside to these peers."""
+        return _Blaming(peers)
+
+    def wait(self, peer: int, work: dist.Work) -> None:
+        """Wait for a gloo operation; once only, since a second time it would wait for another."""
+        with self.blaming(peer):
+            work.wait(self.left())
+
+    def explain(self, failed: PeerFailed) -> PeerLostError:
+        """The error for the caller, now that all that came has been counted."""
+        cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
+        what = f"did not finish within {self._timeout_s:g} s" if self.is_over() else "was lost"
+        named = list(failed.peers)
+        if self.is_over():
+            named += [peer for peer in self._received if self._lacks(peer) and peer not in named]
+        progress = ", ".join(self.of(peer) for peer in named)
+        return PeerLostError(
+            f"rank {self._rank} was exchanging shards, and {progress} {what}{cause}. Shards kept "
+            f"on this node are untouched. If the rank is alive but slow, use a longer timeout; "
+            f"else restart the job."
+        )
+
+    def of(self, peer: int) -> str:
+        """A peer, and how far it came."""
+        came, of_came = self._received.get(peer, (0, 0))
+        went, of_went = self._sent.get(peer, (0, 0))
+        return (
+            f"rank {peer} ({came:,} of {of_came:,} bytes came from it, "
+            f"it confirmed {went:,} of {of_went:,})"
+        )
+
+    def _lacks(self, peer: int) -> bool:
+        return any(done < total for done, total in (self._received[peer], self._sent[peer]))
+
+
+class PeerFailed(Exception):
+    """Stops an exchange; becomes a PeerLostError once it is known how far each peer came."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        super().__init__(peers)
+        self.peers = peers
+
+
+def numbered(items: Sequence[tuple[int, T]]) -> Iterator[tuple[int, int, T]]:
+    """``(peer, number, item)``: the first image between two ranks is 0, the next 1."""
+    seen: dict[int, int] = {}
+    for peer, item in items:
+        number = seen.get(peer, 0)
+        seen[peer] = number + 1
+        yield peer, number, item
+
+
+def chunks(nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of each piece of so many bytes."""
+    for start in range(0, nbytes, chunk_nbytes):
+        yield start, min(start + chunk_nbytes, nbytes)
+
+
+def first_line(error: BaseException) -> str:
+    """The start of a library's error text, without the place in its source."""
+    return str(error).strip().split("\n", 1)[0].rsplit("] ", 1)[-1].split(". ", 1)[0][:200]
+
+
+class _Blaming:
+    """Turns an error of the process group into one that says which peers it is about."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self._peers = peers
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerFailed(self._peers) from error

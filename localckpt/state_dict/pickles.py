@@ -1,0 +1,279 @@
+"""Look through pickles without making any object that they describe.
+
+``check_opcodes`` refuses what would take memory or stack beyond all measure, before a pickle is
+read. Most instructions of a pickle can do no harm. A regular expression skips runs of them, so that
+looking through a pickle takes less time than reading it, and training can wait for it.
+
+``place_at`` finds where in a state an object stands, for error messages: slow, and called when
+something has failed.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from localckpt.errors import CorruptShardError
+
+__all__ = ["MAX_DEPTH", "Place", "check_opcodes", "place_at", "unframed"]
+
+MAX_DEPTH = 10_000
+"""Limit of tuples in tuples, which are hashed by a recursion of C without a limit of its own."""
+
+# Each short text and number has a pattern of its length.
+_SHORT = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(64))
+_NO_ARGUMENT = rb"012()NRQ\]}abdelosu\x81\x88\x89\x8f\x90\x92-\x94"
+_NESTING = rb"t\x85-\x87\x91"
+_HARMLESS, _HARMLESS_OR_NESTING = (
+    re.compile(
+        rb"(?:[%b]|[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[\x8c\x8a](?:%b))*+" % (plain, _SHORT),
+        re.DOTALL,
+    )
+    for plain in (_NO_ARGUMENT, _NO_ARGUMENT + _NESTING)
+)
+_STOP = ord(".")
+_NESTING_CODES = frozenset(b"t\x85\x86\x87\x91")
+# How the length of an argument is written that stands behind it.
+_LENGTHS = {
+    **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
+    **dict.fromkeys(b"TXB\x8b", struct.Struct("<i")),
+    **dict.fromkeys(b"\x8d\x8e\x96", struct.Struct("<q")),
+}
+_LINES = {**dict.fromkeys(b"FILSVPgp", 1), **dict.fromkeys(b"ci", 2)}
+_PUTS = {ord("q"): struct.Struct("<B"), ord("r"): struct.Struct("<I")}
+
+
+def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
+    """Look at each instruction of a pickle; nothing is made.
+
+    Args:
+        skeleton: The pickle.
+        depth_is_limited: Whether it comes from a pickler that gives up before :data:`MAX_DEPTH`.
+
+    Raises:
+        CorruptShardError: No pickler writes such a pickle.
+    """
+    try:
+        nested = _check(skeleton, _HARMLESS_OR_NESTING if depth_is_limited else _HARMLESS)
+        too_deep = nested > MAX_DEPTH and _depth(skeleton) > MAX_DEPTH
+    except (struct.error, IndexError, ValueError) as error:
+        raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
+    if too_deep:
+        raise CorruptShardError("the skeleton holds tuples in tuples without end")
+
+
+def _check(pickle: bytes, harmless: re.Pattern[bytes]) -> int:
+    """The number of instructions that put values into tuples, among those not skipped."""
+    position, nested, puts = 0, 0, 0
+    while True:
+        # It matches nothing, too.
+        position = cast("re.Match[bytes]", harmless.match(pickle, position)).end()
+        code = pickle[position]
+        position += 1
+        if code in _NESTING_CODES:
+            nested += 1
+        elif code in _LENGTHS:
+            (nbytes,) = _LENGTHS[code].unpack_from(pickle, position)
+            position += _LENGTHS[code].size + int(nbytes)
+            if nbytes < 0 or position > len(pickle):
+                raise CorruptShardError(f"the skeleton has a value of {nbytes} bytes")
+        elif code == _STOP:
+            return nested
+        elif code in _PUTS or code == ord("p"):
+            if code in _PUTS:
+                (number,) = _PUTS[code].unpack_from(pickle, position)
+                position += _PUTS[code].size
+            else:
+                end = pickle.index(b"\n", position)
+                number, position = int(pickle[position:end]), end + 1
+            # The memo is as large as the largest number in it, and picklers count from 0.
+            if number > puts:
+                raise CorruptShardError(f"the skeleton remembers {number} values")
+            puts += 1
+        elif code in _LINES:
+            for _ in range(_LINES[code]):
+                position = pickle.index(b"\n", position) + 1
+        else:
+            raise CorruptShardError(f"the skeleton has an unknown instruction {code:#04x}")
+
+
+_MADE_OF_OTHERS = frozenset(
+    {
+        *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"),
+        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"),
+    }
+)
+_FILLS = frozenset({"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"})
+
+
+def _depth(pickle: bytes) -> int:
+    """Return the greatest depth of tuples, frozen sets and made objects in each other.
+
+    Lists, dicts and sets cannot be hashed, so what lies in them counts no further.
+    """
+
+    def depth(name: str, _: Any, parts: list[int]) -> int:
+        if name in _FILLS:
+            return parts[0]
+        return 1 + max(parts, default=0) if name in _MADE_OF_OTHERS else 0
+
+    return max((made for _, made in _follow(pickle, depth, unknown=0)), default=0)
+
+
+def _follow(
+    pickled: bytes, make: Callable[[str, Any, list[Any]], Any], unknown: Any = None
+) -> Iterator[tuple[int, Any]]:
+    """Follow a pickle's instructions, with a stand-in for each value.
+
+    Args:
+        pickled: The pickle.
+        make: Gives the stand-in of what an instruction makes or fills, from the name of the
+            instruction, its argument, and the stand-ins of the values that it takes.
+        unknown: Stands for a value that the pickle takes from its memo and never put there.
+
+    Yields:
+        The position of each instruction that puts a value on the stack, and its stand-in.
+    """
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, position in pickletools.genops(pickled):
+        name, before = opcode.name, opcode.stack_before
+        if name == "MEMOIZE" or name.endswith("PUT"):
+            memo[len(memo) if argument is None else argument] = stack[-1]
+            continue
+        if name == "MARK":
+            stack.append(_MARK)
+            continue
+        if name.endswith("GET"):
+            made = memo.get(argument, unknown)
+        elif name == "DUP":
+            made = stack[-1]
+        else:
+            parts: list[Any] = []
+            fixed = len(before)
+            if before and before[-1] is pickletools.stackslice:
+                fixed = before.index(pickletools.markobject)
+                while (part := stack.pop()) is not _MARK:
+                    parts.append(part)
+            parts.extend(stack.pop() for _ in range(fixed))
+            if not opcode.stack_after:
+                continue
+            parts.reverse()
+            made = make(name, argument, parts)
+        stack.append(made)
+        yield position or 0, made
+
+
+_MARK = object()
+
+# Places.
+
+# Attributes of localckpt's own wrapper around a plain state.
+_WRAPPER = "state_dict"
+_FRAME_NBYTES = 9
+_CONTAINERS = frozenset({"TUPLE", "LIST", "DICT", "SET", "FROZENSET"})
+
+
+class Place(NamedTuple):
+    """Place of an object in a state.
+
+    Attributes:
+        class_name: Its class, or the function that makes it.
+        path: Keys, indices and attributes that lead to it, joined by dots; empty for the state.
+    """
+
+    class_name: str
+    path: str
+
+
+def place_at(pickled: bytes, end: int) -> Place | None:
+    """The object that the instruction which ends at byte ``end`` makes or fills.
+
+    Returns:
+        ``None`` if no instruction that makes or fills an object ends there.
+    """
+    wanted = None
+    # To the end, since what an object stands in is made after it.
+    for position, made in _follow(pickled, _make_node):
+        wanted = made if position < end else wanted
+    return Place(wanted.class_name, _path_of(wanted)) if isinstance(wanted, _Node) else None
+
+
+def unframed(pickled: bytes) -> bytes:
+    """The same pickle without frames: an unpickler reads it one instruction after the other."""
+    parts, start = [], 0
+    for opcode, _, position in pickletools.genops(pickled):
+        if opcode.name == "FRAME" and position is not None:
+            parts.append(pickled[start:position])
+            start = position + _FRAME_NBYTES
+    return b"".join([*parts, pickled[start:]])
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A value that may hold others: a container, or an object."""
+
+    class_name: str
+    parent: _Node | None = None
+    key: Any = None
+    count: int = 0
+
+    def fill(self, members: Iterable[tuple[Any, Any]]) -> None:
+        """Make values, by their keys, a part of this one, unless they are of another already."""
+        for key, child in members:
+            self.count += 1
+            if isinstance(child, _Node) and child.parent is None and child is not self:
+                child.parent, child.key = self, key
+
+
+class _Name(str):
+    """The full name of a class or function, as an item of the stack."""
+
+    __slots__ = ()
+
+
+def _make_node(name: str, argument: Any, parts: list[Any]) -> Any:
+    container = name.rstrip("123").removeprefix("EMPTY_")
+    if name in _FILLS:
+        whole, *members = parts
+        if not isinstance(whole, _Node):
+            return whole
+        if name == "BUILD":
+            # The members of the state become attributes: the dict that holds them has no name.
+            whole.fill([(None, members[0])])
+        elif name.startswith("SETITEM"):
+            whole.fill(zip(members[::2], members[1::2], strict=True))
+        else:
+            whole.fill(enumerate(members, whole.count))
+        return whole
+    if name in _MADE_OF_OTHERS and container not in _CONTAINERS:
+        called, *arguments = parts
+        made = _Node(str(called) if isinstance(called, _Name) else "an object")
+        # What a function is called with stands at the place of what it makes.
+        made.fill((None, part) for part in arguments)
+        made.count = 0
+        return made
+    if container in _CONTAINERS:
+        made = _Node(f"builtins.{container.lower()}")
+        made.fill(enumerate(parts))
+        return made
+    if name == "STACK_GLOBAL":
+        return _Name(".".join(map(str, parts)))
+    return _Name(argument.replace(" ", ".")) if name == "GLOBAL" else argument
+
+
+def _path_of(node: _Node) -> str:
+    keys = []
+    seen: set[int] = set()
+    at: _Node | None = node
+    while at is not None and at.parent is not None and id(at) not in seen:
+        seen.add(id(at))
+        if at.key is not None:
+            keys.append(str(at.key))
+        at = at.parent
+    path = ".".join(reversed(keys))
+    return path.removeprefix(f"{_WRAPPER}.") if path != _WRAPPER else ""

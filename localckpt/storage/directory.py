@@ -1,0 +1,398 @@
+"""A store in a directory: the folders of all ranks of a node, read by all, each written by one.
+
+``root/<session>/<rank>/`` holds a file for each (iteration, owner) that the rank keeps. A file's
+name only tells files apart; what a shard is, is read from its header. Files leave by losing their
+name and becoming recycled files, which later saves overwrite. Where slots have their memory, the
+subclasses say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from localckpt.errors import StorageError
+from localckpt.ids import Piece, ShardIdentity
+from localckpt.storage.catalog import SessionFolder
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.files import FileSource
+from localckpt.storage.names import DIRTY, RECYCLED, SHARD, local_path, shard_name
+from localckpt.storage.owner import Running, owner_of
+from localckpt.storage.preflight import check_space
+from localckpt.storage.problem import Problem, quarantine, why_quarantined
+from localckpt.storage.rank_folder import RankFolder, SeenFolder
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import CommitJob, Store, Stored
+from localckpt.storage.write import ShardWrite, write_shard
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DirectoryStore", "one_at_a_time"]
+
+logger = logging.getLogger(__name__)
+
+_IMAGES = (SHARD, RECYCLED, DIRTY)
+
+StoreT = TypeVar("StoreT", bound="DirectoryStore")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[StoreT, P], T],
+) -> Callable[Concatenate[StoreT, P], T]:
+    """A method of a store that several threads may call."""
+
+    @wraps(method)
+    def guarded(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return guarded
+
+
+class DirectoryStore(Store):
+    """The shards of one session on this node, seen by one rank.
+
+    Args:
+        root: The store's directory; made, for this user alone, where it is not there.
+        session_id: The training run.
+        rank: Whose folder this process writes.
+        timeout_s: How long to wait for another process that is starting here.
+
+    Raises:
+        StorageError: The directory cannot be used, or a live process of another job owns the
+            rank's folder.
+    """
+
+    claim: SeenFolder
+
+    def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float):
+        self.root = local_path(root).absolute()
+        self.session_id = session_id
+        self.rank = rank
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+        self._shards: dict[ShardIdentity, Path] = {}
+        self._sizes: dict[Piece, int] = {}
+        claim = self._take_folder(timeout_s)
+        super().__init__(claim.token, claim)
+        self.folder, self._session = claim.path, claim.session
+
+    def _take_folder(self, timeout_s: float) -> SeenFolder:
+        return RankFolder(self.root, self.session_id, self.rank, timeout_s)
+
+    # Slots.
+
+    @property
+    def image_nbytes(self) -> Mapping[Piece, int]:
+        """Size of the last image of each piece that this rank keeps."""
+        # A copy: other threads reserve slots as well.
+        return dict(self._sizes)
+
+    def reserve(
+        self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
+    ) -> Slot:
+        slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
+        if is_kept:
+            self._sizes[identity.piece] = nbytes
+        return slot
+
+    def commit(self, slots: Sequence[Slot]) -> CommitJob:
+        writes = []
+        for slot in slots:
+            slot.required()
+            assert slot.write is not None, "only what is filled is committed"
+            write = replace(slot.write, digests=slot.digests)
+            writes.append((write, slot.identity.ckpt_id))
+        return CommitJob(write_shard, tuple(writes))
+
+    @one_at_a_time
+    def _plan(self, slot: Slot) -> None:
+        buffer, options = slot.required(), self._write_options(slot)
+        slot.write = ShardWrite(
+            buffer,
+            slot.nbytes,
+            slot.covered_nbytes,
+            slot.identity,
+            slot.digests,
+            dirty=self._dirty(slot.identity),
+            final=self._free_path(slot.identity),
+            **options,
+        )
+        # Here, since it is the thread that reserves such slots.
+        self.prepare(slot.identity.piece, slot.nbytes, slot.gpu)
+
+    @one_at_a_time
+    def _remove(self, identity: ShardIdentity) -> None:
+        path = self._path(identity)
+        # First: who still writes it cannot give it its name any more.
+        with storage_errors("remove", path):
+            self._dirty(identity).unlink(missing_ok=True)
+        self._recycle(identity, path)
+
+    @one_at_a_time
+    def _remove_unfinished(self, identity: ShardIdentity) -> bool:
+        path = self._path(identity)
+        with storage_errors("clean up", self.folder):
+            if path.is_file():
+                # So that it is retired with others of its age.
+                self._shards[identity] = path
+            # Most are committed by then: nothing is asked of the disk for them.
+            is_there = os.path.lexists(self._dirty(identity))
+            if is_there:
+                self._dirty(identity).unlink(missing_ok=True)
+        return is_there
+
+    @abstractmethod
+    def _write_options(self, slot: Slot) -> dict[str, bool]:
+        """Fields of the :class:`ShardWrite` of a filled slot that differ from store to store."""
+
+    @abstractmethod
+    def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
+        """Have memory for the next saves made in the background, if it is not there.
+
+        Args:
+            piece: What it is for.
+            nbytes: Their size.
+            gpu: The GPU that they are copied from; ``None`` for none.
+        """
+
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Return whether a save would have to wait for an older one."""
+
+    @abstractmethod
+    def planned_nbytes(self) -> tuple[int, int, bool]:
+        """Bytes of staging memory and of what is kept in memory, once all of it is in use.
+
+        The last value says whether that is shared memory.
+        """
+
+    @abstractmethod
+    def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
+        """A shard's file has become a recycled file."""
+
+    # What is kept.
+
+    @one_at_a_time
+    def list_stored(self) -> list[Stored]:
+        """All shards of the session on this node, whoever wrote them, with intact headers.
+
+        Beside them, files that cannot be used, those in quarantine among them.
+        """
+        with storage_errors("read", self._session):
+            os.scandir(self._session).close()
+        session = SessionFolder(self._session)
+        good, bad = session.shards()
+        shards: dict[ShardIdentity, Path] = {}
+        stored = []
+        for shard in good:
+            if shard.record.identity not in shards:
+                shards[shard.record.identity] = shard.path
+                stored.append(Stored(shard.path.name, shard.record))
+        for file in bad:
+            if file.problem.kind == "damaged":
+                # Under its name it would be read at every start, and never be retired. A file of
+                # another version keeps its name: whoever wrote it can read it.
+                self._quarantine(file.path, file.problem)
+            else:
+                logger.warning("%s is not counted: %s", file.path, file.problem)
+                stored.append(Stored(file.path.name, problem=file.problem))
+        # Only now: an interrupt must not leave shards out, which nobody would retire then.
+        self._shards = shards
+        quarantined = session.corrupt_files()
+        return stored + [Stored(path.name, problem=why_quarantined(path)) for path in quarantined]
+
+    @one_at_a_time
+    def open(self, identity: ShardIdentity) -> FileSource:
+        if identity not in self._shards:
+            # Another rank may have written it since this one looked.
+            self.list_stored()
+        path = self._shards.get(identity)
+        if path is None:
+            raise StorageError(f"this node does not hold {identity}")
+        return FileSource(path)
+
+    @one_at_a_time
+    def holds(self, identity: ShardIdentity) -> bool:
+        path = self._path(identity)
+        if not path.is_file():
+            return False
+        self._shards[identity] = path
+        return True
+
+    @one_at_a_time
+    def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> None:
+        """Turn shards of this rank that are no longer wanted into recycled files.
+
+        Args:
+            is_over: Says of a shard whether it goes.
+            adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
+                go with this rank's.
+        """
+        old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
+        for identity, path in old:
+            if path.parent == self.folder:
+                self._recycle(identity, path)
+        running = Running()
+        for rank in adopted_ranks:
+            folder = self._session / str(rank)
+            there = [(identity, path) for identity, path in old if path.parent == folder]
+            with storage_errors("clean up", folder):
+                # No save of this rank needs its recycled files: it has those of its own.
+                recycled = list(folder.glob(f"*{RECYCLED}"))
+                if (there or recycled) and owner_of(folder) not in running:
+                    for path in (*(path for _, path in there), *recycled):
+                        path.unlink(missing_ok=True)
+                    self._shards = {i: p for i, p in self._shards.items() if (i, p) not in there}
+
+    @one_at_a_time
+    def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
+        """Rename a bad shard, so that it is not found again but can be looked at."""
+        path = self._shards.pop(identity, None)
+        if path is not None:
+            self._quarantine(path, problem)
+
+    @contextmanager
+    def replacing(self, identity: ShardIdentity, problem: Problem | None) -> Iterator[None]:
+        """Inside, a shard is written; a bad one that is here is found until the new one is.
+
+        Args:
+            identity: Of the shard.
+            problem: What is wrong with the one that is here; ``None`` if there is none.
+        """
+        if problem is None:
+            yield
+            return
+        with self._lock:
+            bad = self._shards.get(identity)
+            if bad == self._path(identity):
+                # Under its second name it is there when the new one has taken the first.
+                quarantine(bad, problem, stays=True)
+        yield
+        with self._lock:
+            if bad is not None and bad != self._path(identity):
+                quarantine(bad, problem)
+
+    def images(self) -> list[Path]:
+        """Files of this rank's folder that hold an image, will hold one, or did."""
+        with storage_errors("read", self.folder):
+            return [path for path in self.folder.iterdir() if path.name.endswith(_IMAGES)]
+
+    def check_space(self, checkpoints: int, ranks: int) -> None:
+        """Compare what is going to be kept with what there is; see :func:`preflight.check_space`.
+
+        Args:
+            checkpoints: How many there will be at once, of images as large as the last.
+            ranks: How many ranks of the job share the file system.
+
+        Raises:
+            StorageError: There is no room for what this rank alone will keep.
+        """
+        with storage_errors("look at", self.folder):
+            # First: what is being made ahead of time meanwhile counts as there, not as missing.
+            status = os.statvfs(self.folder)
+        # Twice, since a file that is renamed meanwhile may be missed.
+        there = {**self._nbytes_by_inode(), **self._nbytes_by_inode()}
+        check_space(self.folder, status, there, self.image_nbytes.values(), checkpoints, ranks)
+
+    def _nbytes_by_inode(self) -> dict[int, int]:
+        """The disk space of all files of the session with images, or room for them."""
+        found = {}
+        with storage_errors("read", self._session):
+            for path in self._session.glob("*/*"):
+                if path.name.endswith(_IMAGES):
+                    with suppress(FileNotFoundError):
+                        status = path.lstat()
+                        found[status.st_ino] = status.st_blocks * 512
+        return found
+
+    def close(self) -> None:
+        """Remove recycled files, and what was begun of shards that are not written, and leave.
+
+        In a fork it does nothing.
+        """
+        if self._process != os.getpid():
+            return
+        self._closed = True
+        with storage_errors("clean up", self.folder):
+            for slot in self._slots:
+                if slot.is_kept:
+                    self._dirty(slot.identity).unlink(missing_ok=True)
+            if self.claim.is_ours:
+                for path in self.folder.glob(f"*{RECYCLED}"):
+                    path.unlink(missing_ok=True)
+                self.claim.leave()
+
+    def _quarantine(self, path: Path, problem: Problem) -> None:
+        quarantine(path, problem)
+
+    def _path(self, identity: ShardIdentity) -> Path:
+        return self.folder / shard_name(identity)
+
+    def _free_path(self, identity: ShardIdentity) -> Path:
+        """:meth:`_path`, for a shard that is about to be written.
+
+        Another shard that somebody gave this name gets one of its own: it may be the only copy.
+        """
+        path = self._path(identity)
+        misnamed = [i for i, held in self._shards.items() if held == path and i != identity]
+        for other in misnamed:
+            moved = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{SHARD}")
+            with storage_errors("make way for", path):
+                os.rename(path, moved)
+            logger.warning("%s has the name of %s: it is now %s", other, identity, moved.name)
+            self._shards[other] = moved
+        return path
+
+    def _dirty(self, identity: ShardIdentity) -> Path:
+        return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
+
+    def _claim_recycled(self, identity: ShardIdentity, nbytes: int) -> str | None:
+        """Give a recycled file a shard's dirty name; its old name, or ``None`` without any.
+
+        Of several it is the one that comes nearest in size: a shard and a piece that is
+        far smaller are not to change places at every save.
+        """
+        sizes = {}
+        for path in sorted(self.folder.glob(f"*{RECYCLED}")):
+            with suppress(FileNotFoundError):
+                sizes[path] = path.lstat()
+        for path, status in sorted(sizes.items(), key=lambda s: abs(s[1].st_size - nbytes)):
+            try:
+                if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                    # It has another name, a backup's perhaps, under which it must not change.
+                    path.unlink()
+                    continue
+                if stat.S_ISFIFO(status.st_mode):
+                    continue
+                os.rename(path, self._dirty(identity))
+            except FileNotFoundError:
+                continue
+            return path.name
+        return None
+
+    def _recycle(self, identity: ShardIdentity, path: Path) -> None:
+        recycled = self.folder / f"{path.stem}.{secrets.token_hex(4)}{RECYCLED}"
+        with storage_errors("retire", path):
+            if self._closed:
+                # No save of this rank will want it.
+                path.unlink(missing_ok=True)
+            else:
+                with suppress(FileNotFoundError):
+                    os.rename(path, recycled)
+                    self._was_recycled(identity, recycled)
+        self._shards.pop(identity, None)

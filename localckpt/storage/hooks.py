@@ -1,0 +1,132 @@
+"""A store behind the five hooks of a user's own manager.
+
+The hooks deal in states, the other ranks in images; here the one is turned into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from localckpt.errors import MismatchError, RestoreError, StorageError
+from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
+from localckpt.state_dict.basic import TensorAwareStateDict
+from localckpt.state_dict.image import pack, unpack
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
+from localckpt.storage.buffers import Buffer, PrivateBuffer
+from localckpt.storage.pool import allocate
+from localckpt.storage.problem import Problem
+from localckpt.storage.slot import Slot
+from localckpt.storage.store import Claim, CommitJob, Store, Stored
+
+__all__ = ["HookStore", "Hooks", "commit_here"]
+
+
+class Hooks(Protocol):
+    """The five hooks of a manager."""
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]: ...
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict: ...
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None: ...
+
+    def _cleanup(self, iteration: int) -> None: ...
+
+    def _cleanup_failed_save(self, iteration: int) -> None: ...
+
+
+def commit_here(store: Store, hooks: Hooks, slots: Sequence[Slot]) -> None:
+    """Commit what is in slots in this process, by the hook that saves."""
+    for piece, ckpt_id in store.commit(slots).pieces:
+        hooks._save(piece, ckpt_id)
+
+
+class HookStore(Store):
+    """One rank's shards, wherever its manager's hooks keep them.
+
+    The hooks know no generations, no epochs and no failure domains: a shard is what its ID says,
+    and every rank is taken to fail alone. They remove by themselves what is old or failed.
+
+    Args:
+        hooks: Keep and find shards.
+        session_id: The training run.
+        rank, world_size: Of this process in the job.
+        allowed: What an image may name.
+    """
+
+    keeps_images = False
+
+    def __init__(
+        self, hooks: Hooks, session_id: str, rank: int, world_size: int, allowed: SafeGlobals
+    ) -> None:
+        super().__init__(f"rank {rank}", Claim())
+        self._hooks = hooks
+        self._session_id = session_id
+        self._world_size = world_size
+        self._allowed = allowed
+
+    def commit(self, slots: Sequence[Slot]) -> CommitJob:
+        images = [(slot.identity, MemorySource(slot.image)) for slot in slots]
+        return CommitJob(
+            self._hooks._save,
+            tuple((unpack(i, expect=e, allowed=self._allowed), e.ckpt_id) for e, i in images),
+        )
+
+    def list_stored(self) -> list[Stored]:
+        found = [CkptID(*ckpt_id) for ckpt_id in self._hooks._my_ckpt_ids()]
+        return [
+            Stored("", ShardRecord(self._identity(ckpt_id), 0))
+            for ckpt_id in found
+            if ckpt_id.session_id == self._session_id
+        ]
+
+    def holds(self, identity: ShardIdentity) -> bool:
+        return identity.ckpt_id in {CkptID(*i) for i in self._hooks._my_ckpt_ids()}
+
+    def load(self, identity: ShardIdentity) -> TensorAwareStateDict:
+        """The state that the hooks have for a shard; raises as :meth:`open`."""
+        ckpt_id = identity.ckpt_id
+        try:
+            return self._hooks._load(ckpt_id)
+        except (MemoryError, RestoreError):
+            raise
+        except Exception as error:
+            # Whatever it was, another copy may do.
+            raise StorageError(f"{ckpt_id} cannot be read: {error!r}") from error
+
+    def open(self, identity: ShardIdentity) -> MemorySource:
+        return pack(self.load(identity), identity)
+
+    def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
+        """Do nothing: the hooks have no call for it; this run does not ask for the copy again."""
+
+    def close(self) -> None:
+        self.release(self.slots)
+
+    def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
+        if not slot.identity.is_shard:
+            raise MismatchError(
+                f"{slot.identity} cannot be kept: the hooks of a manager keep states, and it has "
+                f"none"
+            )
+        buffer = allocate(PrivateBuffer, slot.nbytes)
+        buffer.take(slot)
+        return buffer
+
+    def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
+        self._drop_memory(slot)
+
+    def _drop_memory(self, slot: Slot) -> None:
+        if (buffer := slot.buffer) is not None:
+            buffer.close()
+
+    def _identity(self, ckpt_id: CkptID) -> ShardIdentity:
+        return ShardIdentity(
+            self._session_id,
+            Generation(0, 0),
+            ckpt_id.iteration,
+            ckpt_id.rank,
+            self._world_size,
+        )

@@ -1,0 +1,237 @@
+"""Which checkpoints are complete, by pure functions of plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.availability.coverage import (
+    JoinRecord,
+    SaveOutcome,
+    complete_checkpoints,
+    describe_incomplete,
+    judge_join,
+    judge_newest,
+    save_problems,
+)
+from localckpt.availability.inventory import Inventory
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranks_named
+from localckpt.ids import Checkpoint, CkptID, Generation, ShardIdentity, ShardRecord
+
+_SESSION = "run"
+
+
+def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
+    identity = ShardIdentity(_SESSION, Generation(epoch, sequence), iteration, owner, world_size)
+    return ShardRecord(identity, 4096)
+
+
+_records = st.builds(
+    _record,
+    epoch=st.integers(1, 3),
+    sequence=st.integers(1, 2),
+    iteration=st.integers(0, 2),
+    owner=st.integers(0, 2),
+    world_size=st.integers(1, 3),
+)
+Found = Mapping[str, Sequence[ShardRecord]]
+_found = st.dictionaries(st.sampled_from("abc"), st.lists(_records, max_size=20), max_size=3)
+
+
+def _held(found: Found) -> set[ShardIdentity]:
+    return {record.identity for records in found.values() for record in records}
+
+
+@given(_found)
+def test_a_checkpoint_is_complete_exactly_when_every_rank_has_a_shard_of_its_generation(
+    found: Found,
+) -> None:
+    held = _held(found)
+
+    complete = complete_checkpoints(Inventory.found(found))
+
+    for identity in held:
+        checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
+        needed = {checkpoint.shard(rank, _SESSION) for rank in range(identity.world_size)}
+        assert (checkpoint in complete) == (needed <= held)
+    assert len(complete) == len(set(complete))
+
+
+@given(_found)
+def test_complete_checkpoints_come_newest_first_by_attempt_and_then_by_iteration(
+    found: Found,
+) -> None:
+    complete = complete_checkpoints(Inventory.found(found))
+
+    order = [(c.generation.epoch, c.iteration) for c in complete]
+
+    assert order == sorted(order, reverse=True)
+
+
+@given(_found, st.randoms())
+def test_who_holds_a_shard_does_not_matter(found: Found, random) -> None:
+    moved: dict[str, list[ShardRecord]] = {}
+    for records in found.values():
+        for record in records:
+            moved.setdefault(random.choice("abc"), []).append(record)
+
+    complete = complete_checkpoints(Inventory.found(moved))
+
+    assert complete == complete_checkpoints(Inventory.found(found))
+
+
+@given(_found)
+def test_every_shard_is_part_of_a_complete_checkpoint_or_of_one_that_is_explained(
+    found: Found,
+) -> None:
+    complete = complete_checkpoints(Inventory.found(found))
+    explained = describe_incomplete(Inventory.found(found))
+
+    for identity in _held(found):
+        checkpoint = Checkpoint(identity.generation, identity.iteration, identity.world_size)
+        plural = "s" if identity.world_size > 1 else ""
+        line = (
+            f"iteration {identity.iteration} (generation {identity.generation.epoch}."
+            f"{identity.generation.sequence}, {identity.world_size} rank{plural})"
+        )
+        assert (checkpoint in complete) != (line in explained)
+
+
+@pytest.mark.fault("old-files")
+def test_two_halves_of_two_attempts_are_no_checkpoint() -> None:
+    inventory = Inventory.found(
+        {
+            "a": [_record(1, 5, 100, 0, 2), _record(1, 4, 90, 0, 2)],
+            "b": [_record(2, 1, 100, 1, 2), _record(1, 4, 90, 1, 2)],
+        }
+    )
+
+    assert [c.iteration for c in complete_checkpoints(inventory)] == [90]
+    assert describe_incomplete(inventory) == (
+        "iteration 100 (generation 2.1, 2 ranks) lacks the shards of ranks 0; "
+        "iteration 100 (generation 1.5, 2 ranks) lacks the shards of ranks 1"
+    )
+
+
+@pytest.mark.fault("old-files")
+def test_a_later_attempt_beats_a_higher_iteration_of_an_abandoned_one() -> None:
+    records = [_record(1, 9, 100, 0, 1), _record(2, 1, 95, 0, 1), _record(1, 8, 90, 0, 1)]
+
+    complete = complete_checkpoints(Inventory.found({"a": records}))
+
+    assert [c.iteration for c in complete] == [95, 100, 90]
+
+
+def test_two_jobs_that_share_a_generation_and_an_iteration_are_ordered_by_their_size() -> None:
+    one, two = _record(1, 2, 0, 0, 1), [_record(1, 2, 0, rank, 2) for rank in (0, 1)]
+
+    for records in ([one, *two], [*two, one]):
+        complete = complete_checkpoints(Inventory.found({"a": records}))
+        assert [c.world_size for c in complete] == [2, 1]
+
+
+def test_an_empty_job_is_said_to_have_nothing() -> None:
+    inventory = Inventory.found({"a": [], "b": []})
+
+    assert complete_checkpoints(inventory) == []
+    assert "no shard" in describe_incomplete(inventory)
+
+
+def _joining(**changes: object) -> JoinRecord:
+    values = {"session_id": "a", "world_size": 3, "format_version": "1", "failure_domain": "x"}
+    return JoinRecord(**(values | {"newest_epoch": 0} | changes))  # type: ignore[arg-type]
+
+
+def test_ranks_that_belong_together_may_join_whatever_their_nodes_and_epochs() -> None:
+    judge_join([_joining(), _joining(failure_domain="y", newest_epoch=7), _joining()])
+
+
+@pytest.mark.fault("disagreement")
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("session_id", "b", "session_id: 'a' on ranks 0 and 2, 'b' on rank 1"),
+        ("world_size", 4, "world size: 3 on ranks 0 and 2, 4 on rank 1"),
+        ("format_version", "2", "format version: '1' on ranks 0 and 2, '2' on rank 1"),
+    ],
+)
+def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: str) -> None:
+    with pytest.raises(MismatchError) as raised:
+        judge_join([_joining(), _joining(**{field: value}), _joining()])
+
+    assert named in str(raised.value)
+
+
+def test_join_records_survive_the_way_to_the_other_ranks() -> None:
+    record = _joining(newest_epoch=4)
+
+    assert JoinRecord(*json.loads(json.dumps(record.to_json()))) == record
+
+
+@pytest.mark.fault("world-size")
+def test_another_number_of_ranks_is_refused_with_what_can_be_done() -> None:
+    checkpoint = Checkpoint(Generation(1, 1), 7, 4)
+
+    judge_newest([], 2)
+    judge_newest([checkpoint], 4)
+    with pytest.raises(MismatchError, match=r"saved by 4 ranks, and this job has 2") as raised:
+        judge_newest([checkpoint], 2)
+
+    assert "Start with 4 ranks" in str(raised.value)
+    assert "session_id" in str(raised.value)
+
+
+def test_the_newest_checkpoint_alone_decides_about_the_number_of_ranks() -> None:
+    judge_newest([Checkpoint(Generation(2, 1), 7, 2), Checkpoint(Generation(1, 1), 9, 4)], 2)
+
+
+def _outcome(**changes: object) -> SaveOutcome:
+    values = {"iteration": 5, "generation": Generation(1, 2), "error": None, "missing": ()}
+    return SaveOutcome(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_save_that_went_well_everywhere_has_no_problems() -> None:
+    assert save_problems([_outcome()] * 3) == []
+
+
+@given(
+    st.builds(
+        SaveOutcome,
+        iteration=st.integers(0),
+        generation=st.builds(Generation, st.integers(0), st.integers(0)),
+        error=st.none() | st.text(),
+        missing=st.lists(st.builds(CkptID, st.integers(0), st.integers(0), st.text())).map(tuple),
+    )
+)
+def test_outcomes_survive_the_way_to_the_other_ranks(outcome: SaveOutcome) -> None:
+    assert SaveOutcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+@given(st.integers(2, 9), st.data())
+def test_exactly_the_ranks_on_which_a_save_failed_are_named(ranks: int, data) -> None:
+    failed = data.draw(st.sets(st.integers(0, ranks - 1)))
+    outcomes = [_outcome(error="disk full" if r in failed else None) for r in range(ranks)]
+
+    named = [f"{ranks_named(failed)}: disk full"] if failed else []
+    assert save_problems(outcomes) == named
+
+
+def test_a_shard_that_is_not_there_is_named_with_its_keeper_and_its_owner() -> None:
+    problems = save_problems([_outcome(), _outcome(missing=(CkptID(5, 0, "s"),))])
+
+    assert problems == ["rank 1 was to keep rank 0's shard of iteration 5, and does not have it"]
+
+
+def test_ranks_that_saved_different_things_are_named() -> None:
+    iterations = save_problems([_outcome(), _outcome(iteration=6), _outcome()])
+    numbers = save_problems([_outcome(), _outcome(generation=Generation(1, 3))])
+
+    assert iterations == [
+        "the ranks saved different iterations: '5' on ranks 0 and 2, '6' on rank 1"
+    ]
+    assert numbers == ["the ranks saved different save numbers: '1.2' on rank 0, '1.3' on rank 1"]

@@ -1,0 +1,164 @@
+"""How far checkpoints have climbed, and what stays for it: pure functions against plain counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.availability.coverage import SaveOutcome
+from localckpt.availability.durability import Durability, durability_found, durability_saved, spared
+from localckpt.availability.inventory import Inventory, ranks_by_node
+from localckpt.ids import Checkpoint, Generation, Group
+
+_GENERATION = Generation(1, 1)
+
+# For each rank the other ranks that keep a copy of its shard, and how many nodes it wants it on.
+_KEEPERS = st.integers(1, 6).flatmap(
+    lambda world: st.tuples(
+        *(
+            st.tuples(st.sets(st.integers(0, world - 1).filter(lambda k, r=rank: k != r)), _WANTED)
+            if world > 1
+            else st.tuples(st.just(set[int]()), _WANTED)
+            for rank in range(world)
+        )
+    )
+)
+_WANTED = st.integers(1, 4)
+
+
+def _assert_counted(told: Durability, copies: Sequence[int], wanted: Sequence[int]) -> None:
+    """By the number of nodes that each shard is on, and is to be on."""
+    assert told.copies == min(copies)
+    assert told.lacking == len(
+        [1 for has, wants in zip(copies, wanted, strict=True) if has < wants]
+    )
+    assert told.survives_node_loss == all(has >= 2 for has in copies)
+    assert told.level == ("replicated" if told.survives_node_loss else "local")
+    # What is said of how many are wanted is said of a shard that has fewest.
+    assert told.wanted == max(
+        w for w, has in zip(wanted, copies, strict=True) if has == min(copies)
+    )
+
+
+@given(_KEEPERS)
+def test_a_save_has_climbed_as_far_as_the_shard_with_the_fewest_copies(
+    shards: Sequence[tuple[set[int], int]],
+) -> None:
+    outcomes = [
+        SaveOutcome(
+            iteration=7,
+            generation=_GENERATION,
+            error=None,
+            missing=(),
+            kept=tuple(owner for owner, (keepers, _) in enumerate(shards) if rank in keepers),
+            wanted=wanted,
+        )
+        for rank, (_, wanted) in enumerate(shards)
+    ]
+
+    told = durability_saved(7, outcomes)
+
+    assert told.iteration == 7
+    _assert_counted(told, [1 + len(keepers) for keepers, _ in shards], [w for _, w in shards])
+
+
+@st.composite
+def _found(draw: st.DrawFn) -> tuple[list[str], dict[int, list[int]], dict[int, set[str]]]:
+    """The node of each rank, who keeps whose copies, and the nodes that hold each shard."""
+    world = draw(st.integers(1, 6))
+    nodes = [draw(st.sampled_from("abc")) for _ in range(world)]
+    others = st.lists(st.integers(0, world - 1), unique=True, max_size=3)
+    keepers = {
+        rank: [keeper for keeper in draw(others) if keeper != rank]
+        for rank in range(world)
+        if draw(st.booleans())
+    }
+    held = {r: draw(st.sets(st.sampled_from(nodes), min_size=1)) for r in range(world)}
+    return nodes, keepers, held
+
+
+@given(_found())
+def test_what_is_found_has_climbed_as_far_as_the_nodes_that_hold_it_tell(
+    found: tuple[list[str], dict[int, list[int]], dict[int, set[str]]],
+) -> None:
+    nodes, keepers, held = found
+    checkpoint = Checkpoint(_GENERATION, 7, len(nodes))
+    inventory = Inventory(ranks_by_node(nodes))
+    for owner, on in held.items():
+        for node in on:
+            inventory.add(checkpoint, owner, node, 4096)
+
+    protection = {rank: Group((rank, *kept), len(kept)) for rank, kept in keepers.items()}
+    told = durability_found(checkpoint, inventory, protection)
+
+    wanted = [1 + len(keepers[rank]) if rank in keepers else 1 for rank in range(len(nodes))]
+    _assert_counted(told, [len(held[rank]) for rank in range(len(nodes))], wanted)
+
+
+_RUNGS = st.sampled_from([None, "captured", "local", "replicated"])
+
+
+@given(st.lists(_RUNGS, max_size=8), st.integers(1, 4))
+def test_what_is_spared_is_the_newest_that_survives_where_nothing_that_is_kept_does(
+    levels: list[str | None], keep_last: int
+) -> None:
+    newest_first = [Checkpoint(_GENERATION, 100 - place, 2) for place in range(len(levels))]
+    standing = {
+        checkpoint: Durability(checkpoint.iteration, level, 1, 2)  # type: ignore[arg-type]
+        for checkpoint, level in zip(newest_first, levels, strict=True)
+        if level is not None
+    }
+
+    stays = spared(newest_first[:keep_last], newest_first[keep_last:], standing)
+
+    surviving = [c for c, level in zip(newest_first, levels, strict=True) if level == "replicated"]
+    left = [*newest_first[:keep_last], *stays]
+    assert len(left) == len(set(left)) <= keep_last + 1
+    # The newest that survives a lost node is never among those that go.
+    assert surviving[:1] == [c for c in left if c in surviving][:1]
+    if set(surviving) & set(newest_first[:keep_last]):
+        assert stays == []
+
+
+@given(st.lists(st.sampled_from(["local", "replicated"]), max_size=12), st.integers(1, 3))
+def test_however_many_saves_lack_copies_the_last_that_survives_stays_and_goes_with_the_next(
+    saves: list[str], keep_last: int
+) -> None:
+    complete: list[Checkpoint] = []
+    standing: dict[Checkpoint, Durability] = {}
+    last_whole: Checkpoint | None = None
+    for iteration, level in enumerate(saves):
+        new = Checkpoint(_GENERATION, iteration, 2)
+        standing[new] = Durability(iteration, level, 1, 2)  # type: ignore[arg-type]
+        last_whole = new if level == "replicated" else last_whole
+        complete = [new, *complete]
+
+        kept, older = complete[:keep_last], complete[keep_last:]
+        complete = [*kept, *spared(kept, older, standing)]
+
+        assert len(complete) <= keep_last + 1
+        assert last_whole is None or last_whole in complete
+        if last_whole in kept:
+            assert complete == kept
+
+
+def test_what_is_said_of_a_checkpoint_names_the_rung_and_how_many_lack_copies() -> None:
+    said = [
+        str(Durability(3, "captured", 0, 1)),
+        str(Durability(3, "captured", 0, 2)),
+        str(Durability(3, "local", 1, 1)),
+        str(Durability(3, "local", 1, 3, lacking=2)),
+        str(Durability(3, "replicated", 2, 3, lacking=4)),
+        str(Durability(3, "replicated", 3, 3)),
+    ]
+
+    assert said == [
+        "iteration 3 is captured",
+        "iteration 3 is captured, 0 of 2",
+        "iteration 3 is local",
+        "iteration 3 is local, 1 of 3: 2 shards lack copies",
+        "iteration 3 is replicated, 2 of 3: 4 shards lack copies",
+        "iteration 3 is replicated, 3 of 3",
+    ]

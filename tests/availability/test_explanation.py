@@ -1,0 +1,362 @@
+"""What an explanation says is what ``coverage`` decides, for any inventory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.availability.coverage import complete_checkpoints, judge_newest
+from localckpt.availability.explanation import Explanation, explain, ranges
+from localckpt.availability.inventory import Inventory
+from localckpt.errors import MismatchError
+from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity, ShardRecord
+from localckpt.storage.problem import Problem
+from localckpt.storage.store import Stored
+
+Found = Mapping[str, Sequence[ShardRecord]]
+
+
+def _record(epoch: int, sequence: int, iteration: int, owner: int, world_size: int) -> ShardRecord:
+    identity = ShardIdentity("run", Generation(epoch, sequence), iteration, owner, world_size)
+    return ShardRecord(identity, 4096)
+
+
+_records = st.builds(
+    _record,
+    epoch=st.integers(1, 2),
+    sequence=st.integers(1, 2),
+    iteration=st.integers(0, 2),
+    owner=st.integers(0, 2),
+    world_size=st.integers(1, 3),
+)
+_any_inventory = st.dictionaries(st.text(max_size=5), st.lists(_records, max_size=20), max_size=5)
+
+
+@st.composite
+def _jobs(draw: st.DrawFn) -> dict[str, list[ShardRecord]]:
+    """Inventory of one or two checkpoints, each shard on any of up to five nodes."""
+    world_size = draw(st.integers(1, 4))
+    nodes = [f"node {number}" for number in range(draw(st.integers(1, 5)))]
+    inventory: dict[str, list[ShardRecord]] = {node: [] for node in nodes}
+    for sequence in range(1, draw(st.integers(2, 3))):
+        for rank in range(world_size):
+            for node in draw(st.sets(st.sampled_from(nodes))):
+                inventory[node].append(_record(1, sequence, sequence, rank, world_size))
+    return inventory
+
+
+def _newest(inventory: Found, without: Collection[str] = ()) -> Checkpoint | None:
+    kept = {node: records for node, records in inventory.items() if node not in without}
+    complete = complete_checkpoints(Inventory.found(kept))
+    return complete[0] if complete else None
+
+
+def _explain(
+    inventory: Found,
+    world_size: int | None = None,
+    bad: Mapping[str, Sequence[str]] | None = None,
+) -> Explanation:
+    files = {node: [_bad(text) for text in texts] for node, texts in (bad or {}).items()}
+    return explain(Inventory.found(inventory), world_size, files)
+
+
+def _bad(text: str, claim: str = "") -> Stored:
+    """A file that cannot be used, from its name and what is wrong with it."""
+    name, _, why = text.partition(": ")
+    return Stored(name, problem=Problem("damaged", why, claim))
+
+
+@given(_any_inventory)
+def test_what_is_called_complete_is_what_coverage_finds_in_its_order(inventory: Found) -> None:
+    explanation = _explain(inventory)
+
+    found = [s.checkpoint for s in explanation.checkpoints if s.is_complete]
+    assert found == complete_checkpoints(Inventory.found(inventory))
+    assert explanation.newest == explanation.loads == _newest(inventory)
+    # None of them says what it resumed from: as earlier versions did, by epoch.
+    versions = [
+        (c.generation.epoch, c.iteration, c.generation.sequence, c.world_size)
+        for c in (standing.checkpoint for standing in explanation.checkpoints)
+    ]
+    assert versions == sorted(versions, reverse=True)
+
+
+@given(_any_inventory | _jobs())
+def test_every_holder_of_every_shard_is_told_and_no_other(inventory: Found) -> None:
+    told = {
+        (node, standing.checkpoint.shard(rank, "run"))
+        for standing in _explain(inventory).checkpoints
+        for rank, nodes in enumerate(standing.holders)
+        for node in nodes
+    }
+
+    held = {(node, record.identity) for node, records in inventory.items() for record in records}
+    assert told == {(node, i) for node, i in held if i.rank < i.world_size}
+
+
+@given(_any_inventory | _jobs())
+def test_exactly_what_is_incomplete_lacks_something_and_exactly_the_shards_that_nobody_holds(
+    inventory: Found,
+) -> None:
+    for standing in _explain(inventory).checkpoints:
+        lacking = [rank for lack in standing.lacks for rank in lack.ranks]
+
+        assert sorted(lacking) == [r for r, on in enumerate(standing.holders) if not on]
+        assert standing.is_complete == (not lacking)
+
+
+@given(_any_inventory | _jobs())
+def test_the_breaking_sets_are_exactly_the_smallest_whose_loss_changes_the_newest(
+    inventory: Found,
+) -> None:
+    explanation = _explain(inventory)
+
+    newest = _newest(inventory)
+    smallest: list[set[str]] = []
+    for count in range(1, len(inventory) + 1):
+        for lost in map(set, combinations(inventory, count)):
+            breaks = newest is not None and _newest(inventory, lost) != newest
+            if breaks and not any(known <= lost for known in smallest):
+                smallest.append(lost)
+    assert sorted(map(sorted, explanation.breaking)) == sorted(map(sorted, smallest))
+
+
+@given(_any_inventory | _jobs())
+def test_as_many_nodes_as_it_says_may_be_lost_and_not_one_more(inventory: Found) -> None:
+    explanation = _explain(inventory)
+    newest, most = _newest(inventory), explanation.survives_any
+
+    if newest is None:
+        assert most == 0
+        assert explanation.may_be_lost_alone == ()
+        return
+    assert all(_newest(inventory, lost) == newest for lost in combinations(inventory, most))
+    assert any(_newest(inventory, lost) != newest for lost in combinations(inventory, most + 1))
+    assert set(explanation.may_be_lost_alone) == {
+        node for node in inventory if _newest(inventory, [node]) == newest
+    }
+
+
+@given(_any_inventory | _jobs(), st.integers(1, 4))
+def test_a_restart_with_another_number_of_ranks_is_refused_as_the_manager_refuses_it(
+    inventory: Found, world_size: int
+) -> None:
+    explanation = _explain(inventory, world_size)
+
+    refusal = _refusal(inventory, world_size)
+    assert explanation.refusal == refusal
+    assert explanation.newest == _newest(inventory)
+    assert explanation.loads == (_newest(inventory) if refusal is None else None)
+    assert (refusal or "") in str(explanation)
+
+
+def _refusal(inventory: Found, world_size: int) -> str | None:
+    try:
+        judge_newest(complete_checkpoints(Inventory.found(inventory)), world_size)
+    except MismatchError as error:
+        return str(error)
+    return None
+
+
+@given(_any_inventory | _jobs())
+def test_any_explanation_can_be_printed_and_sent(inventory: Found) -> None:
+    explanation = _explain(inventory, bad={"elsewhere": ["nonsense", "1.2.3.4.safetensors: bad"]})
+
+    told = json.loads(json.dumps(explanation.to_json()))
+
+    assert [c["iteration"] for c in told["checkpoints"]] == [
+        s.checkpoint.iteration for s in explanation.checkpoints
+    ]
+    assert all(len(line) <= 100 for line in _matrix_of(explanation))
+    assert "elsewhere" in told["nodes"]
+
+
+def _matrix_of(explanation: Explanation) -> list[str]:
+    lines = str(explanation).splitlines()
+    return [line for line in lines if line.startswith("iteration ") or line[:1].isdigit()]
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_ranges_name_all_numbers_and_no_others(numbers: set[int]) -> None:
+    told = [part.split("-") for part in ranges(numbers).split(",") if part]
+
+    assert {n for part in told for n in range(int(part[0]), int(part[-1]) + 1)} == numbers
+    assert len(told) == len([n for n in numbers if n - 1 not in numbers])
+
+
+def test_the_matrix_tells_who_holds_what_and_why_the_newest_is_not_loaded() -> None:
+    old = [_record(3, 1, 1150, rank, 4) for rank in range(4)]
+    new = [_record(3, 2, 1200, rank, 4) for rank in range(4)]
+    inventory = {
+        "/gathered/node0": [*old[:2], *new[:2]],
+        "/gathered/node1": [*old[:2], *new[:2]],
+        "/gathered/node2": [*old[2:], _record(2, 9, 1200, 2, 4)],
+        "/gathered/node3": [*old[2:]],
+    }
+    bad = {"/gathered/node2": ["000000001200.3.3.2.safetensors: its header is damaged"]}
+
+    told = str(_explain(inventory, bad=bad))
+
+    assert (
+        told
+        == """\
+A   /gathered/node0
+B   /gathered/node1
+C   /gathered/node2
+D   /gathered/node3
+
+iteration  generation  complete  rank 0-1  rank 2  rank 3
+1200       3.2         no        A+B       none    C!
+1150       3.1         yes       A+B       C+D     C+D
+1200       2.9         no        none      C       none
+
+A restart loads iteration 1150 (generation 3.1, 4 ranks).
+Iteration 1200 (generation 3.2, 4 ranks) is newer, and lacks:
+  rank 2: only of another attempt, generation 2.9 (C)
+  rank 3: 1 copy, its header is damaged (C)
+Iteration 1200 (generation 2.9, 4 ranks) is of an earlier attempt: the job went back, and saved \
+iteration 1150 later.
+Iteration 1150 survives the loss of any one node. It is lost together with A+B, or C+D.
+Not counted, on C: 000000001200.3.3.2.safetensors: its header is damaged"""
+    )
+
+
+def test_ranks_that_lack_a_shard_for_one_reason_are_told_in_one_line() -> None:
+    told = str(_explain({"a": [_record(1, 1, 5, rank, 64) for rank in (0, 1, 40)]}))
+
+    assert "rank 0-1  rank 2-39  rank 40  rank 41-63" in told
+    assert "  ranks 2-39,41-63: on no node\n" not in told
+    assert told.endswith("  ranks 2-39,41-63: on no node")
+    assert "A restart finds nothing to load: no checkpoint is complete." in told
+
+
+def test_a_copy_that_is_damaged_beside_a_good_one_does_no_harm() -> None:
+    inventory = {"a": [_record(1, 1, 5, 0, 1)], "b": []}
+
+    explanation = _explain(inventory, bad={"b": ["000000000005.0.1.1.safetensors.corrupt: bad"]})
+
+    assert explanation.loads == Checkpoint(Generation(1, 1), 5, 1)
+    assert explanation.checkpoints[0].damaged == (("b",),)
+    assert "A+B!" in str(explanation)
+    assert explanation.breaking == (("a",),)
+
+
+def test_a_checkpoint_of_which_only_names_are_left_has_a_row_with_the_ranks_of_its_attempt() -> (
+    None
+):
+    inventory = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)], "b": []}
+    bad = {
+        "a": ["000000000006.0.1.2.safetensors: torn"],
+        "b": ["000000000006.1.1.2.safetensors.corrupt: torn"],
+    }
+
+    explanation = _explain(inventory, bad=bad)
+
+    newer, older = explanation.checkpoints
+    assert newer.checkpoint == Checkpoint(Generation(1, 2), 6, 3)
+    assert (newer.is_by_name, newer.is_complete, older.is_by_name) == (True, False, False)
+    assert newer.damaged == (("a",), ("b",), ())
+    assert explanation.loads == older.checkpoint
+    assert """\
+iteration  generation  complete  rank 0  rank 1  rank 2
+6          1.2         no        A!      B!      none
+5          1.1         yes       A       A       A
+
+A restart loads iteration 5 (generation 1.1, 3 ranks).
+Iteration 6 (generation 1.2, by the names of its files) is newer, and lacks:
+  rank 0: 1 copy, torn (A)
+  rank 1: 1 copy, torn (B)
+  rank 2: on no node
+""" in str(explanation)
+
+
+def test_a_checkpoint_of_an_attempt_that_is_not_known_has_the_ranks_that_names_tell_of() -> None:
+    other_attempt = [_record(1, SAVES_AN_ATTEMPT + 1, 5, 0, 1)]
+
+    explanation = _explain({"a": other_attempt}, bad={"a": ["6.2.1.2.safetensors: torn"]})
+
+    assert explanation.checkpoints[0].checkpoint == Checkpoint(Generation(1, 2), 6, 3)
+    assert explanation.checkpoints[0].damaged == ((), (), ("a",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("6.3.1.2.safetensors", "6.99999999.7.2.safetensors", f"{10**30}.0.1.2.safetensors"),
+        *(f"6.0.{10**30}.2.safetensors", f"6.0.1.{10**30}.safetensors", "6.safetensors"),
+    ],
+)
+def test_names_that_no_store_gives_make_no_rows(name: str) -> None:
+    inventory = {"a": [_record(1, 1, 5, rank, 3) for rank in range(3)]}
+
+    explanation = _explain(inventory, bad={"a": [f"{name}: bad"]})
+
+    assert [s.checkpoint.iteration for s in explanation.checkpoints] == [5]
+    assert str(explanation).endswith(f"Not counted, on A: {name}: bad")
+
+
+def test_what_a_damaged_copy_claims_to_be_is_no_reason() -> None:
+    claim = "iteration 3 of rank 7 (session 'is damaged: or not', generation 8.9)"
+    file = _bad("000000000005.0.1.1.safetensors.corrupt: torn", claim)
+
+    explanation = explain(Inventory.found({"a": []}), None, {"a": [file]})
+
+    assert [lack.why for lack in explanation.checkpoints[0].lacks] == ["1 copy, torn"]
+    assert f"{claim} is damaged: torn" in str(explanation)
+
+
+def test_a_job_of_one_rank_has_no_ranks() -> None:
+    told = str(_explain({"a": [_record(1, 1, 5, 0, 1)]}))
+
+    assert "A restart loads iteration 5 (generation 1.1, 1 rank)." in told
+
+
+@pytest.mark.parametrize("inventory", [{}, {"a": []}])
+def test_nodes_that_hold_nothing_are_said_to(inventory: Found) -> None:
+    explanation = _explain(inventory)
+
+    assert explanation.loads is None
+    assert "no node holds a shard" in str(explanation)
+
+
+def test_a_node_that_alone_may_be_lost_is_named_where_not_every_one_may() -> None:
+    shards = [_record(1, 1, 5, rank, 2) for rank in range(2)]
+
+    explanation = _explain({"a": shards[:1], "b": shards[1:], "c": shards[1:]})
+
+    assert explanation.survives_any == 0
+    assert explanation.may_be_lost_alone == ("b", "c")
+    assert "survives the loss of one node only if it is B or C" in str(explanation)
+    assert explanation.breaking == (("a",), ("b", "c"))
+
+
+def test_many_nodes_have_a_letter_each() -> None:
+    inventory = {f"node {number}": [_record(1, 1, 5, number, 60)] for number in range(60)}
+
+    lines = str(_explain(inventory)).splitlines()
+
+    assert [line.split()[0] for line in lines[24:29]] == ["Y", "Z", "AA", "AB", "AC"]
+    assert lines[-1].endswith("or L, or 48 more.")
+
+
+def test_a_job_of_256_nodes_is_explained_too() -> None:
+    world_size = 2048
+    inventory = {
+        f"node {node}": [
+            _record(1, sequence, sequence, rank % world_size, world_size)
+            for sequence in (1, 2)
+            for rank in (*range(8 * node, 8 * node + 8), *range(8 * node + 64, 8 * node + 72))
+        ]
+        for node in range(world_size // 8)
+    }
+
+    explanation = _explain(inventory)
+
+    assert explanation.survives_any == 1
+    assert len(explanation.breaking) == len(inventory)
+    assert len(str(explanation).splitlines()) < 600

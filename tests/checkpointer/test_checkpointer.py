@@ -1,0 +1,196 @@
+"""What the front door refuses, what it does when saves fail, and how often it saves by itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import Checkpointer, CheckpointingException, Every, SameMachineReplicationException
+from tests.checkpointer.loops import stores
+from tests.managers.jobs import iterations_on
+from tests.ranks import node_store, run_ranks
+
+
+class _Value:
+    """A part of one tensor, which can refuse to be saved."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(1000)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+def _state() -> dict[str, Any]:
+    return {"value": _Value()}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "memory=True"),
+        ({"memory": True, "replication_factor": 0}, "1 \\(no copies\\) or more"),
+        ({"memory": True, "on_error": "ignore"}, "'warn' or 'raise'"),
+        ({"memory": True, "max_failures": 0}, "must be above 0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        Checkpointer(_state(), **options)
+
+
+def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_path: Path) -> None:
+    with Checkpointer(_state(), local=tmp_path, every=Every(steps=1)) as checkpointer:
+        with pytest.raises(CheckpointingException, match=r"call resume\(\) before the first step"):
+            checkpointer.step(0)
+        assert checkpointer.resume() == 0
+        assert not checkpointer.step(0)
+        with pytest.raises(CheckpointingException, match=r"step\(0\) was called after step\(0\)"):
+            checkpointer.step(0)
+    with pytest.raises(CheckpointingException, match="is closed"):
+        checkpointer.step(1)
+    with pytest.raises(CheckpointingException, match="is closed"):
+        checkpointer.resume()
+    assert iterations_on(tmp_path) == {0}
+
+
+def test_a_step_is_saved_when_asked_and_once(tmp_path: Path) -> None:
+    with Checkpointer(_state(), local=tmp_path, every=Every(steps=100)) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0)
+        checkpointer.save(0)
+        checkpointer.wait_until_finished()
+        assert iterations_on(tmp_path) == {0}
+
+
+def _copies(rank: int, world_size: int, factor: int | None) -> tuple[str, int]:
+    told = ""
+    try:
+        with Checkpointer(_state(), local=node_store(), replication_factor=factor) as checkpointer:
+            checkpointer.resume()
+            checkpointer.step(0)
+            checkpointer.save(0)
+            checkpointer.wait_until_finished()
+            (status,) = checkpointer.manager.status()
+            return told, status.copies
+    except SameMachineReplicationException as error:
+        return str(error), 0
+
+
+def test_copies_are_kept_where_there_are_two_nodes(tmp_path: Path) -> None:
+    def run(name: str, nodes: int, factor: int | None) -> list[Any]:
+        return run_ranks(_copies, 2, factor, store_per_node=stores(tmp_path / name, nodes))
+
+    assert run("one node", 1, None) == [("", 1)] * 2
+    assert run("two nodes", 2, None) == [("", 2)] * 2
+    assert run("two nodes, no copies", 2, 1) == [("", 1)] * 2
+    refused = run("one node, copies", 1, 2)
+    assert all(copies == 0 and told for told, copies in refused)
+
+
+def _train_while_the_store_is_away(
+    rank: int, world_size: int, max_failures: int
+) -> tuple[list[int], int, str]:
+    """Steps of which the store was there, the saves that failed, and what was raised."""
+    root = node_store()
+    away = root.with_name(f"{root.name} away")
+    told, steps = "", []
+    options: dict[str, Any] = {"every": Every(steps=1), "max_failures": max_failures}
+    with Checkpointer(_state(), local=root, timeout_s=60.0, **options) as checkpointer:
+        checkpointer.resume()
+        for step in range(6):
+            if rank == 1 and step == 2:
+                root.rename(away)
+            if rank == 1 and step == 4:
+                away.rename(root)
+            try:
+                checkpointer.step(step)
+                checkpointer.wait_until_finished()
+            except CheckpointingException as error:
+                told = str(error)
+                break
+            steps.append(step)
+        if rank == 1 and away.exists():
+            away.rename(root)
+        return steps, checkpointer.failed_saves, told
+
+
+@pytest.mark.fault("unusable-store")
+def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(tmp_path: Path) -> None:
+    nodes = stores(tmp_path / "goes on", 2)
+    went_on = run_ranks(_train_while_the_store_is_away, 2, 3, store_per_node=nodes)
+
+    assert went_on == [([0, 1, 2, 3, 4, 5], 2, "")] * 2
+    for node in nodes:
+        assert 5 in iterations_on(node)
+    nodes = stores(tmp_path / "ends", 2)
+    ended = run_ranks(_train_while_the_store_is_away, 2, 2, store_per_node=nodes)
+    (told,) = {text for _, _, text in ended}
+    assert "rank 1" in told
+    assert [failed for _, failed, _ in ended] == [2, 2]
+
+
+def test_a_measured_cadence_saves_first_to_know_what_a_save_costs_then_seldom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "localckpt"),
+        Checkpointer(_state(), local=tmp_path, every=Every(overhead=0.001)) as checkpointer,
+    ):
+        checkpointer.resume()
+        for step in range(60):
+            time.sleep(0.002)
+            checkpointer.step(step)
+            if checkpointer.manager.last_save is not None and step > 20:
+                break
+
+    saved = [text for text in caplog.messages if text.startswith("saved iteration")]
+    assert len(saved) == 1
+
+
+def _stop_while_the_store_is_away(rank: int, world_size: int) -> tuple[int, int]:
+    """The step after which the job was stopped, and the saves that failed before."""
+    root, away = node_store(), node_store().with_name(f"{node_store().name} away")
+    file = root.parent / "stop"
+    with Checkpointer(
+        _state(), local=root, every=Every(steps=10**6), stop_file=file, timeout_s=60.0
+    ) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        if rank == 1:
+            root.rename(away)
+        # Fails behind training, and is heard of when the job is stopped.
+        checkpointer.save(0)
+        dist.barrier()
+        time.sleep(0.5)
+        if rank == 1:
+            away.rename(root)
+            file.touch()
+        dist.barrier()
+        for step in range(1, 10**6):
+            if checkpointer.step(step):
+                return step, checkpointer.failed_saves
+            time.sleep(0.002)
+    raise AssertionError("the job was not stopped")
+
+
+@pytest.mark.fault("unusable-store")
+def test_a_job_that_is_stopped_when_a_save_has_failed_is_safe_all_the_same(tmp_path: Path) -> None:
+    nodes = stores(tmp_path, 2)
+
+    ((step, failed), other) = run_ranks(_stop_while_the_store_is_away, 2, store_per_node=nodes)
+
+    assert (step, failed) == other
+    assert failed == 1
+    for node in nodes:
+        assert step in iterations_on(node)

@@ -1,0 +1,117 @@
+"""Parts of a state: what can be one, and what a load does to tensors that are there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import localckpt
+from localckpt import CheckpointingException, MismatchError
+from localckpt.checkpointer.parts import ModulePart, RandomPart, parts_of
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "there is nothing to save"),
+        ({"epoch": 3}, "'epoch' of the training state is a int"),
+        ({"epoch": (1, 2)}, "'epoch' of the training state is a tuple"),
+        ({3: torch.nn.Linear(1, 1)}, "must be a name"),
+        ({"rng": torch.nn.Linear(1, 1)}, "rng=False leaves them out"),
+    ],
+)
+def test_what_is_no_part_is_refused_by_name(state: dict[Any, Any], told: str) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        parts_of(state, rng=True)
+
+
+def test_a_compiled_module_has_the_names_of_the_module_inside() -> None:
+    inner = torch.nn.Linear(2, 2)
+
+    part = ModulePart(torch.compile(inner))
+
+    assert part.state_dict().keys() == {"weight", "bias"}
+
+
+def test_a_value_that_only_the_checkpoint_has_is_an_error_that_names_it() -> None:
+    part = ModulePart(torch.nn.Linear(2, 2))
+
+    with pytest.raises(MismatchError, match="1 values that Linear has not: scale"):
+        part.load_state_dict({**part.state_dict(), "scale": torch.ones(1)})
+
+
+class _Counting(torch.nn.Module):
+    """A module with an extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_tensors_are_filled_where_they_are_and_extra_states_are_taken(tmp_path: Path) -> None:
+    module = _Counting()
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step() -> None:
+        module.weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        module.count += 1
+
+    with localckpt.Checkpointer({"model": module, "optimizer": optimizer}, local=tmp_path) as made:
+        made.resume()
+        step()
+        made.save(0)
+    saved, moments = module.weight.detach().clone(), optimizer.state[module.weight]["exp_avg"]
+    expected = moments.clone()
+    step()
+    weight_at, moments_at = module.weight.data_ptr(), moments.data_ptr()
+
+    with localckpt.Checkpointer({"model": module, "optimizer": optimizer}, local=tmp_path) as made:
+        assert made.resume() == 1
+
+    assert torch.equal(module.weight, saved)
+    assert torch.equal(optimizer.state[module.weight]["exp_avg"], expected)
+    assert module.weight.data_ptr() == weight_at
+    assert optimizer.state[module.weight]["exp_avg"].data_ptr() == moments_at
+    assert module.count == 1
+
+
+def test_all_generators_go_on_as_they_were() -> None:
+    part = RandomPart()
+    saved = part.state_dict()
+    drawn = (random.random(), torch.rand(3).tolist(), numpy.random.rand(3).tolist())
+
+    part.load_state_dict(saved)
+
+    assert drawn == (random.random(), torch.rand(3).tolist(), numpy.random.rand(3).tolist())
+
+
+def test_generators_are_rewound_to_what_was_loaded(tmp_path: Path) -> None:
+    values = torch.nn.Linear(1, 1)
+    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
+        made.rewind_random()
+        made.resume()
+        made.step(0)
+        made.save(0)
+        drawn = torch.rand(3)
+
+    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
+        made.resume()
+        # As the iterator of a data loader does.
+        torch.rand(1)
+        made.rewind_random()
+
+        assert torch.equal(torch.rand(3), drawn)

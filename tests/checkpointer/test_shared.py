@@ -1,0 +1,149 @@
+"""Shared storage under the front door: what outlives the nodes, and the number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import Checkpointer, CheckpointingException, Every
+from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
+from tests.ranks import run_ranks
+
+_STEPS = 14
+
+
+def _options(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "shared": tmp_path / "shared",
+        "every": Every(steps=2),
+        "shared_every": Every(steps=5),
+        **options,
+    }
+
+
+def _run(
+    sharding: Sharding, ranks: int, steps: int, options: dict[str, Any], nodes: list[Path]
+) -> list[Outcome]:
+    outcomes: list[Outcome] = run_ranks(
+        *(train, ranks, sharding, steps, options), store_per_node=nodes
+    )
+    return outcomes
+
+
+@pytest.mark.fault("lost-nodes")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2", "fsdp1"])
+def test_a_job_that_lost_all_nodes_goes_on_bit_for_bit_from_shared_storage(
+    sharding: Sharding, tmp_path: Path
+) -> None:
+    nodes = stores(tmp_path, 2)
+    never = _options(tmp_path / "undisturbed", every=Every(steps=100), shared_every=Every(steps=99))
+    expected = _run(sharding, 2, _STEPS, never, stores(tmp_path / "undisturbed", 1))
+    _run(sharding, 2, 8, _options(tmp_path), nodes)
+
+    from_nodes = _run(sharding, 2, 9, _options(tmp_path), nodes)
+    for node in nodes:
+        shutil.rmtree(node)
+    from_shared = _run(sharding, 2, _STEPS, _options(tmp_path), nodes)
+    again = _run(sharding, 2, _STEPS + 1, _options(tmp_path), nodes)
+
+    assert [outcome.first for outcome in from_nodes] == [8, 8]
+    assert [outcome.first for outcome in from_shared] == [5, 5]
+    for outcome, reference in zip(from_shared, expected, strict=True):
+        assert outcome.losses == reference.losses[5:]
+        # Running statistics of BatchNorm differ from rank to rank; there they are those of one.
+        assert outcome.weights == reference.weights
+    # What the nodes save after that descends from it, and is newer: at steps 6, 8, 10 and 12.
+    assert [outcome.first for outcome in again] == [13, 13]
+
+
+@pytest.mark.fault("world-size")
+def test_another_number_of_ranks_loads_shared_storage_and_what_belongs_to_ranks_is_not_mixed(
+    tmp_path: Path,
+) -> None:
+    saved = _run("fsdp2", 4, 10, _options(tmp_path), stores(tmp_path, 2))
+    assert all(outcome.failed == 0 for outcome in saved)
+    nodes = stores(tmp_path / "others", 1)
+
+    refused = run_ranks(
+        *(full_weights, 2, _options(tmp_path)), store_per_node=stores(tmp_path / "refused", 1)
+    )
+    found = run_ranks(
+        *(full_weights, 2, _options(tmp_path, on_resize="drop")), store_per_node=nodes
+    )
+    as_saved = run_ranks(
+        *(full_weights, 4, _options(tmp_path)), store_per_node=stores(tmp_path / "same", 1)
+    )
+
+    for text in refused:
+        assert "was saved by 4 ranks, and this job has 2: loader, seen belong to single" in text
+    assert found[0] == as_saved[0]
+    assert found[0].startswith("10 ")
+
+
+def test_a_cadence_that_measures_the_nodes_is_refused_for_shared_storage(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="shared_every takes steps or minutes"):
+        Checkpointer(
+            {"model": torch.nn.Linear(1, 1)}, local=tmp_path, shared_every=Every(overhead=0.01)
+        )
+
+
+def test_an_optimizer_of_no_module_is_refused_for_shared_storage(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+    with pytest.raises(CheckpointingException, match="'optimizer' of the training state"):
+        Checkpointer(
+            {"model": torch.nn.Linear(1, 1), "optimizer": optimizer},
+            local=tmp_path / "local",
+            shared=tmp_path / "shared",
+        )
+    # The directory is free again.
+    with Checkpointer({"model": torch.nn.Linear(1, 1)}, local=tmp_path / "local") as checkpointer:
+        assert checkpointer.resume() == 0
+
+
+def test_a_step_is_saved_to_shared_storage_when_asked(tmp_path: Path) -> None:
+    model, places = torch.nn.Linear(2, 2), {"local": tmp_path / "a", "shared": tmp_path / "shared"}
+    with Checkpointer({"model": model}, **places) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+    other = torch.nn.Linear(2, 2)
+
+    with Checkpointer({"model": other}, local=tmp_path / "b", shared=tmp_path / "shared") as again:
+        assert again.resume() == 1
+        with pytest.raises(CheckpointingException, match="step\\(0\\) was called after"):
+            again.step(0)
+
+    assert torch.equal(model.weight, other.weight)
+    with Checkpointer({"model": other}, local=tmp_path / "c") as without:
+        without.resume()
+        with pytest.raises(CheckpointingException, match="there is no shared storage"):
+            without.save(0, shared=True)
+
+
+def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
+    tmp_path: Path,
+) -> None:
+    model, shared = torch.nn.Linear(50, 50), tmp_path / "shared"
+    saved = []
+    with Checkpointer({"model": model}, local=tmp_path / "a", shared=shared) as checkpointer:
+        checkpointer.resume()
+        for step in range(2):
+            torch.nn.init.normal_(model.weight)
+            saved.append(model.weight.detach().clone())
+            checkpointer.step(step)
+            checkpointer.save(step, shared=True)
+            checkpointer.wait_until_finished()
+    newest = max(shared.rglob("*.distcp"), key=lambda path: path.stat().st_mtime_ns)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+
+    with Checkpointer({"model": model}, local=tmp_path / "b", shared=shared) as checkpointer:
+        assert checkpointer.resume() == 1
+
+    assert torch.equal(model.weight, saved[0])

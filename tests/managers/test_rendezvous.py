@@ -1,0 +1,46 @@
+"""Ranks that meet learn their nodes, and what these hold, from the root alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from localckpt.managers.look import Look
+from localckpt.managers.rendezvous import join
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.strategies import NoReplication
+from localckpt.storage.disk import DiskStore
+from tests.simulated import World
+
+_WORLD, _NODES = 24, 6
+
+
+def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
+    # Dealt out one by one, so that no two neighbours share a node.
+    store = DiskStore(root / str(ranks.rank % _NODES), "run", ranks.rank, 20.0)
+    try:
+        strategy = NoReplication(20.0, None)
+        nodes, generation = join(ranks, store, strategy, "run")
+        look = Look(ranks, store, nodes, strategy)
+        inventory = look.inventory()
+        return nodes, generation, look.found, inventory.reports(), store.claim.newest_epoch()
+    finally:
+        store.close()
+
+
+def test_ranks_that_meet_name_nodes_and_epoch_alike_whoever_shares_a_node(tmp_path: Path) -> None:
+    world = World(_WORLD, 20.0)
+
+    first = world.all_do(lambda ranks: _join_and_look(ranks, tmp_path))
+    second = world.all_do(lambda ranks: _join_and_look(ranks, tmp_path))
+
+    for outcomes, epoch in ((first, 1), (second, 2)):
+        nodes, generation, found, reports, noted = outcomes[0]
+        assert all(outcome == outcomes[0] for outcome in outcomes.values())
+        assert nodes == [nodes[rank % _NODES] for rank in range(_WORLD)]
+        assert len(set(nodes)) == _NODES
+        assert nodes[1] == "the node of ranks 1,7,13,19"
+        assert (generation.epoch, noted) == (epoch, epoch)
+        assert (found.complete, found.incomplete) == ({}, "")
+        assert [rank for rank, report in enumerate(reports) if report] == list(range(_NODES))
+    assert first[0][1].epoch_id != second[0][1].epoch_id

@@ -1,0 +1,82 @@
+"""Ranks of one job in one process: each is a thread with connections of its own to a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.stores import CountingStore, serve_store
+from localckpt.errors import CheckpointingException
+from localckpt.ranks.job_store import Group
+from localckpt.ranks.ranks import Ranks
+from localckpt.threads import Task
+
+PATIENCE_S = 60.0
+
+
+class World:
+    """Simulated ranks of one job."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._server = serve_store()
+        # To copy a client takes less time than to make one.
+        self._client = TCPStore(
+            *("127.0.0.1", self._server.port, None, False),
+            timedelta(seconds=PATIENCE_S),
+            wait_for_workers=False,
+        )
+        members = tuple(range(world_size))
+
+        def join(rank: int) -> Ranks:
+            group = Group(rank, members, self._client.clone())
+            ranks = Ranks("many", timeout_s=PATIENCE_S, group=group)
+            ranks.gather("begin", None)
+            ranks.set_timeout(timeout_s)
+            return ranks
+
+        self.ranks = together([lambda rank=rank: join(rank) for rank in members])
+        self.counts = [CountingStore.count(ranks) for ranks in self.ranks]
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of all ranks."""
+        for ranks in self.ranks:
+            ranks.set_timeout(timeout_s)
+
+    def all_do(self, act: Callable[[Ranks], Any], without: tuple[int, ...] = ()) -> dict[int, Any]:
+        """What each rank returns or raises, by rank."""
+        acting = [ranks for ranks in self.ranks if ranks.rank not in without]
+        outcomes = together([lambda ranks=ranks: outcome_of(ranks, act) for ranks in acting])
+        return {ranks.rank: out for ranks, out in zip(acting, outcomes, strict=True)}
+
+    def listen(self) -> None:
+        """Have a connection of their own for the threads that listen, as in large worlds."""
+
+        def listen(ranks: Ranks) -> None:
+            part: Any = ranks._part
+            part._listener = CountingStore(part._own_client())
+
+        self.all_do(listen)
+        for ranks, counts in zip(self.ranks, self.counts, strict=True):
+            part: Any = ranks._part
+            counts.append(part._listener)
+
+    def operations(self) -> list[int]:
+        """How often each rank has asked the store."""
+        return [sum(store.operations for store in counts) for counts in self.counts]
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    tasks = [Task(call) for call in calls]
+    for task in tasks:
+        task.start("simulated rank", daemon=True)
+    return [task.result(PATIENCE_S) for task in tasks]
+
+
+def outcome_of(ranks: Ranks, act: Callable[[Ranks], Any]) -> Any:
+    try:
+        return act(ranks)
+    except CheckpointingException as error:
+        return error

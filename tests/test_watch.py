@@ -1,0 +1,271 @@
+"""Ranks that agree on the ends of calls behind training: all act in the same poll, or none does."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt.async_save.calls import PendingCall
+from localckpt.errors import PeerLostError, StorageError
+from localckpt.ranks.failure import Failure
+from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.watch import Verdict, Watch, Watched
+from tests.simulated import PATIENCE_S, World
+
+_WORLD = 20
+_CALLS = 12
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    before = threading.stack_size(512 << 10)
+    try:
+        world = World(_WORLD, 0.5)
+        world.listen()
+        yield world
+    finally:
+        threading.stack_size(before)
+
+
+def _call(number: int, *, ends_after_s: float = 0.0, error: Exception | None = None) -> Watched:
+    call = PendingCall("save")
+    if ends_after_s:
+        timer = threading.Timer(ends_after_s, call.end, [error])
+        timer.daemon = True
+        timer.start()
+    else:
+        call.end(error)
+    return Watched(number, call.name, call)
+
+
+def _train(ranks: Ranks, seed: int) -> list[tuple[int, int, Failure | None]]:
+    """Poll now and then, and say in which poll this rank acted on which call, and how it ended."""
+    watch = Watch(ranks, PATIENCE_S)
+    # What the ranks have in common, and what each of them has alone.
+    plan, own = random.Random(seed), random.Random(seed * 1000 + ranks.rank)
+    acted: list[tuple[int, int, Failure | None]] = []
+    step_s = own.choice([0.0, 0.001, 0.004])
+    scheduled, poll = 0, 0
+    while len(acted) < _CALLS:
+        poll += 1
+        for _ in range(plan.choice([0, 0, 1, 2])):
+            if scheduled < _CALLS:
+                fails = scheduled == 5 and ranks.rank == 3
+                error = StorageError("no space") if fails else None
+                watch.follow(_call(scheduled, ends_after_s=own.uniform(0.0, 0.05), error=error))
+                scheduled += 1
+        blocking = plan.random() < 0.05
+        watch.poll(blocking)
+        while len(acted) < scheduled:
+            oldest = len(acted)
+            if blocking:
+                verdict = watch.await_verdict(oldest, time.monotonic())
+            elif (found := watch.verdict(oldest)) is None:
+                break
+            else:
+                verdict = found
+            acted.append((poll, verdict.number, verdict.failure))
+        time.sleep(own.uniform(0.0, step_s))
+    return acted
+
+
+class _Alone:
+    """Ranks that are asked nothing."""
+
+    is_root = True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_ranks_act_on_each_call_in_the_same_poll_however_fast_they_poll(
+    world: World, seed: int
+) -> None:
+    acted = world.all_do(lambda ranks: _train(ranks, seed))
+
+    assert [acted[rank] for rank in range(_WORLD)] == [acted[0]] * _WORLD
+    assert [number for _, number, _ in acted[0]] == list(range(_CALLS))
+    failures = [failure for *_, failure in acted[0]]
+    assert [failure is not None for failure in failures] == [n == 5 for n in range(_CALLS)]
+    assert failures[5] is not None
+    assert failures[5].kind == "StorageError"
+    assert "call 5 (save) failed on rank 3: StorageError: no space" in failures[5].text
+
+
+def test_a_poll_asks_the_store_nothing(world: World) -> None:
+    over = [PendingCall("save") for _ in range(_WORLD)]
+    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+    for watch, call in zip(watches, over, strict=True):
+        watch.follow(Watched(0, call.name, call))
+    before = world.operations()
+
+    for watch in watches:
+        for _ in range(100):
+            watch.poll(blocking=False)
+            assert watch.verdict(0) is None
+
+    assert world.operations() == before
+    for call in over:
+        call.end(None)
+    world.all_do(lambda ranks: watches[ranks.rank].await_verdict(0, time.monotonic()))
+
+
+def test_a_rank_asks_the_store_as_often_in_a_large_world(world: World) -> None:
+    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+    before = world.operations()
+
+    def agree(ranks: Ranks) -> Any:
+        watches[ranks.rank].follow(_call(0))
+        return watches[ranks.rank].await_verdict(0, time.monotonic())
+
+    world.all_do(agree)
+
+    taken = sorted(after - b for b, after in zip(before, world.operations(), strict=True))
+    # Two rounds, of one report, one count, and one wait each.
+    assert taken[_WORLD // 2] <= 2 * 4
+    assert sum(taken) <= 12 * _WORLD
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
+def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
+    steps: list[tuple[int, bool]],
+) -> None:
+    watches = [Watch(_Alone(), PATIENCE_S) for _ in range(3)]  # type: ignore[arg-type]
+    limits: dict[int, int] = {}
+    heard: set[int] = set()
+    acted: dict[int, int] = {}
+
+    def poll(rank: int) -> None:
+        watch = watches[rank]
+        # Else it waits until it has heard.
+        if watch._polls < watch._limit and rank not in acted:
+            watch.poll(blocking=False)
+            if watch.verdict(0) is not None:
+                acted[rank] = watch._polls
+
+    def promise_or_hear(rank: int) -> None:
+        if rank not in limits:
+            limits[rank] = watches[rank]._promise()
+        elif len(limits) == len(watches) and rank not in heard:
+            heard.add(rank)
+            watches[rank]._calls.append(_call(0))
+            watches[rank]._publish([Verdict(0, due=1 + max(limits.values()))])
+
+    for rank, is_poll in steps:
+        (poll if is_poll else promise_or_hear)(rank)
+    while len(acted) < len(watches):
+        for rank in range(len(watches)):
+            promise_or_hear(rank)
+            poll(rank)
+
+    assert len(set(acted.values())) == 1
+
+
+def test_the_trainer_never_passes_the_poll_that_its_thread_has_promised() -> None:
+    for _ in range(300):
+        watch = Watch(_Alone(), PATIENCE_S)  # type: ignore[arg-type]
+        polling = threading.Thread(target=lambda w=watch: [w.poll(False) for _ in range(2000)])
+        polling.start()
+
+        limit = watch._promise()
+        time.sleep(0.0005)
+        polls = watch._polls
+        watch._publish([])
+        polling.join(PATIENCE_S)
+
+        # The poll that it waits in is counted.
+        assert polls <= max(limit + 1, 2000 if limit >= 2000 else 0)
+
+
+class _DiedError(Exception):
+    """Ends the thread of a rank, as the end of its process does."""
+
+
+class _Dying:
+    """A connection of a rank that dies after some messages."""
+
+    def __init__(self, store: Any, left: int) -> None:
+        self.store = store
+        self.left = left
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def asked(*args: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise _DiedError
+            return method(*args)
+
+        return asked
+
+
+# The root; one in its team; and one that is the last of its team, since that has no other.
+@pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize("dying", [0, 3, 16])
+def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_say(
+    dying: int,
+    world: World,
+    long_form: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+) -> None:
+    # How long a rank is waited for that may be about to say what it has found.
+    monkeypatch.setattr("localckpt.ranks.deciding._AFTER_FIRST_S", 0.3)
+    part: Any = world.ranks[dying]._part
+    listener, survived, messages, cases = part._listener, False, 0, 0
+
+    def agree(ranks: Ranks) -> Any:
+        watch = Watch(ranks, ranks.timeout_s)
+        watch.follow(_call(0))
+        began = time.monotonic()
+        if ranks.rank == dying:
+            assert watch._thread is not None
+            watch._thread.wait(PATIENCE_S)
+            return None
+        verdict = watch.await_verdict(0, began)
+        return verdict.failure, time.monotonic() - began
+
+    while not survived:
+        part._listener = _Dying(listener, messages)
+        outcomes = world.all_do(agree)
+        survived = part._listener.left >= 0
+        rounds = max(ranks.rounds for ranks in world.ranks)
+        for ranks in world.ranks:
+            ranks.rounds = ranks._deciding._forgotten = rounds
+        cases, messages = cases + 1, messages + (1 if long_form else 2)
+
+        others = [outcome for rank, outcome in outcomes.items() if rank != dying]
+        (told,) = {None if failure is None else failure.text for failure, _ in others}
+        assert told is None or f"rank {dying} (last seen" in told
+        assert max(took_s for _, took_s in others) < PATIENCE_S / 2
+        assert not survived or told is None
+    part._listener = listener
+    assert messages > 6
+    record_property("cases", cases)
+
+
+def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(world: World) -> None:
+    watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
+    leaving = watches[7]
+    leaving.follow(_call(0))
+    time.sleep(0.2)
+
+    leaving.leave()
+    began = time.monotonic()
+
+    def agree(ranks: Ranks) -> Any:
+        watches[ranks.rank].follow(_call(0))
+        return watches[ranks.rank].await_verdict(0, began).failure
+
+    outcomes = world.all_do(agree, without=(7,))
+    assert time.monotonic() - began < 10.0
+    (text,) = {failure.text for failure in outcomes.values()}
+    assert "rank 7 has left" in text
+    assert {failure.kind for failure in outcomes.values()} == {PeerLostError.__name__}
+    world.ranks[7].wait_again()

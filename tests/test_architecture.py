@@ -29,6 +29,7 @@ _ARROWS = {
     "options": {"errors"},
     "threads": set[str](),
     "waiting": set[str](),
+    "events": {"errors", "failure_texts", "threads"},
     "ranks": {"errors", "failure_texts", "threads", "waiting"},
     "memory": {"errors", "threads", "waiting"},
     "state_dict": {"errors", "failure_texts", "ids", "lineage", "threads", "memory"},

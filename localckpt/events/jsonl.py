@@ -1,0 +1,144 @@
+"""Record of a rank in files of JSON lines, which survives the kill of its process.
+
+Each event is one line, appended by one ``write``: what was written stays when the process is
+killed, and only the last line of a file can be torn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from localckpt.errors import CheckpointingException, StorageError
+from localckpt.events.event import Event
+
+__all__ = ["JsonLines", "read_events"]
+
+_ENDING = ".jsonl"
+# A job that fails at once, again and again, leaves files that are nearly empty.
+_MOST_FILES = 1000
+
+
+class JsonLines:
+    """Sink that appends events to files of one rank.
+
+    A file ends at ``file_nbytes``. The next one begins with the run's first event again, so each
+    file says of which run it is. The oldest files of the rank, of earlier runs too, are removed.
+
+    Args:
+        folder: Directory of the files, which ranks and runs may share; made when it is not there.
+        file_nbytes: Size at which a file ends.
+        files: Number of files of that size that a rank's records may take.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, file_nbytes: int = 4 << 20, files: int = 8
+    ) -> None:
+        if file_nbytes < 1 or files < 1:
+            raise CheckpointingException(
+                f"JsonLines(file_nbytes={file_nbytes}, files={files}): both must be above 0"
+            )
+        self._folder = Path(folder)
+        self._file_nbytes = file_nbytes
+        self._files = files
+        self._first: Event | None = None
+        self._index = 0
+        self._file: int | None = None
+        self._nbytes = 0
+
+    def write(self, event: Event) -> None:
+        """Append one event.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self._first is None:
+            self._first = event
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open(self._first)
+        elif self._nbytes >= self._file_nbytes:
+            self.close()
+            self._open(self._first)
+            self._append(self._first)
+        self._append(event)
+
+    def flush(self) -> None:
+        """Do nothing: every line was written by itself."""
+
+    def close(self) -> None:
+        """Close the file."""
+        if (file := self._file) is not None:
+            self._file = None
+            os.close(file)
+
+    def _open(self, first: Event) -> None:
+        rank = f"rank{first.rank:05d}."
+        self._remove_oldest(rank)
+        began = datetime.fromtimestamp(first.start, UTC).strftime("%Y%m%dT%H%M%S")
+        # In the order of their names the files of a rank are in the order of time.
+        path = self._folder / f"{rank}{began}.{first.run}.{self._index:04d}{_ENDING}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._index += 1
+        self._nbytes = 0
+
+    def _append(self, event: Event) -> None:
+        assert self._file is not None, "a file is open"
+        line = json.dumps(event.to_json(), separators=(",", ":")).encode() + b"\n"
+        written = os.write(self._file, line)
+        if written != len(line):
+            # What comes next would make a torn line one in the middle of the file.
+            raise StorageError(f"{self._folder} took {written} of {len(line)} bytes: is it full?")
+        self._nbytes += written
+
+    def _remove_oldest(self, rank: str) -> None:
+        """Make room for one more file."""
+        left = (self._files - 1) * self._file_nbytes
+        newest_first = sorted(self._folder.glob(f"{rank}*{_ENDING}"), reverse=True)
+        for count, path in enumerate(newest_first, 1):
+            left -= path.stat().st_size
+            if left < 0 or count >= _MOST_FILES:
+                path.unlink(missing_ok=True)
+
+
+def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
+    """Read the events of files of JSON lines, in the order in which they began.
+
+    Args:
+        paths: Files, and directories in which all files are read that end in ``.jsonl``.
+
+    Returns:
+        Each event once. The torn last line of a process that was killed is left out.
+
+    Raises:
+        StorageError: A path cannot be read.
+        CheckpointingException: A line is no event, or of a newer schema; it names file and line.
+    """
+    found: dict[tuple[str, int], Event] = {}
+    for path in map(Path, paths):
+        try:
+            is_folder = path.is_dir()
+            for file in sorted(path.rglob(f"*{_ENDING}")) if is_folder else [path]:
+                # A job that runs may have removed its oldest file since.
+                with suppress(FileNotFoundError) if is_folder else nullcontext():
+                    found |= {(event.run, event.number): event for event in _read(file)}
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+    return sorted(found.values(), key=lambda event: (event.start, event.run, event.number))
+
+
+def _read(file: Path) -> Iterator[Event]:
+    lines = file.read_bytes().split(b"\n")
+    # What is behind the last end of a line is empty, or torn.
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise CheckpointingException("this is no event of localckpt: it is no object")
+            yield Event.from_json(fields)
+        except (ValueError, CheckpointingException) as error:
+            raise CheckpointingException(f"{file}, line {number}: {error}") from error

@@ -1,0 +1,170 @@
+"""Stream of one rank's events to its sinks, which run on a thread of their own.
+
+Emitting takes the same short time whatever the sinks do: an event goes into a bounded queue in
+memory. One that finds the queue full is dropped, and leaves a gap in the numbers of the events.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from itertools import count
+from operator import methodcaller
+from typing import Any, Protocol
+
+from localckpt.events.event import LOST, Event, Name, Outcome, Tier
+from localckpt.failure_texts import described
+from localckpt.threads import Task
+
+__all__ = ["EventStream", "Sink"]
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Somewhere that events go; its methods are called by one thread only.
+
+    A sink that raises is warned of once, closed, and given nothing more.
+    """
+
+    def write(self, event: Event) -> None:
+        """Take one event; the first one opens what the sink needs."""
+
+    def flush(self) -> None:
+        """Make visible what was taken; called when no further event is waiting."""
+
+    def close(self) -> None:
+        """Free everything; called once, after the last event."""
+
+
+class EventStream:
+    """Events of one rank, from its start to its end.
+
+    Args:
+        sinks: They belong to the stream, which closes them. Without any, emitting does nothing.
+        rank: Rank of this process in the job.
+        capacity: Events that may wait for the sinks; more are dropped.
+
+    Attributes:
+        run: Random name of this start of the rank.
+    """
+
+    def __init__(
+        self, sinks: Iterable[Sink] = (), *, rank: int = 0, capacity: int = 10_000
+    ) -> None:
+        self.run = secrets.token_hex(6)
+        self._sinks = list(sinks)
+        self._rank = rank
+        self._node = socket.gethostname()
+        self._capacity = capacity
+        # Both are atomic in CPython: any thread may emit, also a signal's handler.
+        self._numbers = count()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._task: Task[None] | None = None
+        if self._sinks:
+            self._task = Task(self._hand_out)
+            # A daemon: a sink that hangs must not keep the interpreter from ending.
+            self._task.start("localckpt-events", daemon=True)
+
+    def emit(
+        self,
+        name: Name,
+        *,
+        began: float | None = None,
+        ended: float | None = None,
+        step: int | None = None,
+        nbytes: int | None = None,
+        tier: Tier | None = None,
+        outcome: Outcome = "ok",
+        error: BaseException | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        """Add an event; from any thread, and without waiting for anything.
+
+        Args:
+            name: Kind of the event.
+            began: When it began, by ``time.monotonic()``; ``None`` for now.
+            ended: When it ended, by the same clock; ``None`` for now.
+            step, nbytes, tier, outcome: As for :class:`Event`.
+            error: What it failed with; its class and its text are noted, and its outcome.
+            details: As for :class:`Event`.
+        """
+        if self._task is None or self._process != os.getpid():
+            return
+        number = next(self._numbers)
+        if self._queue.qsize() >= self._capacity:
+            return
+        now = time.monotonic()
+        began = now if began is None else began
+        details = details or {}
+        if error is not None:
+            outcome, details = "failed", {**details, "error": described(error)}
+        self._queue.put(
+            Event(
+                name,
+                time.time() - (now - began),
+                self._rank,
+                self._node,
+                self.run,
+                number,
+                duration=max(0.0, (now if ended is None else ended) - began),
+                step=step,
+                nbytes=nbytes,
+                tier=tier,
+                outcome=outcome,
+                error_class="" if error is None else type(error).__name__,
+                is_lost=name in LOST,
+                details=details,
+            )
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Give the sinks what is waiting, and close them. May be called twice.
+
+        Args:
+            timeout_s: The longest wait for them, in seconds; what they have not taken by then may
+                be lost, which a warning says.
+        """
+        task, self._task = self._task, None
+        if task is None or self._process != os.getpid():
+            return
+        self._queue.put(None)
+        if task.begins() and not task.wait(timeout_s):
+            logger.warning(
+                "sinks of events have not taken everything after %g s: about %d events are left",
+                *(timeout_s, self._queue.qsize()),
+            )
+
+    # In the thread.
+
+    def _hand_out(self) -> None:
+        while (event := self._queue.get()) is not None:
+            self._each(methodcaller("write", event))
+            if self._queue.empty():
+                self._each(methodcaller("flush"))
+        self._each(methodcaller("flush"))
+        for sink in self._sinks:
+            self._close_sink(sink)
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 - whatever a sink raises, training goes on
+                logger.warning(
+                    "%s failed, and gets no more events: %s", type(sink).__name__, described(error)
+                )
+                self._sinks.remove(sink)
+                self._close_sink(sink)
+
+    def _close_sink(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("%s could not be closed: %s", type(sink).__name__, described(error))

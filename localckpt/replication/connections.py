@@ -22,11 +22,11 @@ from localckpt.errors import MismatchError, PeerLostError
 from localckpt.ranks.asking import ask_store
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.job_store import default_store
+from localckpt.ranks.values import if_there
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.progress import first_line
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.threads import Task
-from localckpt.waiting import wait_until
+from localckpt.waiting import back_off, wait_until
 
 __all__ = ["NEVER", "HostConnections", "as_tensor", "nothing", "views_last"]
 
@@ -39,6 +39,7 @@ NEVER = 3
 _CONNECTING_TIMES = 2
 _LEAVING_S = 1.0
 _LONGEST_PAUSE_S = 0.02
+_GIVEN_UP = "given-up"
 
 
 class HostConnections:
@@ -109,7 +110,7 @@ class HostConnections:
             }
         except BaseException:
             for opening in openings.values():
-                opening.asking.close()
+                opening.give_up()
             raise
         asking = [opening.asking for opening in openings.values()]
         return cls(ways, sorted((rank, *peers)), rank, store, asking)
@@ -176,6 +177,7 @@ class _Opening:
         self._rank = rank
         self._timeout_s = timeout_s
         self._is_given_up = is_given_up
+        self._is_over = False
         deadline = timedelta(seconds=timeout_s)
         self.asking = asking = _AskingStore(store, deadline, is_given_up)
         place, count = self.ranks.index(rank), len(self.ranks)
@@ -187,18 +189,48 @@ class _Opening:
         """The group, once all ranks have made it.
 
         Raises:
-            PeerLostError: Some rank did not come in time.
+            PeerLostError: Some rank did not come in time, or has given up.
         """
-        limit_s = _CONNECTING_TIMES * self._timeout_s
+        making, quitting = self._making, begin(self._await_quitter)
         try:
-            return _unless_given_up(self._making, limit_s, self._is_given_up)
+            wait_until(
+                lambda: making.done() or quitting.done() or self._is_given_up(),
+                _CONNECTING_TIMES * self._timeout_s,
+                longest_s=_LONGEST_PAUSE_S,
+            )
+            return making.take_result(0)
         except (RuntimeError, TimeoutError) as error:
-            self.asking.close()
+            self.give_up()
+            why = first_line(error) or "no answer"
+            if quitting.done() and quitting.error is None:
+                why = f"rank {quitting.result()} has given up"
             raise PeerLostError(
                 f"rank {self._rank} could not connect to ranks {self.ranks} within "
-                f"{self._timeout_s:g} s ({first_line(error) or 'no answer'}). Shards kept on this "
-                f"node are untouched; restart the job if one of these ranks has died."
+                f"{self._timeout_s:g} s ({why}). Shards kept on this node are untouched; restart "
+                f"the job if one of these ranks has died."
             ) from error
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Stop waiting for the other ranks, and let them know."""
+        self._is_over = True
+        self.asking.close(given_up_by=self._rank)
+
+    def _await_quitter(self) -> int:
+        """Wait until a rank has given up, and return it.
+
+        Raises:
+            TimeoutError: The group was made before that, or is not waited for any more.
+        """
+        until = time.monotonic() + _CONNECTING_TIMES * self._timeout_s
+        for pause_s in back_off(longest_s=_LONGEST_PAUSE_S):
+            if (quitter := self.asking.quitter()) is not None:
+                return quitter
+            if self._is_over or self._making.wait(pause_s) or time.monotonic() > until:
+                break
+        raise TimeoutError("no rank has given up")
 
 
 def _part_of_store(name: str) -> Store:
@@ -227,13 +259,21 @@ class _AskingStore(Store):
         self._store = store
         self._longest = longest
         self._is_given_up = is_given_up
+        self._is_closed = False
         self._keys: list[str] = []
 
-    def close(self) -> None:
-        """Remove what was set here: ranks that are connected do not look for it again."""
+    def close(self, given_up_by: int | None = None) -> None:
+        """Remove what was set here: ranks that are connected do not look for it again.
+
+        Args:
+            given_up_by: This rank of the job, if it does not connect; the others then stop, too.
+        """
+        self._is_closed = True
         keys, self._keys = self._keys, []
 
         def remove() -> None:
+            if given_up_by is not None:
+                self._store.compare_set(_GIVEN_UP, "", str(given_up_by))
             for key in keys:
                 self._store.delete_key(key)
 
@@ -242,6 +282,11 @@ class _AskingStore(Store):
         except PeerLostError as error:
             # Most often the process that hosts the store has ended, and the keys with it.
             logger.debug("%s", error)
+
+    def quitter(self) -> int | None:
+        """The rank that was the first to give up, if any has."""
+        rank = if_there(self._store, _GIVEN_UP)
+        return None if rank is None else int(rank)
 
     def has_extended_api(self) -> bool:
         """Without it gloo uses what is here, and nothing else."""
@@ -252,36 +297,28 @@ class _AskingStore(Store):
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Value of a key; gloo has waited for it."""
-        return self._store.get(key)
+        """Value of a key; gloo has waited for it.
+
+        Raises:
+            TimeoutError: The rank that had set it has given up, and removed it.
+        """
+        # torch's store wakes who waits for a key that was removed with an empty value, and gloo
+        # takes an address of no bytes for a pointer.
+        if not (value := if_there(self._store, key)):
+            raise TimeoutError(f"{key} was removed")
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
         timeout_s = (timeout or self._longest).total_seconds()
 
         def are_there() -> bool:
-            if self._is_given_up():
+            if self._is_closed or self._is_given_up():
                 raise TimeoutError("it is not waited for any more")
             return bool(self._store.check(keys))
 
         if not wait_until(are_there, timeout_s, longest_s=_LONGEST_PAUSE_S):
             raise TimeoutError("they did not all come")
-
-
-def _unless_given_up(outcome: Task[Any], timeout_s: float, is_given_up: Callable[[], bool]) -> Any:
-    """Result of a call in another thread.
-
-    Raises:
-        TimeoutError: It is not over in time, or given up; it goes on, and its outcome is lost.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not outcome.done() and time.monotonic() < deadline and not is_given_up():
-        outcome.wait(_LONGEST_PAUSE_S)
-    try:
-        return outcome.result(0)
-    finally:
-        # An error keeps the frames that it came through: it must not be in one of them itself.
-        del outcome
 
 
 def as_tensor(view: memoryview) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError, StorageError
+from localckpt.replication.connections import _AskingStore, _part_of_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.transport import (
     DeviceTransport,
@@ -303,6 +305,43 @@ def _connect_alone(rank: int, world_size: int) -> None:
 @pytest.mark.fault("silent-peer")
 def test_a_peer_that_never_connects_ends_in_an_error() -> None:
     run_ranks(_connect_alone, 2)
+
+
+def _connect_to_one_who_gives_up(rank: int, world_size: int) -> str:
+    dist.barrier()
+    if rank == 2:
+        return "did not come"
+    began = time.monotonic()
+
+    def is_given_up() -> bool:
+        # Not at once: the other rank may know its address by then.
+        return rank == 1 and time.monotonic() > began + 0.5
+
+    with pytest.raises(PeerLostError) as raised:
+        HostTransport.connect("given up", [0, 1, 2], rank, 20.0, is_given_up=is_given_up)
+    return str(raised.value)
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_rank_that_connects_notices_that_another_has_given_up() -> None:
+    waited, gave_up, _ = run_ranks(_connect_to_one_who_gives_up, 3)
+
+    assert "rank 0 could not connect to ranks [0, 1, 2]" in waited
+    assert "rank 1 has given up" in waited
+    assert "rank 1 could not connect" in gave_up
+
+
+def _find_an_address_that_was_removed(rank: int, world_size: int) -> None:
+    store = _AskingStore(_part_of_store("removed"), timedelta(seconds=20), lambda: False)
+    store.set("address", b"127.0.0.1")
+    store.close()
+    with pytest.raises(TimeoutError, match="address was removed"):
+        store.get("address")
+
+
+@pytest.mark.fault("silent-peer")
+def test_an_address_that_was_removed_is_no_address_of_no_bytes() -> None:
+    run_ranks(_find_an_address_that_was_removed, 1)
 
 
 def _chosen(rank: int, world_size: int) -> list[str]:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from localckpt.errors import WorkerDiedError as WorkerDiedError
     from localckpt.global_tier.load import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
+    from localckpt.global_tier.retention import Best as Best
+    from localckpt.global_tier.retention import Retention as Retention
     from localckpt.global_tier.save import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
@@ -80,6 +82,7 @@ _HOMES = {
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
     "BasicTensorAwareStateDict": "state_dict.basic",
+    "Best": "global_tier.retention",
     "CachedMetadataFileSystemReader": "global_tier.storage_reader",
     "CheckpointingException": "errors",
     "Checkpointer": "checkpointer.checkpointer",
@@ -105,6 +108,7 @@ _HOMES = {
     "ReplicationStrategy": "replication.strategies",
     "ReshardingLoadPlanner": "global_tier.load",
     "RestoreError": "errors",
+    "Retention": "global_tier.retention",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
     "Scheme": "replication.survival",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.meter import Meter
@@ -32,6 +32,8 @@ from localckpt.checkpointer.tiers import (
 )
 from localckpt.errors import CheckpointingException
 from localckpt.failure_texts import ranks_named
+from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.ranks.ranks import Ranks
@@ -65,7 +67,9 @@ class Checkpointer:
         every: Cadence of saves. By default they take at most 1 % of training time.
         shared_every: Cadence of saves to shared storage.
         keep_last: Number of complete checkpoints that are kept on the nodes.
-        shared_keep_last: Number that are kept on shared storage; ``None`` for all.
+        shared_keep_last: Number that are kept on shared storage; ``None`` for all. Short for
+            ``shared_retention=Retention(last=...)``.
+        shared_retention: Rules by which checkpoints are kept on shared storage.
         replication_factor: Number of nodes that each shard is to be on. By default 2 where the job
             runs on two nodes or more, and 1 on one node.
         repl_strategy: Any other redundancy, in place of ``replication_factor``; it stays
@@ -107,6 +111,7 @@ class Checkpointer:
         shared_every: Every = Every(minutes=30),  # noqa: B008 - a frozen value
         keep_last: int = 2,
         shared_keep_last: int | None = None,
+        shared_retention: Retention | None = None,
         replication_factor: int | None = None,
         repl_strategy: ReplicationStrategy | None = None,
         on_resize: OnResize = "error",
@@ -121,7 +126,7 @@ class Checkpointer:
         safe_globals: Iterable[Any] = (),
     ) -> None:
         _check(local, memory, replication_factor, repl_strategy, on_error, max_failures)
-        _check_shared(shared_every, on_resize)
+        _check_shared(shared_every, on_resize, shared_keep_last, shared_retention)
         self._parts = parts_of(state, rng=rng)
         self._every, self._shared_every = every, shared_every
         self._grace_s = timeout_s if grace_s is None else grace_s
@@ -157,7 +162,7 @@ class Checkpointer:
                 self._shared = SharedTier(
                     *(shared, session_id, self._parts),
                     local=manager,
-                    keep_last=shared_keep_last,
+                    retention=shared_retention or Retention(last=shared_keep_last),
                     timeout_s=timeout_s,
                     safe_globals=allowed,
                     on_resize=on_resize,
@@ -227,13 +232,15 @@ class Checkpointer:
         self._due = min(self._next_save, self._next_shared, self._next_pulse)
         return loaded + 1
 
-    def step(self, step: int) -> bool:
+    def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
         """Note the end of a step, and save if it is time; all ranks call it, in every step.
 
         No message is sent, and unless a save is due, or one is under way, nothing is done.
 
         Args:
             step: Number of the step; greater than that of the call before.
+            metrics: Numbers to record if this step is saved to shared storage, such as a loss, for
+                ``Retention(best=...)``. Those of the first rank count. Tensors are read only then.
 
         Returns:
             Whether the job is to stop: some rank was asked to. The state of this step is then safe,
@@ -252,7 +259,7 @@ class Checkpointer:
         self._last_step = step
         is_save = False
         if is_busy or step >= self._due or self._pulse.is_under_way:
-            is_save = self._attend(step)
+            is_save = self._attend(step, metrics)
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
 
@@ -267,7 +274,13 @@ class Checkpointer:
         if isinstance(part, RandomPart):
             part.rewind()
 
-    def save(self, step: int, *, shared: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        *,
+        shared: bool = False,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+    ) -> None:
         """Save the state now, behind training; all ranks call it in the same step.
 
         Use it for a step that is to be saved whatever the cadence says: after its call of
@@ -276,6 +289,7 @@ class Checkpointer:
         Args:
             step: Number of the step.
             shared: Whether to save to shared storage, too.
+            metrics: Numbers to record there, as for :meth:`step`.
 
         Raises:
             CheckpointingException: As for :meth:`step`; or there is no shared storage.
@@ -287,7 +301,23 @@ class Checkpointer:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
         self._begin_save(step)
         if shared:
-            self._begin_shared_save(step)
+            self._begin_shared_save(step, metrics)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step on shared storage until it is unpinned; all ranks call it.
+
+        It waits for the save to shared storage that is under way. Every later run keeps the
+        checkpoint, too.
+
+        Raises:
+            NoReplicasAvailableError: It is not there; the same on every rank, as all errors.
+            CheckpointingException: There is no shared storage, or it refused.
+        """
+        self._shared_manager("pin").pin(step)
+
+    def unpin(self, step: int) -> None:
+        """Leave a checkpoint to the retention again; all ranks call it. Raises as :meth:`pin`."""
+        self._shared_manager("unpin").unpin(step)
 
     def wait_until_finished(self) -> None:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
@@ -328,7 +358,7 @@ class Checkpointer:
 
     # What a step does when there is something to do.
 
-    def _attend(self, step: int) -> bool:
+    def _attend(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
         """Finalize, plan, save and stop as it is time.
 
         Returns:
@@ -341,13 +371,13 @@ class Checkpointer:
         if self._pulse.is_under_way and (plan := self._pulse.poll()) is not None:
             self._follow(plan, step)
             if plan.stop is not None:
-                self._save_before_stop(step)
+                self._save_before_stop(step, metrics)
                 return True
         if step >= self._next_save and self._has_room:
             self._begin_save(step)
             is_save = True
         if step >= self._next_shared:
-            self._begin_shared_save(step)
+            self._begin_shared_save(step, metrics)
         if step >= self._next_pulse:
             self._pulse.begin(step)
             self._next_pulse = _NEVER
@@ -382,9 +412,9 @@ class Checkpointer:
         self._saved_from = step
         self._next_save = _NEVER if self._every.steps is None else step + self._every.steps
 
-    def _begin_shared_save(self, step: int) -> None:
+    def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
-        self._shared.save(step)
+        self._shared.save(step, metrics)
         self._shared_from = step
         steps = self._shared_every.steps
         self._next_shared = _NEVER if steps is None else step + steps
@@ -397,7 +427,7 @@ class Checkpointer:
         if was_busy and not self._nodes.is_busy:
             self._meter.end_save()
 
-    def _save_before_stop(self, step: int) -> None:
+    def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
         until = time.monotonic() + self._grace_s
         logger.warning("stopping after step %d: %s", step, self.stopped)
@@ -410,7 +440,7 @@ class Checkpointer:
                     time.sleep(_LOOK_S)
             if self._shared is not None and not self._nodes.is_busy:
                 # The nodes may go with the job.
-                self._begin_shared_save(step)
+                self._begin_shared_save(step, metrics)
                 while self._shared.is_busy and time.monotonic() < until:
                     time.sleep(_LOOK_S)
         except CheckpointingException as error:
@@ -433,6 +463,14 @@ class Checkpointer:
         if step >= 0:
             line = f"resumed after step {step} in {seconds:.2f} s: {told}"
         logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
+
+    def _shared_manager(self, what: str) -> GlobalCheckpointManager:
+        self._require_open()
+        if self._shared is None:
+            raise CheckpointingException(
+                f"there is no shared storage: give shared= to {what} checkpoints there"
+            )
+        return self._shared.manager
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -499,7 +537,14 @@ def _check(
         raise CheckpointingException(f"max_failures is {max_failures}; it must be above 0")
 
 
-def _check_shared(shared_every: Every, on_resize: str) -> None:
+def _check_shared(
+    shared_every: Every, on_resize: str, keep_last: int | None, retention: Retention | None
+) -> None:
+    if keep_last is not None and retention is not None:
+        raise CheckpointingException(
+            f"give shared_keep_last= or shared_retention=, not both: "
+            f"shared_retention=Retention(last={keep_last}, ...) has all rules"
+        )
     if shared_every.steps is None and shared_every.minutes is None:
         raise CheckpointingException(
             "shared_every takes steps or minutes: the cost that is measured is that of the nodes"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -76,7 +76,7 @@ class SharedState:
         self._alike = {key: part for key, part in rest.items() if isinstance(part, _ALIKE)}
         self._private = {key: part for key, part in rest.items() if key not in self._alike}
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Save the state of all ranks behind training; raises what the save before failed with."""
         state = {
             **self._sharded(),
@@ -87,7 +87,7 @@ class SharedState:
                 for key, part in self._private.items()
             },
         }
-        self._manager.save(state, step, is_async=True)
+        self._manager.save(state, step, is_async=True, metrics=metrics)
 
     def load(self, step: int) -> None:
         """Fill the parts with the state of a step; all ranks call it.

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.checkpointer.shared import OnResize, SharedState
@@ -22,6 +22,7 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.manager import GlobalCheckpointManager
+from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
@@ -159,7 +160,7 @@ class SharedTier:
         session_id: Name of the training run.
         parts: Parts of the state by name.
         local: Manager of the nodes' checkpoints: both are one lineage.
-        keep_last: Number of checkpoints to keep; ``None`` for all.
+        retention: Rules by which checkpoints are kept.
         timeout_s: Deadline of waits for other ranks, in seconds.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         on_resize: As for :class:`SharedState`.
@@ -173,7 +174,7 @@ class SharedTier:
         parts: Mapping[str, Any],
         *,
         local: NodeManager,
-        keep_last: int | None,
+        retention: Retention,
         timeout_s: float,
         safe_globals: tuple[Any, ...],
         on_resize: OnResize,
@@ -182,7 +183,7 @@ class SharedTier:
         self.manager = GlobalCheckpointManager(
             root,
             session_id,
-            keep_last=keep_last,
+            retention=retention,
             timeout=timeout_s,
             safe_globals=safe_globals,
             local=local,
@@ -195,10 +196,10 @@ class SharedTier:
         self._failures = failures
         self._is_checked = True
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Begin a save, after the one before; all ranks do so in the same step."""
         self.finish()
-        self._state.save(step)
+        self._state.save(step, metrics)
         self._is_checked = False
 
     def load(self) -> int:

@@ -1,8 +1,8 @@
 """The command ``localckpt``: looks at stores, explains them, and cleans up after dead processes.
 
 It is no part of a job: it makes no process group and imports no torch, and all commands but
-``clean`` only read, so they can be used while a job runs. ``survive`` is for the time before: it
-compares what a job could choose.
+``clean``, ``pin`` and ``unpin`` only read, so they can be used while a job runs. ``survive`` is for
+the time before: it compares what a job could choose.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from localckpt.cli.cleaning import clean
 from localckpt.cli.explaining import explain
 from localckpt.cli.inspecting import inspect
 from localckpt.cli.listing import ls
+from localckpt.cli.pinning import pin, unpin
 from localckpt.cli.surviving import survive
 from localckpt.cli.verifying import verify
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, clean, survive):
+for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive):
     app.command()(_command)
 
 

@@ -25,7 +25,14 @@ from localckpt.cli.output import (
     size,
     store_or_default,
 )
-from localckpt.global_tier.catalog import SharedCheckpoint, SharedSession, find_shared_sessions
+from localckpt.global_tier.catalog import (
+    SharedCheckpoint,
+    SharedSession,
+    find_shared_sessions,
+    why_kept,
+)
+from localckpt.global_tier.folders import CommitRecord, Folder
+from localckpt.global_tier.retention import Reason, Retention, Version, metrics_to_json
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (
@@ -227,6 +234,8 @@ class SharedListing:
     session: SharedSession
     checkpoints: tuple[SharedCheckpoint, ...]
     leftovers: int
+    kept: Mapping[Version, tuple[Reason, ...]]
+    """Why each checkpoint stays; those that are not in it go at the job's next save."""
 
     @property
     def loads(self) -> SharedCheckpoint | None:
@@ -237,8 +246,9 @@ class SharedListing:
         """Plain data; keys are only ever added."""
         return {
             "root": str(self.session.root),
-            "loads": None if self.loads is None else _to_json(self.loads),
-            "checkpoints": [_to_json(c) for c in self.checkpoints if c.problem is None],
+            "loads": None if self.loads is None else self._to_json(self.loads),
+            "checkpoints": [self._to_json(c) for c in self.checkpoints if c.problem is None],
+            "retention": self._retention.to_json(),
             "uncounted": [
                 {"path": str(c.folder.path), "why": str(c.problem)}
                 for c in self.checkpoints
@@ -249,6 +259,10 @@ class SharedListing:
 
     def say(self) -> None:
         """Print the checkpoints as a table, and what is not counted."""
+        # Only where some rule says more than that all are kept.
+        says_why = any(
+            set(reasons) - {"newest", "resumed from", "all"} for reasons in self.kept.values()
+        )
         rows = [
             (
                 str(known.folder.iteration),
@@ -257,13 +271,14 @@ class SharedListing:
                 str(len(known.record.files)),
                 size(known.nbytes),
                 age(known.saved_at),
+                *([self._why_kept(known.folder, known.record)] * says_why),
             )
             for known in self.checkpoints
             if known.problem is None and known.record is not None
         ]
         names = ["iteration", "epoch", "ranks", "files", "size", "age"]
         if rows:
-            say_table(names, rows, right=names)
+            say_table([*names, *["kept"] * says_why], rows, right=names)
         else:
             say("no checkpoint")
         for known in self.checkpoints:
@@ -275,6 +290,42 @@ class SharedListing:
                 f"next save removes what was cut off"
             )
 
+    @property
+    def _retention(self) -> Retention:
+        """Rules of the job that saved the newest checkpoint."""
+        newest = None if self.loads is None else self.loads.record
+        return Retention() if newest is None else newest.retention
+
+    def _why_kept(self, folder: Folder, record: CommitRecord) -> str:
+        """Why a checkpoint stays, in words."""
+        rules = self._retention
+        words: dict[Reason, str] = {
+            "all": "",
+            "last": f"last {rules.last}",
+            "every": f"every {rules.every}",
+            "ahead": "ahead of the job",
+        }
+        if rules.best is not None and rules.best.metric in record.metrics:
+            words["best"] = f"best {rules.best.metric} {record.metrics[rules.best.metric]:g}"
+        reasons = self.kept.get(folder.version, ())
+        said = ", ".join(filter(None, (words.get(reason, reason) for reason in reasons)))
+        return said if reasons else "until the next save"
+
+    def _to_json(self, known: SharedCheckpoint) -> dict[str, Any]:
+        record = known.record
+        return {
+            "path": str(known.folder.path),
+            "iteration": known.folder.iteration,
+            "epoch": known.folder.epoch,
+            "world_size": None if record is None else record.world_size,
+            "files": 0 if record is None else len(record.files),
+            "nbytes": known.nbytes,
+            "saved_at": known.saved_at,
+            "metrics": {} if record is None else metrics_to_json(record.metrics),
+            "pinned": known.is_pinned,
+            "kept": list(self.kept.get(known.folder.version, ())),
+        }
+
 
 def look(session: SharedSession) -> SharedListing:
     """List one session.
@@ -282,16 +333,5 @@ def look(session: SharedSession) -> SharedListing:
     Raises:
         StorageError: It cannot be read.
     """
-    return SharedListing(session, tuple(session.checkpoints()), len(session.leftovers()))
-
-
-def _to_json(known: SharedCheckpoint) -> dict[str, Any]:
-    return {
-        "path": str(known.folder.path),
-        "iteration": known.folder.iteration,
-        "epoch": known.folder.epoch,
-        "world_size": None if known.record is None else known.record.world_size,
-        "files": 0 if known.record is None else len(known.record.files),
-        "nbytes": known.nbytes,
-        "saved_at": known.saved_at,
-    }
+    checkpoints = tuple(session.checkpoints())
+    return SharedListing(session, checkpoints, len(session.leftovers()), why_kept(checkpoints))

@@ -6,7 +6,7 @@ Nothing is changed, locked or unpickled, and no torch is needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +20,15 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
+from localckpt.global_tier.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.global_tier.trailer import FileIdentity, read_trailer
+from localckpt.lineage import Lineage
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.open_file import OpenFile
 
-__all__ = ["SharedCheckpoint", "SharedSession", "find_shared_sessions", "verify_file"]
+__all__ = ["SharedCheckpoint", "SharedSession", "find_shared_sessions", "verify_file", "why_kept"]
 
 _METADATA_NAME = ".metadata"
 _READ_NBYTES = 4 * BLOCK_NBYTES
@@ -41,12 +43,14 @@ class SharedCheckpoint:
         record: Its commit record; ``None`` if that cannot be read, or speaks of another directory.
         problem: Why it cannot be loaded; ``None`` if it can, as far as its record says.
         saved_at: When it was committed, in seconds since 1970 by the file system's clock.
+        is_pinned: Whether no job may remove it.
     """
 
     folder: Folder
     record: CommitRecord | None
     problem: CheckpointingException | None
     saved_at: float
+    is_pinned: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +99,9 @@ class SharedSession:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             return SharedCheckpoint(folder, None, error, 0.0)
-        record = None
+        record, is_pinned = None, False
         try:
+            is_pinned = folder.is_pinned
             found = CommitRecord.read(folder.path)
             if found is None:
                 # A job has removed it meanwhile.
@@ -105,8 +110,41 @@ class SharedSession:
             record = found
             record.check_files(folder)
         except (CorruptShardError, StorageError) as error:
-            return SharedCheckpoint(folder, record, error, saved_at)
-        return SharedCheckpoint(folder, record, None, saved_at)
+            return SharedCheckpoint(folder, record, error, saved_at, is_pinned)
+        return SharedCheckpoint(folder, record, None, saved_at, is_pinned)
+
+
+def why_kept(checkpoints: Sequence[SharedCheckpoint]) -> dict[Version, tuple[Reason, ...]]:
+    """Why each checkpoint of a session stays, by the rules of the job that saved the newest one.
+
+    Those that are not in it go at that job's next save.
+    """
+    good = [known for known in checkpoints if known.problem is None]
+    records = {known.folder.version: known.record for known in good if known.record is not None}
+    if not records:
+        return {}
+    pinned = {known.folder.version for known in good if known.is_pinned}
+    candidates = [Candidate(v, record.metrics, v in pinned) for v, record in records.items()]
+    saved = max(records)
+    resumed_from = _resumed_from(records, records[saved].lineage)
+    return reasons_to_keep(records[saved].retention, candidates, saved, resumed_from)
+
+
+def _resumed_from(
+    records: Mapping[Version, CommitRecord], lineage: Lineage | None
+) -> Version | None:
+    """The checkpoint that an epoch resumed from, if it is there."""
+    if lineage is None or lineage.origin != "shared":
+        return None
+    parents = [
+        version
+        for parent in lineage.ancestors[:1]
+        for version, record in records.items()
+        if version[1] == parent.iteration
+        and record.lineage is not None
+        and record.lineage.epoch == parent.epoch
+    ]
+    return max(parents, default=None)
 
 
 def find_shared_sessions(root: Path) -> list[SharedSession]:

@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from localckpt.errors import CorruptShardError, FormatVersionError, MismatchError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    FormatVersionError,
+)
+from localckpt.global_tier.retention import Retention, metrics_from_json, metrics_to_json
 from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
 
 __all__ = [
     "LOCK_NAME",
+    "PIN_NAME",
     "RECORD_NAME",
     "CommitRecord",
     "Folder",
     "Leftover",
     "folders_in",
-    "remove",
+    "is_there",
     "session_root",
 ]
 
 RECORD_NAME = "localckpt.json"
 LOCK_NAME = ".localckpt.lock"
 """Lock in the root of a session, held by the job that saves there."""
+PIN_NAME = "localckpt.pin"
+"""File in the directory of a checkpoint that no job may remove."""
 
 _FORMAT = 1
 _PARTIAL = ".partial"
@@ -74,7 +81,13 @@ class Folder:
     def has_record(self) -> bool:
         """True once the checkpoint is committed; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
-            return (self.path / RECORD_NAME).exists()
+            return is_there(self.path / RECORD_NAME)
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if no job may remove it; raises StorageError if that cannot be seen."""
+        with storage_errors("look at", self.path):
+            return is_there(self.path / PIN_NAME)
 
     @property
     def _name(self) -> str:
@@ -92,6 +105,8 @@ class CommitRecord:
         files: The bytes of each data file.
         metadata_digest: Of the metadata file.
         lineage: Of the epoch of the job that saved it; earlier versions recorded none.
+        metrics: Values that were given with the save.
+        retention: Rules by which the job that saved it keeps checkpoints.
     """
 
     session_id: str
@@ -102,6 +117,8 @@ class CommitRecord:
     files: Mapping[str, int]
     metadata_digest: int
     lineage: Lineage | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    retention: Retention = Retention()  # noqa: RUF009 - a frozen value
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +129,12 @@ class CommitRecord:
         """A line of JSON and a line with its hash, so that what was cut short is no record."""
         fields = {"format": _FORMAT, **asdict(self)}
         fields["lineage"] = None if self.lineage is None else self.lineage.to_json()
+        fields["metrics"] = metrics_to_json(self.metrics)
+        # What says nothing is left out, and earlier versions can read the rest.
+        if not self.metrics:
+            del fields["metrics"]
+        if self.retention.keeps_all:
+            del fields["retention"]
         text = json.dumps(fields, sort_keys=True).encode()
         return b"%s\n%016x\n" % (text, xxhash.xxh3_64_intdigest(text))
 
@@ -142,10 +165,14 @@ class CommitRecord:
                 f"localckpt that saved it, or with torch.distributed.checkpoint"
             )
         lineage_json = fields.pop("lineage", None)
+        retention_json = fields.pop("retention", None)
         try:
             lineage = None if lineage_json is None else Lineage.from_json(lineage_json)
+            if retention_json is not None:
+                fields["retention"] = Retention.from_json(retention_json)
+            fields["metrics"] = metrics_from_json(fields.get("metrics", {}))
             record = cls(**fields, lineage=lineage)
-        except (MismatchError, TypeError) as error:
+        except (CheckpointingException, TypeError) as error:
             raise CorruptShardError(f"{path} is damaged: {error}") from error
         if not record._is_plain():
             raise CorruptShardError(f"{path} is damaged: it tells of files that cannot be")
@@ -196,6 +223,19 @@ class CommitRecord:
                 raise CorruptShardError(f"{path} has {found} bytes, and was saved with {nbytes}")
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+        OSError: That cannot be seen. ``Path.exists`` of some versions of Python takes it for no.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def session_root(root: Path, session_id: str) -> Path:
     """Directory of a session's checkpoints."""
     return root / session_name(session_id) if session_id else root
@@ -232,22 +272,3 @@ def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:
         elif path == folder.path:
             folders.append(folder)
     return sorted(folders, key=lambda folder: folder.version, reverse=True), leftovers
-
-
-def remove(folder: Folder, *, by_rename: bool) -> None:
-    """Remove a checkpoint; what is half removed is never found.
-
-    Args:
-        folder: The checkpoint.
-        by_rename: Directories can be renamed at once; else its record goes first.
-
-    Raises:
-        StorageError: The file system refused.
-    """
-    with storage_errors("remove", folder.path):
-        if not by_rename:
-            (folder.path / RECORD_NAME).unlink(missing_ok=True)
-            shutil.rmtree(folder.path)
-            return
-        folder.path.rename(folder.removed)
-        shutil.rmtree(folder.removed)

@@ -11,10 +11,10 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, overload
+from typing import Any, Self, SupportsFloat, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,9 +23,10 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.load import Loads
+from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.save import Save
-from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save
+from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
@@ -47,7 +48,10 @@ class GlobalCheckpointManager:
     Args:
         root: A directory that all ranks share.
         session_id: A name for the training run; runs with different ones may share a root.
-        keep_last: How many checkpoints to keep; ``None`` for all.
+        keep_last: How many checkpoints to keep; ``None`` for all. Short for
+            ``retention=Retention(last=...)``.
+        retention: Rules by which checkpoints are kept; the newest one, the one that the job resumed
+            from, and pinned ones always are.
         timeout: Deadline of every wait, in seconds: how much longer than the fastest rank the
             slowest one may take to write.
         concurrent_bytes: How many bytes a rank that loads reads at once at most, beside its
@@ -74,6 +78,7 @@ class GlobalCheckpointManager:
         session_id: str = "",
         *,
         keep_last: int | None = None,
+        retention: Retention | None = None,
         timeout: float = 1800.0,
         concurrent_bytes: int = 32_000_000_000,
         process_group: dist.ProcessGroup | None = None,
@@ -87,6 +92,11 @@ class GlobalCheckpointManager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
+        if keep_last is not None and retention is not None:
+            raise CheckpointingException(
+                f"give keep_last= or retention=, not both: retention=Retention(last={keep_last}, "
+                f"...) has all rules"
+            )
         if timeout <= 0:
             raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
         if concurrent_bytes < 1:
@@ -98,7 +108,7 @@ class GlobalCheckpointManager:
         self._root = CheckpointRoot(
             local_path(root),
             session_id,
-            keep_last=keep_last,
+            retention=retention or Retention(last=keep_last),
             atomic_rename=atomic_rename,
             timeout_s=timeout,
         )
@@ -182,6 +192,8 @@ class GlobalCheckpointManager:
         iteration: SupportsIndex,
         is_async: bool = False,
         on_commit: Callable[[], None] | None = None,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Save the state of all ranks; all ranks call it.
 
@@ -196,6 +208,8 @@ class GlobalCheckpointManager:
                 wrong from there on is raised by :meth:`check_for_errors`,
                 :meth:`wait_until_finished`, the next save, or :meth:`close`.
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
+            metrics: Numbers that are recorded with it, such as a loss, for ``Retention(best=...)``
+                and for whoever looks. Those of the first rank count.
 
         Raises:
             CheckpointingException: The save before failed, and some rank has not been told yet;
@@ -207,6 +221,7 @@ class GlobalCheckpointManager:
         iteration = operator.index(iteration)
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
+        plain = plain_metrics(metrics)
         self._require_usable()
         called = time.monotonic()
         lineage = None if self._local is None else self._local.lineage_of_save(iteration)
@@ -217,7 +232,7 @@ class GlobalCheckpointManager:
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
             save = self._save = Save(
-                self._root.begun(iteration, epoch, save_id),
+                self._root.begun(iteration, epoch, save_id, plain),
                 planned,
                 number,
                 ranks=self._saving,
@@ -249,6 +264,32 @@ class GlobalCheckpointManager:
         """Return when the last save is committed on all ranks, or raise what it failed with."""
         self._await_last_save()
         self._take_error()
+
+    # Keeping.
+
+    def pin(self, iteration: int) -> None:
+        """Have every job keep a checkpoint until it is unpinned; all ranks call it.
+
+        It waits for the last save. The pin lies beside the checkpoint, so later runs and other
+        tools respect it. May be called twice.
+
+        Args:
+            iteration: The checkpoint; the newest one, if several have the number.
+
+        Raises:
+            NoReplicasAvailableError: There is no such checkpoint.
+            StorageError: It could not be written; the same on every rank, as all errors.
+            PeerLostError: Some rank did not come in time.
+        """
+        self._change_pin("pin", iteration, self._root.pin)
+
+    def unpin(self, iteration: int) -> None:
+        """Leave a checkpoint to the retention again; all ranks call it. May be called twice.
+
+        Raises:
+            NoReplicasAvailableError, StorageError, PeerLostError: As for :meth:`pin`.
+        """
+        self._change_pin("unpin", iteration, self._root.unpin)
 
     # Loading.
 
@@ -406,6 +447,17 @@ class GlobalCheckpointManager:
                 begin=begin,
             )
         return planner, planned
+
+    def _change_pin(self, what: str, iteration: int, change: Callable[[int], None]) -> None:
+        self._require_writable()
+        self._require_usable()
+
+        def judge(tags: list[Any]) -> None:
+            require_same(tags, self._ranks.global_ranks)
+            change(iteration)
+
+        iteration = operator.index(iteration)
+        self._ranks.act(f"{what} a checkpoint", lambda: [self.session_id, iteration], judge)
 
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""

@@ -9,28 +9,29 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-import shutil
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
 
-from localckpt.errors import CorruptShardError, StorageError
+from localckpt.errors import CorruptShardError, NoReplicasAvailableError, StorageError
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
     CommitRecord,
     Folder,
+    Leftover,
     folders_in,
-    remove,
     session_root,
 )
 from localckpt.global_tier.metadata import METADATA_NAME
+from localckpt.global_tier.removal import pin, put_back_if_pinned, remove, remove_folder, unpin
+from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
 from localckpt.global_tier.write_files import make_folder, write_durably
 from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
 from localckpt.storage.failures import storage_errors
@@ -40,6 +41,8 @@ from localckpt.storage.write import sync_folder
 __all__ = ["BegunSave", "CheckpointRoot", "Found", "RootLock"]
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,14 @@ class BegunSave:
         path: Where it is written.
         save_id: Tells it from all other saves.
         lineage: Of the epoch of the job that saves; only the first rank knows it.
+        metrics: Values that were given with it; those of the first rank are recorded.
     """
 
     folder: Folder
     path: Path
     save_id: str
     lineage: Lineage | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class CheckpointRoot:
     Args:
         root: Of all sessions.
         session_id: Which one.
-        keep_last: How many checkpoints to keep; ``None`` for all.
+        retention: Rules by which checkpoints are kept.
         atomic_rename: Whether directories are renamed at once or not at all.
         timeout_s: The longest wait for another job to leave the root, in seconds.
     """
@@ -95,13 +100,13 @@ class CheckpointRoot:
         root: Path,
         session_id: str,
         *,
-        keep_last: int | None,
+        retention: Retention,
         atomic_rename: bool,
         timeout_s: float,
     ) -> None:
         self.path = session_root(root, session_id)
         self._session_id = session_id
-        self._keep_last = keep_last
+        self._retention = retention
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         self._lock = RootLock(self.path)
@@ -144,11 +149,13 @@ class CheckpointRoot:
             self._lineage = begin_lineage(started, self._resumed, [], {})
         return begun
 
-    def begun(self, iteration: int, epoch: int, save_id: str) -> BegunSave:
+    def begun(
+        self, iteration: int, epoch: int, save_id: str, metrics: Mapping[str, float] | None = None
+    ) -> BegunSave:
         """The save that the first rank has begun, which alone knows its lineage."""
         folder = Folder(self.path, iteration, epoch)
         path = folder.partial(save_id) if self._atomic_rename else folder.path
-        return BegunSave(folder, path, save_id, self._lineage)
+        return BegunSave(folder, path, save_id, self._lineage, metrics or {})
 
     def commit(
         self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
@@ -170,6 +177,8 @@ class CheckpointRoot:
             files=files,
             metadata_digest=xxhash.xxh3_64_intdigest(metadata),
             lineage=save.lineage,
+            metrics=save.metrics,
+            retention=self._retention,
         )
         write_durably(save.path / METADATA_NAME, metadata)
         write_durably(save.path / RECORD_NAME, record.to_bytes())
@@ -197,7 +206,7 @@ class CheckpointRoot:
         """
         try:
             folders, leftovers = folders_in(self.path)
-            paths = [leftover.path for leftover in leftovers]
+            paths = [leftover.path for leftover in leftovers if not _is_put_back(leftover)]
             if not self._atomic_rename:
                 paths += [folder.path for folder in folders if not folder.has_record]
         except StorageError as error:
@@ -217,13 +226,45 @@ class CheckpointRoot:
 
     def prune(self, save: BegunSave) -> None:
         """Remove older checkpoints, now that this one is there."""
-        if self._keep_last is None:
+        if self._retention.keeps_all:
             return
         try:
-            for folder in self._choose_expired(self._complete(), save.folder, self._keep_last):
-                remove(folder, by_rename=self._atomic_rename)
+            complete = {
+                folder.version: Candidate(folder.version, record.metrics, folder.is_pinned)
+                for folder, record in self._complete()
+            }
+            kept = reasons_to_keep(
+                self._retention, complete.values(), save.folder.version, self._loaded
+            )
+            for epoch, iteration in sorted(complete.keys() - kept.keys()):
+                remove(Folder(self.path, iteration, epoch), by_rename=self._atomic_rename)
         except StorageError as error:
-            logger.warning("older checkpoints than %d stay for now: %s", self._keep_last, error)
+            logger.warning("checkpoints that may go stay for now: %s", error)
+
+    def pin(self, iteration: int) -> None:
+        """Have every job keep the newest checkpoint of an iteration until it is unpinned.
+
+        Raises:
+            NoReplicasAvailableError: There is none.
+            StorageError: The file system refused.
+        """
+        found = self.find(iteration)
+        if found is None:
+            raise NoReplicasAvailableError(self._why_not_there(iteration))
+        pin(found.folder)
+
+    def unpin(self, iteration: int) -> None:
+        """Leave all checkpoints of an iteration to the retention of the jobs that save.
+
+        Raises:
+            NoReplicasAvailableError: There is none.
+            StorageError: The file system refused.
+        """
+        folders = [f for f in folders_in(self.path)[0] if f.iteration == iteration]
+        if not folders:
+            raise NoReplicasAvailableError(self._why_not_there(iteration))
+        for folder in folders:
+            unpin(folder)
 
     def find(
         self, iteration: int | None = None, older_than: tuple[int, int] | None = None
@@ -251,7 +292,7 @@ class CheckpointRoot:
 
     def iterations(self) -> list[int]:
         """Iterations of all checkpoints, the newest first; raises StorageError."""
-        return list(dict.fromkeys(folder.iteration for folder in self._complete()))
+        return list(dict.fromkeys(folder.iteration for folder, _ in self._complete()))
 
     def close(self) -> None:
         """Remove what was never committed, and let other jobs save here. May be called twice."""
@@ -259,23 +300,22 @@ class CheckpointRoot:
             self.sweep(None)
         self._lock.release()
 
-    def _choose_expired(
-        self, complete: list[Folder], saved: Folder, keep_last: int
-    ) -> list[Folder]:
-        """Choose the checkpoints that go, of all that there are, the newest first."""
-        loaded = self._loaded
-        earlier = [folder for folder in complete if folder.epoch < saved.epoch]
-        left_behind = [f for f in earlier if loaded is not None and f.version > loaded]
-        # What is ahead of this job, which did not go back from it, stays until it is passed.
-        ahead = [f for f in earlier if f.iteration > saved.iteration and f not in left_behind]
-        counted = [folder for folder in complete if folder not in (*left_behind, *ahead)]
-        # As long as few others are there, they may be wanted.
-        return counted[keep_last:] + (left_behind if len(counted) >= keep_last else [])
+    def _complete(self) -> list[tuple[Folder, CommitRecord]]:
+        """Directories of all checkpoints whose files are there, with their records, newest first.
 
-    def _complete(self) -> list[Folder]:
-        """Directories of all checkpoints whose files are there, the newest first."""
+        Raises:
+            StorageError: The root cannot be read.
+        """
         folders, _ = folders_in(self.path)
-        return [folder for folder in folders if self._record_of(folder) is not None]
+        records = ((folder, self._record_of(folder)) for folder in folders)
+        return [(folder, record) for folder, record in records if record is not None]
+
+    def _why_not_there(self, iteration: int) -> str:
+        there = ", ".join(map(str, self.iterations()[:_SHOWN])) or "none"
+        return (
+            f"there is no checkpoint of iteration {iteration} under {self.path}; the newest are: "
+            f"{there}. Nothing was changed"
+        )
 
     def _record_of(self, folder: Folder, *, asked_for: bool = False) -> CommitRecord | None:
         """The record of a checkpoint whose files are all there, or ``None``."""
@@ -295,11 +335,19 @@ class CheckpointRoot:
 def _remove(path: Path) -> None:
     """Remove what is no checkpoint; what cannot go now goes at a later save."""
     try:
-        # First of all, so that what is half removed is not found.
-        (path / RECORD_NAME).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        remove_folder(path)
     except OSError as error:
         logger.warning("%s could not be removed, and will be at a later save: %s", path, error)
+
+
+def _is_put_back(leftover: Leftover) -> bool:
+    """Give a checkpoint its name again that was pinned when a job that ended was removing it."""
+    try:
+        if leftover.path != leftover.folder.removed or not put_back_if_pinned(leftover.folder):
+            return False
+    except OSError as error:
+        logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
+    return True
 
 
 # What file systems answer that cannot lock files; anything else is an error.

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from localckpt import Checkpointer, CheckpointingException, Every
+from localckpt import (
+    Best,
+    Checkpointer,
+    CheckpointingException,
+    Every,
+    NoReplicasAvailableError,
+    Retention,
+)
+from localckpt.global_tier.catalog import find_shared_sessions, why_kept
 from tests.checkpointer.loops import Outcome, Sharding, full_weights, stores, train
 from tests.ranks import run_ranks
 
@@ -147,3 +155,47 @@ def test_a_damaged_checkpoint_on_shared_storage_makes_way_for_the_one_before(
         assert checkpointer.resume() == 1
 
     assert torch.equal(model.weight, saved[0])
+
+
+def test_rules_metrics_and_pins_reach_shared_storage(tmp_path: Path) -> None:
+    model, shared = torch.nn.Linear(2, 2), tmp_path / "shared"
+    with Checkpointer(
+        {"model": model},
+        local=tmp_path / "local",
+        shared=shared,
+        shared_every=Every(steps=10),
+        shared_retention=Retention(last=1, best=Best("loss")),
+    ) as checkpointer:
+        for step in range(checkpointer.resume(), 40):
+            loss = torch.tensor(abs(step - 20.0))
+            checkpointer.step(step, metrics={"loss": loss})
+            if step == 12:
+                checkpointer.save(step, shared=True, metrics={"loss": 100})
+                checkpointer.pin(step)
+        checkpointer.wait_until_finished()
+        with pytest.raises(NoReplicasAvailableError, match="no checkpoint of iteration 11"):
+            checkpointer.pin(11)
+
+    (session,) = find_shared_sessions(shared)
+    kept = why_kept(session.checkpoints())
+    assert kept == {
+        (1, 12): ("pinned",),
+        (1, 22): ("best",),
+        (1, 32): ("newest", "last"),
+    }
+
+
+def test_pins_and_rules_without_shared_storage_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer({"model": model}, local=tmp_path / "a") as checkpointer:
+        for call in (checkpointer.pin, checkpointer.unpin):
+            with pytest.raises(CheckpointingException, match="there is no shared storage"):
+                call(0)
+    with pytest.raises(CheckpointingException, match="not both"):
+        Checkpointer(
+            {"model": model},
+            local=tmp_path / "a",
+            shared=tmp_path / "b",
+            shared_keep_last=1,
+            shared_retention=Retention(last=1),
+        )

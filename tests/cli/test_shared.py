@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from localckpt import Best, Retention
 from localckpt.global_tier.folders import RECORD_NAME
 from tests.cli.commands import Answer, call
 from tests.global_tier.models import manager_on
@@ -194,3 +195,88 @@ def test_clean_refuses_it_and_a_single_checkpoint_names_its_root(root: Path) -> 
     for answer in single:
         assert answer.status == 2
         assert "is one checkpoint of a root on shared storage: give" in answer.err
+
+
+# Why checkpoints are kept, and pins.
+
+
+def _kept(answer: Answer) -> dict[str, str]:
+    """What the last column of the table says, by iteration."""
+    rows = re.findall(r"^ +(\d+) +\d+ .* (?:s|min) +(\S.*)$", answer.out, re.MULTILINE)
+    return dict(rows)
+
+
+def test_what_keeps_each_checkpoint_is_said(tmp_path: Path) -> None:
+    retention = Retention(last=1, every=100, best=Best("loss", count=1))
+    with manager_on(tmp_path, "run", retention=retention) as manager:
+        for iteration, loss in ((100, 3.0), (150, 0.25), (180, float("nan"))):
+            state = {"w": torch.full((9,), float(iteration))}
+            manager.save(state, iteration, metrics={"loss": loss})
+
+    pinned = call("pin", tmp_path, "100")
+    listed, explained = call("ls", tmp_path), call("explain", tmp_path)
+    told = _explained(tmp_path)[1]["shared"][0]
+
+    assert (pinned.status, pinned.out) == (0, f"pinned {_checkpoint(tmp_path, 100)}\n")
+    assert _kept(listed) == {
+        "180": "newest, last 1, every 100",
+        "150": "best loss 0.25",
+        "100": "pinned, every 100",
+    }
+    assert _kept(explained) == _kept(listed)
+    assert told["retention"] == {
+        "last": 1,
+        "every": 100,
+        "best": {"metric": "loss", "mode": "min", "count": 1},
+    }
+    assert [row["kept"] for row in told["checkpoints"]] == [
+        ["newest", "last", "every"],
+        ["best"],
+        ["pinned", "every"],
+    ]
+    assert [row["pinned"] for row in told["checkpoints"]] == [False, False, True]
+    assert [row["metrics"] for row in told["checkpoints"]] == [
+        {"loss": "nan"},
+        {"loss": 0.25},
+        {"loss": 3.0},
+    ]
+
+
+def test_a_pin_of_the_command_line_holds_in_a_job_until_it_is_taken_away(tmp_path: Path) -> None:
+    with manager_on(tmp_path, "run", keep_last=1) as manager:
+        for iteration in (1, 2, 3):
+            manager.save({"w": torch.ones(9)}, iteration)
+            if iteration == 1:
+                # While the job runs, which holds the lock.
+                assert call("pin", tmp_path, "1").status == 0
+        listed = _kept(call("ls", tmp_path))
+        unpinned, again = call("unpin", tmp_path, "1"), call("unpin", tmp_path, "1")
+        late = _kept(call("ls", tmp_path))
+        manager.save({"w": torch.ones(9)}, 4)
+        gone = call("pin", tmp_path, "1")
+
+    assert listed == {"3": "newest, last 1", "1": "pinned"}
+    assert (unpinned.status, again.out) == (0, "iteration 1 is not pinned\n")
+    assert late == {"3": "newest, last 1", "1": "until the next save"}
+    assert gone.status == 2
+    assert f"{tmp_path} has no checkpoint of iteration 1: `localckpt ls {tmp_path}`" in gone.err
+
+
+def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
+    for session in ("one", "other"):
+        _write(tmp_path / "shared", session, range(7, 8))
+    (_checkpoint(tmp_path / "shared" / "session-one", 7) / "__0_0.distcp").unlink()
+    with make_manager("disk", tmp_path / "node", "run") as manager:
+        manager.save(state_of(0, 7), 7)
+
+    of_node = call("pin", tmp_path / "node", "7")
+    of_two = call("pin", tmp_path / "shared", "7")
+    damaged = call("pin", tmp_path / "shared", "7", "--session", "one")
+    good = call("pin", tmp_path / "shared", "7", "--session", "other")
+    negative = call("pin", tmp_path / "shared", "-1")
+
+    assert [of_node.status, of_two.status, damaged.status, negative.status] == [2, 2, 2, 2]
+    assert "is no root on shared storage" in of_node.err
+    assert "2 sessions have iteration 7 ('one', 'other'): give --session" in of_two.err
+    assert "__0_0.distcp is gone" in damaged.err
+    assert good.status == 0

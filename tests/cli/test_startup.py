@@ -50,7 +50,7 @@ def test_every_command_has_a_line_of_help() -> None:
     told = call("--help")
 
     assert told.status == 0
-    for command in ("ls", "verify", "explain", "inspect", "clean", "survive"):
+    for command in ("ls", "verify", "explain", "inspect", "pin", "unpin", "clean", "survive"):
         (line,) = [row for row in told.out.splitlines() if row.strip().startswith(f"{command} ")]
         assert line.endswith(".")
         assert not line.endswith("...")

@@ -17,9 +17,10 @@ from localckpt.global_tier.folders import (
     CommitRecord,
     Folder,
     folders_in,
-    remove,
     session_root,
 )
+from localckpt.global_tier.removal import remove
+from localckpt.global_tier.retention import Best, Retention
 
 NUMBERS = st.integers(0, 10**12)
 FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(
@@ -135,6 +136,9 @@ def test_sessions_of_a_root_are_apart(session_id: str) -> None:
         st.integers(1, 10_000),
         st.dictionaries(FILE_NAMES, NUMBERS, max_size=5),
         st.integers(0, 2**64 - 1),
+        st.none(),
+        st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2),
+        st.builds(Retention, st.none() | st.integers(1), st.none(), st.builds(Best, st.just("x"))),
     )
 )
 @example(RECORD)
@@ -218,6 +222,11 @@ def test_a_removed_checkpoint_is_gone(by_rename: bool, tmp_path: Path) -> None:
         {"files": {"__0_0.distcp": "5"}},
         {"save_id": "../x"},
         {"metadata_digest": 1.5},
+        {"metrics": [1]},
+        {"metrics": {"loss": "low"}},
+        {"retention": 3},
+        {"retention": {"last": 0, "every": None, "best": None}},
+        {"retention": {"last": 1, "every": None, "best": {"name": "loss"}}},
         {"more": 1},
     ],
     ids=str,

@@ -71,8 +71,10 @@ def test_what_the_job_went_on_from_outlives_what_it_left_behind(tmp_path: Path) 
             "iteration_00000150",
         }
         _save(manager, 160)
-
-    assert checkpoints_in(tmp_path) == ["iteration_00000150.0002", "iteration_00000160.0002"]
+        _save(manager, 170)
+    assert checkpoints_in(tmp_path) == [
+        *("iteration_00000100.0001", "iteration_00000160.0002", "iteration_00000170.0002")
+    ]
 
 
 class _Forbidden:

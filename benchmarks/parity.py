@@ -175,7 +175,7 @@ class _Rank:
     def fetch(self) -> None:
         """Rank 1 sends rank 0 what would be its replica."""
         sends = [(0, MemorySource(self.image))] if self.rank == 1 else []
-        self.transport.exchange(sends, [(1, self.place)] if self.rank == 0 else [])
+        self.transport.exchange(sends, [(1, self.place)] if self.rank == 0 else [], _DEADLINE_S)
 
     def rebuild(self) -> None:
         sources = {

@@ -34,7 +34,7 @@ class World:
             group = Group(rank, members, self._client.clone())
             ranks = Ranks("many", timeout_s=PATIENCE_S, group=group)
             ranks.gather("begin", None)
-            ranks.set_timeout(timeout_s)
+            ranks.timeout_s = timeout_s
             return ranks
 
         self.ranks = together([lambda rank=rank: join(rank) for rank in members])
@@ -43,7 +43,7 @@ class World:
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of all ranks."""
         for ranks in self.ranks:
-            ranks.set_timeout(timeout_s)
+            ranks.timeout_s = timeout_s
 
     def all_do(self, act: Callable[[Ranks], Any], without: tuple[int, ...] = ()) -> dict[int, Any]:
         """What each rank returns or raises, by rank."""

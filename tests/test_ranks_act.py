@@ -228,7 +228,7 @@ def _act_slowly(rank: int, world_size: int) -> str:
     except PeerLostError as error:
         told = str(error)
         announce(f"given up {rank}")
-    ranks.set_timeout(_TIMEOUT_S)
+    ranks.timeout_s = _TIMEOUT_S
     _go_on(ranks)
     return told
 

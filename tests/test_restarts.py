@@ -31,6 +31,7 @@ from localckpt import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
@@ -128,12 +129,11 @@ def _open_when_all_are_there(rank: int, world_size: int) -> str:
         time.sleep(2.0)
     told = ""
     coordinator = Ranks("test", timeout_s=1.0 if rank == 1 else _TIMEOUT_S)
-    coordinator.set_timeout(_TIMEOUT_S)
     until = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < until:
         began = time.monotonic()
         try:
-            coordinator.gather("meet", None)
+            coordinator.gather("meet", None, deadline=Deadline.after(_TIMEOUT_S))
             return told
         except PeerLostError as error:
             assert time.monotonic() - began < _TIMEOUT_S / 2

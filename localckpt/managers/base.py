@@ -106,7 +106,7 @@ class BaseCheckpointManager(ABC):
         self.last_load: LoadReport | None = None
         self.skipped_saves = 0
         self.degraded_saves = 0
-        self._parts = Parts(session_id, repl_strategy, options, self)
+        self._parts = Parts(session_id, repl_strategy, options, self, hint=lambda: self._calls.hint)
         self._rank, self._world_size = self._parts.ranks.rank, self._parts.ranks.world_size
         self._finder = Finder(self._parts)
         self._process = os.getpid()

@@ -94,6 +94,13 @@ class Calls:
             self._name, self._thread = "", 0
             return result
 
+    @property
+    def hint(self) -> str:
+        """Most frequent cause of ranks that do not come, as the end of an error message."""
+        if self._name == "finalize":
+            return " Does every rank poll its queue?"
+        return f" Is {self._name}() called on every rank?" if self._name else ""
+
     def require_own_process(self) -> None:
         """Check that no fork of the trainer makes a call.
 
@@ -117,12 +124,6 @@ class Calls:
                 f"new ones on every rank. Checkpoints saved before are as they were"
             )
         self._name, self._thread = name, threading.get_ident()
-        # The most frequent cause of ranks that do not come.
-        self._ranks.hint = (
-            " Does every rank poll its queue?"
-            if name == "finalize"
-            else f" Is {name}() called on every rank?"
-        )
 
     def _left_by_interrupt(self) -> None:
         if self._ranks.world_size > 1:

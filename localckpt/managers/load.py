@@ -219,7 +219,7 @@ class Load:
                 Lost(self._checkpoint, self._session_id, self._inventory, wanted, self._damaged),
                 self._store,
                 self._ranks,
-                self._strategy.load_timeout_s,
+                self._strategy.step_s(self._ranks.timeout_s),
             )
             for rank, why in recovered.hopeless.items():
                 identity = self._checkpoint.shard(rank, self._session_id)
@@ -276,8 +276,9 @@ class Load:
                 self._failure = _incurable(error)
         arrived: list[Slot] = []
 
+        timeout_s = self._ranks.timeout_s
+
         def reserve(_: CkptID, nbytes: int) -> memoryview:
-            timeout_s = self._ranks.timeout_s
             arrived.append(self._store.reserve(self._mine, nbytes, timeout_s, is_kept=False))
             return arrived[-1].image
 
@@ -291,7 +292,7 @@ class Load:
             if not all_well("open what peers need"):
                 return None
             try:
-                self._strategy.retrieve_image(plan, sources.__getitem__, reserve)
+                self._strategy.retrieve_image(plan, sources.__getitem__, reserve, timeout_s)
             except PeerLostError:
                 raise
             except CheckpointingException:

@@ -36,6 +36,7 @@ class Parts:
         repl_strategy: Protects what is saved; ``None`` for nothing.
         options: Of the manager.
         hooks: The five hooks of the manager.
+        hint: As for :class:`Ranks`.
 
     Attributes:
         ranks: The ranks of the job.
@@ -64,15 +65,15 @@ class Parts:
         repl_strategy: ReplicationStrategy | None,
         options: SaveOptions,
         hooks: Hooks,
+        hint: Callable[[], str],
     ) -> None:
         self.session_id = session_id
         self.options = options
         self.hooks = hooks
         # Without the session in its name: ranks with different ones must meet, to learn of it.
-        self.ranks = Ranks("manager", options.process_group, options.timeout)
+        self.ranks = Ranks("manager", options.process_group, options.timeout, hint=hint)
         self._is_protected = repl_strategy is not None
         self.strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
-        self.strategy.take_timeout(options.timeout)
         self.allowed = SafeGlobals(options.safe_globals)
         self.known = KnownCheckpoints(self.strategy)
         self.in_flight = InFlight()

@@ -55,7 +55,7 @@ def join(
         ).to_json()
     (epoch, draw, runs), owners = ranks.settle(RENDEZVOUS, looking, mine, _judge_join)
     nodes = _node_names([number for number, count in runs for _ in range(count)])
-    strategy.place(nodes)
+    strategy.place(nodes, ranks.timeout_s)
     # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
     # nodes keep a shard could share its number with the next, which does not see those nodes; and
     # shards of both would pass for one checkpoint later.

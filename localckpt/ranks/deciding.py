@@ -47,19 +47,21 @@ class Deciding:
         part: Of the job's store.
         group: The ranks.
         root: The rank of the group that judges.
-
-    Attributes:
         timeout_s: The time that the store has to answer, in seconds.
         hint: See :class:`localckpt.ranks.ranks.Ranks`.
+
+    Attributes:
         stopped: Set while no call waits.
     """
 
-    def __init__(self, part: StorePart, group: Group, root: int, timeout_s: float) -> None:
+    def __init__(
+        self, part: StorePart, group: Group, root: int, timeout_s: float, hint: Callable[[], str]
+    ) -> None:
         self._part = part
         self._rank, self._ranks, self._root = group.rank, group.ranks, root
         self._absences = Absences(group.ranks[group.rank], group.ranks, group.ranks[root])
-        self.timeout_s = timeout_s
-        self.hint = ""
+        self._timeout_s = timeout_s
+        self._hint = hint
         self.stopped = Latch()
         # Verdicts before it have been deleted.
         self._forgotten = 0
@@ -302,7 +304,7 @@ class Deciding:
         missing = tuple(ranks[rank] for rank in late)
         if failure is None:
             seen = {ranks[r]: s for r in late[:NAMED] if (s := round_.last_seen(r)) is not None}
-            failure = self._absences.late(what, missing, seen, waited_s, self.hint)
+            failure = self._absences.late(what, missing, seen, waited_s, self._hint())
         return Verdict(failure=failure, late=missing)
 
     def _failure_here(self, what: str, failure: Failure) -> Failure:
@@ -328,7 +330,7 @@ class Deciding:
     ) -> T | None:
         store = self.open()
         # However long the wait for other ranks, the store needs its time.
-        limit_s = 2 * self.timeout_s + waits_s + _AFTER_FIRST_S
+        limit_s = 2 * self._timeout_s + waits_s + _AFTER_FIRST_S
         return ask_until_stopped(
             what, limit_s, lambda wait: call(self._round(store, number, wait)), stopped
         )

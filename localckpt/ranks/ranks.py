@@ -56,10 +56,12 @@ class Ranks:
     Args:
         name: Keeps these messages apart from those of others.
         process_group: The ranks that take part; ``None`` for all.
-        timeout_s: Time for the other ranks in each call that is given no deadline, in seconds.
+        timeout_s: Time for the other ranks in each call that is given no deadline, and for the
+            job's store, in seconds. The former is an attribute, too.
         ranks: Those that take part, where they have no process group.
         group: The ranks and the store, where they are known already.
         root: The rank of the group that judges.
+        hint: Gives what to look at first when ranks do not come, as the end of the error message.
 
     Attributes:
         rank: This process's rank in the group.
@@ -77,32 +79,16 @@ class Ranks:
         ranks: Sequence[int] | None = None,
         group: Group | None = None,
         root: int = 0,
+        hint: Callable[[], str] = str,
     ) -> None:
         group = group or Group.of(process_group, ranks)
         self.rank, self.global_ranks = group.rank, list(group.ranks)
         self.world_size = len(group.ranks)
         self.root = root
+        self.timeout_s = timeout_s
         self.rounds = 0
         self._part = StorePart(name, group, timeout_s, remove_keys=self._remove_keys)
-        self._deciding = Deciding(self._part, group, root, timeout_s)
-
-    @property
-    def timeout_s(self) -> float:
-        """Time for the other ranks in a call that is given no deadline, in seconds."""
-        return self._deciding.timeout_s
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Change :attr:`timeout_s` for good."""
-        self._deciding.timeout_s = timeout_s
-
-    @property
-    def hint(self) -> str:
-        """What to look at first when ranks do not come, as the end of the error message."""
-        return self._deciding.hint
-
-    @hint.setter
-    def hint(self, hint: str) -> None:
-        self._deciding.hint = hint
+        self._deciding = Deciding(self._part, group, root, timeout_s, hint)
 
     @property
     def is_root(self) -> bool:
@@ -211,12 +197,13 @@ class Ranks:
         )
         return dict(told)
 
-    def gather(self, what: str, record: Any) -> list[Any]:
+    def gather(self, what: str, record: Any, *, deadline: Deadline | None = None) -> list[Any]:
         """Give every rank's record to every rank: for few ranks, or short records.
 
         Args:
             what: What is being done, for the error message of whoever waits in vain.
             record: Anything that JSON can carry.
+            deadline: As for :meth:`decide`.
 
         Returns:
             The records in rank order.
@@ -224,7 +211,7 @@ class Ranks:
         Raises:
             PeerLostError, MismatchError: As :meth:`decide`.
         """
-        records: list[Any] = self.settle(what, Attempt(), record, _all)
+        records: list[Any] = self.settle(what, Attempt(), record, _all, deadline=deadline)
         return records
 
     def act(self, what: str, work: Callable[[], T], act: Callable[[list[T]], V]) -> V:

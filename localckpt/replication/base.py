@@ -36,6 +36,7 @@ are computed), telling the outcome: how often a replication may need the deadlin
 
 # Two steps of a replication that each wait until their deadline end before the manager's.
 _STEPS_IN_TIME = 3
+_TIMEOUT_S = 300.0
 
 IdT = TypeVar("IdT", bound=Hashable)
 Accept = Callable[[CkptID, int], memoryview]
@@ -68,9 +69,10 @@ class ReplicationStrategy(ABC):
     """Copies shards to other ranks, and brings them back to ranks that lack them.
 
     Args:
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
-            the manager that uses the strategy; in a save for a third of it, so that a save whose
-            peer is lost is over within the manager's.
+        timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
+            shorter than that of the manager that uses the strategy. With ``None`` it is the
+            manager's, in a save a third of that, so that a save whose peer is lost is over within
+            the manager's.
         process_group: The ranks of the job, whose numbers stand in plans; ``None`` for all.
         target_device: Where the tensors of state dicts that others sent are put.
     """
@@ -82,10 +84,7 @@ class ReplicationStrategy(ABC):
         *,
         target_device: str = "cpu",
     ) -> None:
-        self.timeout_s = 300.0 if timeout_s is None else timeout_s
-        self.load_timeout_s = self.timeout_s
-        """Deadline of each step of a load, and of meeting; in seconds."""
-        self._has_own_timeout = timeout_s is not None
+        self.timeout_s = timeout_s
         self.target_device = target_device
         self.rate_limit: float | None = None
         """Number of bytes a second that a rank may send behind training; ``None`` for any."""
@@ -101,17 +100,17 @@ class ReplicationStrategy(ABC):
         self._last_ticket = Ticket(None if self._last_ticket is None else self._last_ticket.over)
         return self._last_ticket
 
-    def take_timeout(self, timeout_s: float) -> None:
-        """Take a manager's deadline, for a save a part of it, unless the strategy was given one."""
-        if self._has_own_timeout:
-            return
-        self.load_timeout_s = timeout_s
-        if self._everyone is not None:
-            self._everyone.set_timeout(timeout_s)
-        self._set_timeout(timeout_s / _STEPS_IN_TIME)
+    def step_s(self, timeout_s: float | None, *, of_save: bool = False) -> float:
+        """Return the deadline of each step that ranks take together, in seconds.
 
-    def _set_timeout(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        Args:
+            timeout_s: The caller's; ``None`` for a caller that has none.
+            of_save: Whether two steps are to end before the caller's deadline.
+        """
+        if timeout_s is None:
+            return self.timeout_s or _TIMEOUT_S
+        share_s = timeout_s / _STEPS_IN_TIME if of_save else timeout_s
+        return min(self.timeout_s or share_s, timeout_s)
 
     @abstractmethod
     def replicate_image(
@@ -120,6 +119,7 @@ class ReplicationStrategy(ABC):
         ckpt_id: CkptID,
         accept: Accept,
         *,
+        timeout_s: float | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
@@ -130,6 +130,7 @@ class ReplicationStrategy(ABC):
             ckpt_id: What it is called.
             accept: Gives writable memory of so many bytes for a peer's shard. What it gave is the
                 caller's to throw away when this raises.
+            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
             tensors_on_gpu: Whether the state is in GPU memory.
             error: Why this rank has no image to give, if so; its peers then raise it, too.
 
@@ -143,11 +144,12 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def place(self, domains: Sequence[str]) -> None:
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         """Place the ranks in groups, before anything is replicated; all ranks call it together.
 
         Args:
             domains: For each rank of the job, the token of its store.
+            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
 
         Raises:
             SameMachineReplicationException: Replicas would be lost with the original.
@@ -175,7 +177,12 @@ class ReplicationStrategy(ABC):
         source = own.source if own is not None else None
         try:
             self.replicate_image(
-                source, identity.ckpt_id, accept, tensors_on_gpu=on_gpu, error=error
+                source,
+                identity.ckpt_id,
+                accept,
+                timeout_s=self.step_s(timeout_s, of_save=True),
+                tensors_on_gpu=on_gpu,
+                error=error,
             )
             for slot in slots:
                 slot.arrived()
@@ -263,6 +270,7 @@ class ReplicationStrategy(ABC):
         plan: ExchangePlan[IdT],
         open_source: Callable[[IdT], ShardSource],
         accept: Callable[[IdT, int], memoryview],
+        timeout_s: float | None = None,
     ) -> list[IdT]:
         """Carry out what a plan moves between ranks; all ranks call it together, same plan.
 
@@ -272,6 +280,7 @@ class ReplicationStrategy(ABC):
             plan: From :meth:`retrieve_plan`.
             open_source: Opens an image that the plan lets this rank send; closed here.
             accept: Gives writable memory of so many bytes for an image that comes.
+            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
 
         Returns:
             The shards that this rank received.
@@ -280,7 +289,7 @@ class ReplicationStrategy(ABC):
             PeerLostError: A rank did not come, or broke off.
             CheckpointingException: What went wrong on some rank, the same on all of them.
         """
-        return carry_out(self._world(), plan, open_source, accept, self.load_timeout_s)
+        return carry_out(self._world(), plan, open_source, accept, self.step_s(timeout_s))
 
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: tuple[int, int, str]
@@ -321,7 +330,7 @@ class ReplicationStrategy(ABC):
 
     def _world(self) -> Ranks:
         if self._everyone is None:
-            self._everyone = Ranks("retrieval", self._process_group, self.load_timeout_s)
+            self._everyone = Ranks("retrieval", self._process_group, self.step_s(None))
         return self._everyone
 
     def _identity(self, id_: tuple[int, int, str]) -> ShardIdentity:

@@ -32,7 +32,6 @@ class DeviceTransport:
     Args:
         group: The ranks that take part; it must support the device.
         device: Where the buckets are; the process's current device, if it is a GPU.
-        timeout_s: Deadline of a whole exchange, in seconds.
         bucket_nbytes: The same on all ranks.
         owns_group: Whether the group may be aborted when an exchange fails. If not, operations that
             never end stay in the group, as after any lost peer.
@@ -42,7 +41,6 @@ class DeviceTransport:
         self,
         group: GroupWrapper | dist.ProcessGroup | None,
         device: torch.device | str,
-        timeout_s: float = 300.0,
         *,
         bucket_nbytes: int = CHUNK_NBYTES,
         owns_group: bool = False,
@@ -53,20 +51,20 @@ class DeviceTransport:
         self._owns_group = owns_group
         self._connected = self._device.type == "cpu"
         self._abandoned: Any = None
-        self.timeout_s = timeout_s
         self.broken = False
 
     def exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
         receives: Sequence[tuple[int, memoryview]],
+        timeout_s: float,
     ) -> None:
         if self.broken:
             raise PeerLostError(
                 f"rank {self._group.my_global_rank} cannot exchange shards: this transport broke "
                 f"before"
             )
-        progress = Progress(self._group.my_global_rank, self.timeout_s)
+        progress = Progress(self._group.my_global_rank, timeout_s)
         for peer, source in sends:
             progress.expect(peer, sent=source.nbytes)
         for peer, view in receives:

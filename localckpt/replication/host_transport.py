@@ -35,16 +35,14 @@ class HostTransport:
 
     Args:
         group: The ranks that take part; it must support host memory.
-        timeout_s: Deadline of a whole exchange, in seconds.
         chunk_nbytes: Largest single message; the same on all ranks.
         rate_limit: How many bytes a second this rank sends at most, each chunk at once; the
-            deadline is later by what it takes. ``None`` for as fast as it goes.
+            deadline of an exchange is later by what it takes. ``None`` for as fast as it goes.
     """
 
     def __init__(
         self,
         group: GroupWrapper | dist.ProcessGroup | HostConnections | None = None,
-        timeout_s: float = 300.0,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
@@ -55,7 +53,6 @@ class HostTransport:
         self._rank = self.connections.rank
         self._chunk_nbytes = chunk_nbytes
         self.pacer = Pacer(rate_limit)
-        self.timeout_s = timeout_s
         self.broken = False
 
     @classmethod
@@ -78,7 +75,7 @@ class HostTransport:
             name: Has not been used before in this job.
             ranks: The ranks of the job that take part, in the same order everywhere.
             rank: This rank of the job.
-            timeout_s: Deadline for connecting, and of each exchange, in seconds.
+            timeout_s: Deadline for connecting, in seconds.
             chunk_nbytes, rate_limit: As for the class.
             is_given_up: Asked while it connects, by another thread: whether to stop.
 
@@ -87,7 +84,6 @@ class HostTransport:
         """
         return cls(
             HostConnections.connect(name, ranks, rank, timeout_s, is_given_up),
-            timeout_s,
             chunk_nbytes=chunk_nbytes,
             rate_limit=rate_limit,
         )
@@ -113,27 +109,29 @@ class HostTransport:
             PeerLostError: Some peer did not come.
         """
         connections = HostConnections.connect_to(name, peers, rank, timeout_s)
-        return cls(connections, timeout_s, rate_limit=rate_limit)
+        return cls(connections, rate_limit=rate_limit)
 
     def exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
         receives: Sequence[tuple[int, memoryview]],
+        timeout_s: float,
     ) -> None:
         if self.broken:
             raise PeerLostError(
                 f"rank {self._rank} cannot exchange shards: these connections broke before"
             )
-        run_interruptibly(lambda: self._exchange(sends, receives), self.abort)
+        run_interruptibly(lambda: self._exchange(sends, receives, timeout_s), self.abort)
 
     def _exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
         receives: Sequence[tuple[int, memoryview]],
+        timeout_s: float,
     ) -> None:
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
-        progress = Progress(self._rank, self.timeout_s + self.pacer.longest_s(max(sent, received)))
+        progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
         messages = Messages(self.connections, progress, self.pacer)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []

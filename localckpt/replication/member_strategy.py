@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.ids import CkptID
-from localckpt.ranks.ranks import GRACE_S
+from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.ranks import GRACE_S, Ranks
 from localckpt.replication.base import STEPS, ReplicationStrategy, Ticket
 from localckpt.replication.groups import require_same
 from localckpt.replication.host_transport import HostTransport
@@ -25,7 +26,7 @@ from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.source import ShardSource
 
-__all__ = ["Announcement", "MemberStrategy"]
+__all__ = ["Announcement", "MemberStrategy", "deadline_with_others"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +80,20 @@ class MemberStrategy(ReplicationStrategy):
     def _make_membership(self) -> Membership:
         """This rank's place among the members; called once."""
 
-    @property
-    def _others_s(self) -> float:
-        """Time that members whose deadline passed may take to say so, in seconds."""
-        return min(GRACE_S, self.timeout_s / 2)
-
     def take_ticket(self) -> Ticket:
         self._members.wait_again()
         return super().take_ticket()
 
-    def place(self, domains: Sequence[str]) -> None:
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
+        step_s = self.step_s(timeout_s)
         if self._last_ticket is not None:
             # Other ranks, too, had theirs over or given up before they came here.
-            self._last_ticket.over.wait(STEPS * self.timeout_s)
+            self._last_ticket.over.wait(STEPS * step_s)
         # Both count messages, and a rank that was interrupted may have sent fewer than the others.
         if self._everyone is not None:
             self._everyone.close()
-            self._everyone = None
-        self._members.begin_anew()
+        self._everyone = Ranks("retrieval", self._process_group, step_s)
+        self._members.begin_anew(step_s)
         self._members.place(domains)
 
     def give_up(self) -> None:
@@ -121,17 +118,12 @@ class MemberStrategy(ReplicationStrategy):
             self._host.close()
         self._host = None
 
-    def _set_timeout(self, timeout_s: float) -> None:
-        super()._set_timeout(timeout_s)
-        self._members.set_timeout(timeout_s)
-        if self._host is not None:
-            self._host.timeout_s = timeout_s
-
     def _announce(
         self,
         source: ShardSource | None,
         ckpt_id: CkptID,
         error: str | None,
+        timeout_s: float,
         more: Any = None,
     ) -> list[Announcement]:
         """Tell the other members what this one has.
@@ -140,6 +132,7 @@ class MemberStrategy(ReplicationStrategy):
             source: The image of this rank's shard; ``None`` if there is an error.
             ckpt_id: Name of the shard.
             error: Why this rank has no shard, if so.
+            timeout_s: Deadline, in seconds.
             more: Anything else for the other members, in JSON.
 
         Returns:
@@ -163,13 +156,15 @@ class MemberStrategy(ReplicationStrategy):
             chunk_nbytes=self._chunk_nbytes,
         )
         told = self._members.coordinator.gather(
-            f"announce iteration {ckpt_id.iteration} for replication", asdict(mine)
+            f"announce iteration {ckpt_id.iteration} for replication",
+            asdict(mine),
+            deadline=Deadline.after(timeout_s),
         )
         announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
         _require_agreement(announced)
         return announced
 
-    def _host_transport(self, announced: Sequence[Announcement]) -> HostTransport:
+    def _host_transport(self, announced: Sequence[Announcement], timeout_s: float) -> HostTransport:
         """The connections of the last save, if every member still has them; else new ones."""
         if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
             if self._host is not None:
@@ -180,7 +175,7 @@ class MemberStrategy(ReplicationStrategy):
                 name,
                 ranks,
                 self._members.group.my_global_rank,
-                self.timeout_s,
+                timeout_s,
                 chunk_nbytes=self._chunk_nbytes,
                 rate_limit=self.rate_limit,
                 is_given_up=lambda: self._members.in_a_hurry,
@@ -190,6 +185,11 @@ class MemberStrategy(ReplicationStrategy):
                 # There was nothing to abort yet.
                 self._host.abort()
         return self._host
+
+
+def deadline_with_others(timeout_s: float) -> Deadline:
+    """Make the deadline of telling the outcome of a step, whose own may have passed elsewhere."""
+    return Deadline.after(timeout_s + min(GRACE_S, timeout_s / 2))
 
 
 def _require_agreement(announced: Sequence[Announcement]) -> None:

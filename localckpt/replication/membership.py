@@ -42,7 +42,7 @@ class Membership:
         jump: Distance between members, for cliques by rank numbers; ``None``: by failure domains.
         factor: How many members a clique has at least.
         failure_domain: What this rank's node is lost with, beyond itself.
-        timeout_s: Deadline of each step that ranks take together, in seconds.
+        timeout_s: Deadline of opening the messages within ``group``, in seconds.
         place: Forms cliques from the tokens of the ranks' stores and, if they were given any, their
             failure domains; ``None`` for :func:`place_cliques`.
         parameters: All that ranks must have been given alike, in words; ``None`` for jump and
@@ -72,7 +72,6 @@ class Membership:
         )
         self._on_devices = on_devices
         self._failure_domain = failure_domain or os.environ.get(FAILURE_DOMAIN_VARIABLE) or None
-        self._timeout_s = timeout_s
         self._outer: list[str] | None = None
         self._agreed = False
         self._group: GroupWrapper | None = None
@@ -88,7 +87,7 @@ class Membership:
         self.keepers_here: dict[int, list[int]] = {}
         """The same for the members of this rank's clique, as ranks of the default group."""
         if group is not None:
-            self._use(group)
+            self._use(group, timeout_s)
 
     def agree(self) -> None:
         """Compare what the ranks were given, and form cliques by numbers; all ranks call it.
@@ -164,21 +163,18 @@ class Membership:
             )
         return self._cliques
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, timeout_s: float) -> None:
         """Count what the members do from the beginning, with a new coordinator; all ranks call it.
 
         A member that was left with an error may be some replications behind the others.
+
+        Args:
+            timeout_s: Deadline of opening it, in seconds.
         """
         if self._group is not None:
             if self._coordinator is not None:
                 self._coordinator.close()
-            self._coordinator = Ranks("clique", None, self._timeout_s, ranks=self._group.ranks)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline for good."""
-        self._timeout_s = timeout_s
-        if self._coordinator is not None:
-            self._coordinator.set_timeout(timeout_s)
+            self._coordinator = Ranks("clique", None, timeout_s, ranks=self._group.ranks)
 
     def stop_waiting(self) -> None:
         """From now on no member waits for others, nor one that does so in another thread."""
@@ -228,25 +224,26 @@ class Membership:
         everyone, ranks = GroupWrapper(), self._everyone()
         (mine,) = (clique for clique in cliques if ranks.rank in clique)
         if not (self._on_devices and everyone.supports("cuda")):
-            self._use(GroupWrapper.of_ranks([ranks.global_ranks[place] for place in mine]))
+            members = [ranks.global_ranks[place] for place in mine]
+            self._use(GroupWrapper.of_ranks(members), ranks.timeout_s)
             return
         # torch ends the process when an NCCL operation outlasts its group: ours gives up before.
         group = GroupWrapper.from_list_of_groups(
             cliques,
-            timeout_s=2 * self._timeout_s + 60,
+            timeout_s=2 * ranks.timeout_s + 60,
             backend=_device_backend(everyone.backend),
         )
         self.owns_group = True
-        self.group_limit_s = self._timeout_s
-        self._use(group)
+        self.group_limit_s = ranks.timeout_s
+        self._use(group, ranks.timeout_s)
 
-    def _use(self, group: GroupWrapper) -> None:
+    def _use(self, group: GroupWrapper, timeout_s: float) -> None:
         if group.world_size == 1:
             raise CheckpointingException(
                 f"the clique of rank {group.my_global_rank} has no other member, so its shard "
                 f"would have no replica; pass repl_strategy=None to save without replication"
             )
-        self._coordinator = Ranks("clique", None, self._timeout_s, ranks=group.ranks)
+        self._coordinator = Ranks("clique", None, timeout_s, ranks=group.ranks)
         self.keepers_here = {
             owner: [rank for rank in group.ranks if rank != owner] for owner in group.ranks
         }

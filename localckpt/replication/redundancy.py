@@ -44,11 +44,12 @@ __all__ = [
 class Redundancy(Protocol):
     """Protection of the shards that a job saves. All ranks call its methods together."""
 
-    def place(self, domains: Sequence[str]) -> None:
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         """Place the ranks in groups, before anything is protected.
 
         Args:
             domains: For each rank of the job, the token of its store: what is lost together.
+            timeout_s: Deadline of each step, in seconds.
 
         Raises:
             SameMachineReplicationException: A group would be lost together.
@@ -81,7 +82,8 @@ class Redundancy(Protocol):
             own: This rank's shard; ``None`` if there is an error.
             identity: Identity of this rank's shard.
             store: Keeps what comes here.
-            timeout_s: How long a slot of the store may take, in seconds.
+            timeout_s: The caller's deadline, in seconds: of waiting for a slot of the store, and of
+                two steps that ranks take together.
             on_gpu: Whether the state is in GPU memory, and may be sent from there.
             error: Why this rank has no shard, if so; the ranks of its group then raise it, too.
 

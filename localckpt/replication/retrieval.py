@@ -38,7 +38,7 @@ def connect_for(
         plan: The plan.
         name: Has not been used before in this job; the same on all ranks.
         rank: This rank.
-        timeout_s: Deadline of connecting, and of each exchange, in seconds.
+        timeout_s: Deadline of connecting, in seconds.
         rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.
 
     Raises:
@@ -61,7 +61,7 @@ def carry_out(
 
     Args:
         everyone: The ranks that call it together.
-        timeout_s: Deadline of connecting, and of the exchange, in seconds.
+        timeout_s: Deadline of each step, in seconds.
         transport: Connections to all peers of this rank, which stay the caller's; ``None`` for
             new ones.
     """
@@ -76,14 +76,19 @@ def carry_out(
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
         name, coming = everyone.settle(
-            "open shards for other ranks", opening, sizes, partial(_judge_offers, plan)
+            "open shards for other ranks",
+            opening,
+            sizes,
+            partial(_judge_offers, plan),
+            deadline=Deadline.after(timeout_s),
         )
         views: list[tuple[int, memoryview]] = []
         with Attempt() as accepting:
             for entry, nbytes in zip(plan.receives(rank), coming or (), strict=True):
                 view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
                 views.append((entry.sender, view))
-        everyone.settle("make room for shards of other ranks", accepting)
+        deadline = Deadline.after(timeout_s)
+        everyone.settle("make room for shards of other ranks", accepting, deadline=deadline)
         with Attempt() as exchanging:
             if transport is None and (transport := connect_for(plan, name, rank, timeout_s)):
                 opened.callback(transport.close)
@@ -91,13 +96,14 @@ def carry_out(
                 # Senders of many start with different receivers.
                 world = everyone.world_size
                 sends = sorted(plan.sends(rank), key=lambda e: (e.receiver - rank) % world)
-                transport.exchange([(e.receiver, sources[e.id_]) for e in sends], views)
+                outgoing = [(entry.receiver, sources[entry.id_]) for entry in sends]
+                transport.exchange(outgoing, views, timeout_s)
         # Others may be in the middle of theirs, and go on together with this rank.
         everyone.settle(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,
-            deadline=Deadline.after(everyone.timeout_s + _DEADLINES * timeout_s),
+            deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )
     return [entry.id_ for entry in plan.receives(rank)]
 

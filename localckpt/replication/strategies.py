@@ -21,7 +21,11 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
 from localckpt.replication.base import Accept, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.member_strategy import Announcement, MemberStrategy
+from localckpt.replication.member_strategy import (
+    Announcement,
+    MemberStrategy,
+    deadline_with_others,
+)
 from localckpt.replication.membership import Membership
 from localckpt.replication.progress import CHUNK_NBYTES
 from localckpt.replication.redundancy import Lacking
@@ -49,12 +53,13 @@ class NoReplication(ReplicationStrategy):
         ckpt_id: CkptID,
         accept: Accept,
         *,
+        timeout_s: float | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
         return []
 
-    def place(self, domains: Sequence[str]) -> None:
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         return
 
     @property
@@ -76,8 +81,9 @@ class CliqueReplicationStrategy(MemberStrategy):
             nodes. With ``None`` all ranks form cliques together, of ranks in different failure
             domains, when their managers meet; see :func:`place_cliques`.
         target_device: Where the tensors of state dicts that others sent are put.
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
-            the manager that uses the strategy, in a save a third of it.
+        timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
+            shorter than that of the manager that uses the strategy; see
+            :class:`ReplicationStrategy`.
         process_group: The ranks of the job; ``None`` for all. Only with a ``local_group``.
         replication_jump: Distance between members of a clique, instead of failure domains.
         replication_factor: Copies of each shard, the owner's included.
@@ -166,14 +172,16 @@ class CliqueReplicationStrategy(MemberStrategy):
         ckpt_id: CkptID,
         accept: Accept,
         *,
+        timeout_s: float | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
+        step_s = self.step_s(timeout_s)
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         group, clique = self._members.group, self._members.coordinator
         announced = self._announce(
-            source, ckpt_id, error, tensors_on_gpu and group.supports("cuda")
+            source, ckpt_id, error, step_s, tensors_on_gpu and group.supports("cuda")
         )
         what = f"iteration {ckpt_id.iteration}"
 
@@ -183,7 +191,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             views = [
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
-        clique.settle(f"make room for replicas of {what}", accepting)
+        deadline = Deadline.after(step_s)
+        clique.settle(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
         over_device = all(peer.more for peer in announced)
@@ -197,15 +206,15 @@ class CliqueReplicationStrategy(MemberStrategy):
                 )
                 for receiver, sender in rounds
             ]
-            self._exchange(announced, moves, over_device)
+            self._exchange(announced, moves, over_device, step_s)
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
-        grace_s = GRACE_S + (max(0.0, self.timeout_s - took_s) if over_device else 0.0)
+        grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
         clique.settle(
             f"replicate {what}",
             exchanging,
             grace_s=grace_s,
-            deadline=Deadline.after(clique.timeout_s + self._others_s),
+            deadline=deadline_with_others(step_s),
         )
         logger.debug(
             "replicated %s: %d bytes to each of %d peers in %.3f s",
@@ -232,7 +241,7 @@ class CliqueReplicationStrategy(MemberStrategy):
             jump=self._jump,
             factor=self._factor,
             failure_domain=self._failure_domain,
-            timeout_s=self.timeout_s,
+            timeout_s=self.step_s(None),
         )
 
     def _close_connections(self) -> None:
@@ -264,24 +273,26 @@ class CliqueReplicationStrategy(MemberStrategy):
         announced: Sequence[Announcement],
         moves: Sequence[tuple[list[tuple[int, ShardSource]], list[tuple[int, memoryview]]]],
         over_device: bool,
+        timeout_s: float,
     ) -> None:
         if not over_device:
-            self._host_transport(announced).exchange(
+            self._host_transport(announced, timeout_s).exchange(
                 [send for sends, _ in moves for send in sends],
                 [receive for _, receives in moves for receive in receives],
+                timeout_s,
             )
             return
         if self._device is None:
             self._device = choose_transport(
                 self._members.group,
                 True,
-                min(self.timeout_s, self._members.group_limit_s),
                 owns_group=self._members.owns_group,
             )
         try:
             # One round at a time, so that there are buckets for one peer only.
             for sends, receives in moves:
-                self._device.exchange(sends, receives)
+                limit_s = min(timeout_s, self._members.group_limit_s)
+                self._device.exchange(sends, receives, limit_s)
         finally:
             if self._device.broken:
                 logger.warning("device memory could not be sent; replicas now go through the host")

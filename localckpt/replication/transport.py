@@ -32,18 +32,21 @@ class Transport(Protocol):
     broken: bool
     """True if an exchange failed, or was ended: a new transport is needed."""
 
-    timeout_s: float
-    """Deadline of each exchange, in seconds; may be changed between two."""
-
     def exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
         receives: Sequence[tuple[int, memoryview]],
+        timeout_s: float,
     ) -> None:
         """Send images to ranks of the job, and receive others into writable memory.
 
         Ranks call it together. Several images between the same two ranks are listed in the same
         order by both. When it raises, nothing is read from or written to the memory any more.
+
+        Args:
+            sends: Receivers, and the images for them.
+            receives: Senders, and memory for their images.
+            timeout_s: Deadline of the whole exchange, in seconds.
 
         Raises:
             PeerLostError: A peer did not send or take all its bytes in time, or its connection
@@ -64,7 +67,6 @@ class Transport(Protocol):
 def choose_transport(
     group: GroupWrapper | dist.ProcessGroup | None,
     tensors_on_gpu: bool,
-    timeout_s: float = 300.0,
     *,
     owns_group: bool = False,
 ) -> Transport:
@@ -76,9 +78,9 @@ def choose_transport(
     wrapped = GroupWrapper.wrap(group)
     if wrapped.supports("cuda") and (tensors_on_gpu or not wrapped.supports("cpu")):
         device = torch.device("cuda", torch.cuda.current_device())
-        return DeviceTransport(wrapped, device, timeout_s, owns_group=owns_group)
+        return DeviceTransport(wrapped, device, owns_group=owns_group)
     if wrapped.supports("cpu"):
-        return HostTransport(wrapped, timeout_s)
+        return HostTransport(wrapped)
     raise MismatchError(
         f"the group's backend {wrapped.backend!r} sends neither host nor CUDA memory; "
         f"make the group with gloo or NCCL"

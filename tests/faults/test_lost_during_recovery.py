@@ -90,7 +90,7 @@ def _make_mortal(repl: Any, point: str) -> None:
     retrieve = repl.retrieve_image
     watching: list[threading.Thread] = []
 
-    def retrieve_image(plan: Any, open_source: Any, accept: Any) -> Any:
+    def retrieve_image(plan: Any, open_source: Any, accept: Any, timeout_s: float) -> Any:
         if point == "before all":
             _die()
 
@@ -107,7 +107,7 @@ def _make_mortal(repl: Any, point: str) -> None:
                 watching.append(_dies_when_written(view[stop - 16 : stop]))
             return view
 
-        received = retrieve(plan, opened, room)
+        received = retrieve(plan, opened, room, timeout_s)
         for thread in watching:
             thread.join(_TIMEOUT_S)
         if point == "after all":

@@ -364,7 +364,7 @@ def _be_slow(rank: int, world_size: int, root: Path) -> tuple[str, str]:
     assert preload is not None
     args[1] = preload()
     function(*args)
-    planned[2].set_timeout(1.0)
+    planned[2].timeout_s = 1.0
     dist.barrier()
     told = error_of(lambda: save_state_dict_async_finalize(*planned))
     if rank == 1:

@@ -333,11 +333,11 @@ class _Breaking(CliqueReplicationStrategy):
     breaking: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
 
-    def _host_transport(self, announced: Any) -> Any:
+    def _host_transport(self, announced: Any, timeout_s: float) -> Any:
         iteration = announced[0].id_.iteration if self._world().rank == 1 else None
         if iteration in self.unreachable:
             raise PeerLostError("rank 1 has no network")
-        transport = super()._host_transport(announced)
+        transport = super()._host_transport(announced, timeout_s)
         if iteration in self.breaking:
             transport.abort()
         return transport
@@ -421,7 +421,7 @@ def _come_too_late(rank: int, world_size: int) -> tuple[list[str], int]:
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         save(manager, state_of(rank, 0), 0)
-        repl.take_timeout(0.5)
+        repl.timeout_s = 0.5
         if rank == 1:
             await_announced("zero has given up")
         _begin(manager, queue, rank, 1)
@@ -430,7 +430,7 @@ def _come_too_late(rank: int, world_size: int) -> tuple[list[str], int]:
             announce("zero has given up")
         queue.maybe_finalize_async_calls(blocking=True)
         told = _standing(manager)[:1]
-        repl.take_timeout(MAX_S)
+        repl.timeout_s = None
         _begin(manager, queue, rank, 2)
         queue.maybe_finalize_async_calls(blocking=True)
         return told + _standing(manager)[:1], manager.degraded_saves
@@ -460,7 +460,7 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
     ):
         # A manager's first save waits for all ranks.
         save(manager, state_of(rank, 0), 0)
-        repl.take_timeout(0.5)
+        repl.timeout_s = 0.5
         if rank == 1:
             await_announced("zero has given up")
         else:

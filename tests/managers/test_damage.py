@@ -302,14 +302,14 @@ def _receive_badly(rank: int, world_size: int) -> str:
         receive = repl.retrieve_image
         tries = []
 
-        def spoil_the_first(plan: Any, open_source: Any, accept: Any) -> Any:
+        def spoil_the_first(plan: Any, open_source: Any, accept: Any, timeout_s: float) -> Any:
             rooms = []
 
             def room(id_: Any, nbytes: int) -> memoryview:
                 rooms.append(accept(id_, nbytes))
                 return rooms[-1]
 
-            received = receive(plan, open_source, room)
+            received = receive(plan, open_source, room, timeout_s)
             tries.append([entry.sender for entry in plan.transfers])
             if rank == 2 and len(tries) == 1:
                 rooms[0][_NBYTES // 2] ^= 1

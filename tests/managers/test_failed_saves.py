@@ -205,7 +205,7 @@ def _save_the_second_on_rank_0_only(rank: int, world_size: int) -> set[int]:
     with make_manager("disk", node_store(), "job") as manager:
         manager.save(state_of(rank, 1), 1)
         if rank == 0:
-            manager._parts.ranks.set_timeout(0.5)
+            manager._parts.ranks.timeout_s = 0.5
             error_of(lambda: manager.save(state_of(0, 2), 2), PeerLostError)
             announce("lost")
         await_announced("lost")

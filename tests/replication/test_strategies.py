@@ -277,15 +277,35 @@ def test_a_member_that_stops_is_named_and_the_next_save_works_once_it_is_back() 
     assert "rank 0 (" in peer_told
 
 
-def _never_call(rank: int, world_size: int) -> float:
-    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=1.0)
+def test_a_step_has_the_callers_deadline_or_the_strategys_if_that_is_shorter() -> None:
+    plain, hurried, patient = NoReplication(), NoReplication(2.0), NoReplication(900.0)
+
+    assert [plain.step_s(30.0), plain.step_s(30.0, of_save=True)] == [30.0, 10.0]
+    assert [hurried.step_s(30.0), hurried.step_s(30.0, of_save=True)] == [2.0, 2.0]
+    assert [patient.step_s(30.0), patient.step_s(30.0, of_save=True)] == [30.0, 30.0]
+    assert [each.step_s(None) for each in (plain, hurried, patient)] == [300.0, 2.0, 900.0]
+
+
+def _never_call(
+    rank: int, world_size: int, strategy_s: float, caller_s: float | None, announces: bool
+) -> float:
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=strategy_s)
     started = time.monotonic()
+    mine = CkptID(1, rank, "s")
+    source, accept = ScratchSource(_image_of(mine)), _Memory().accept
     if rank == 0:
-        mine = CkptID(1, rank, "s")
         with pytest.raises(
-            PeerLostError, match=r"rank 1 \(last seen: agree on cliques\)|rank 1 \("
+            PeerLostError, match=r"rank 1 \(last seen: agree on cliques\)|rank 1 \(|ranks \[0, 1\]"
         ):
-            strategy.replicate_image(ScratchSource(_image_of(mine)), mine, _Memory().accept)
+            strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
+    elif announces:
+
+        def connect(*_: Any, **__: Any) -> Any:
+            raise PeerLostError("this rank does not connect")
+
+        member_strategy.HostTransport.connect = connect  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError):
+            strategy.replicate_image(source, mine, accept, timeout_s=caller_s)
     took = time.monotonic() - started
     dist.barrier()
     strategy.close()
@@ -293,8 +313,14 @@ def _never_call(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_member_that_never_saves_is_named_at_the_deadline() -> None:
-    assert 0.9 < run_ranks(_never_call, 2)[0] < 10.0
+@pytest.mark.parametrize(
+    ("strategy_s", "caller_s", "announces"),
+    [(1.0, None, False), (60.0, 1.0, False), (60.0, 1.0, True)],
+)
+def test_a_member_that_never_saves_or_connects_is_named_at_the_deadline(
+    strategy_s: float, caller_s: float | None, announces: bool
+) -> None:
+    assert 0.9 < run_ranks(_never_call, 2, strategy_s, caller_s, announces)[0] < 20.0
 
 
 def _give_up_when_connected(rank: int, world_size: int) -> float:

@@ -27,12 +27,13 @@ from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.replication.sources import FailingSource, ScratchSource, SignallingSource, image
 
 _CHUNK = 1000
+_TIMEOUT_S = 20.0
 
 
-def _transport(kind: str, timeout_s: float = 20.0) -> Transport:
+def _transport(kind: str) -> Transport:
     if kind == "device":
-        return DeviceTransport(None, "cpu", timeout_s, bucket_nbytes=_CHUNK)
-    return HostTransport(None, timeout_s, chunk_nbytes=_CHUNK)
+        return DeviceTransport(None, "cpu", bucket_nbytes=_CHUNK)
+    return HostTransport(None, chunk_nbytes=_CHUNK)
 
 
 class _PackingSource(ScratchSource):
@@ -78,7 +79,7 @@ def _everything_to_everyone(rank: int, world_size: int, kind: str, images: int) 
                 receives.append((peer, memoryview(bytearray(len(coming)))))
                 expected.append(coming)
 
-        transport.exchange(sends, receives)
+        transport.exchange(sends, receives, _TIMEOUT_S)
 
         assert [bytes(view) for _, view in receives] == expected
     assert not transport.broken
@@ -101,7 +102,7 @@ def _one_way(rank: int, world_size: int, kind: str) -> None:
     else:
         receives = [(0, memoryview(bytearray(len(content))))]
 
-    _transport(kind).exchange(sends, receives)
+    _transport(kind).exchange(sends, receives, _TIMEOUT_S)
 
     assert all(bytes(view) == content for _, view in receives)
 
@@ -123,11 +124,14 @@ def _send_along_a_chain(rank: int, world_size: int) -> None:
     transport.exchange(
         [(peer, MemorySource(memoryview(mine))) for peer in behind],
         [(peer, coming) for peer in before],
+        _TIMEOUT_S,
     )
 
     assert all(bytes(coming) == image(peer, 3 * _CHUNK) for peer in before)
     with pytest.raises(MismatchError, match="not among the ranks"):
-        transport.exchange([((rank + 2) % world_size, MemorySource(memoryview(mine)))], [])
+        transport.exchange(
+            [((rank + 2) % world_size, MemorySource(memoryview(mine)))], [], _TIMEOUT_S
+        )
     transport.close()
 
 
@@ -136,7 +140,8 @@ def test_ranks_connect_to_those_they_send_to_or_receive_from_and_to_no_others() 
 
 
 def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> Any:
-    transport = _transport(kind, timeout_s=2.0 if sig == signal.SIGSTOP else 20.0)
+    transport = _transport(kind)
+    timeout_s = 2.0 if sig == signal.SIGSTOP else _TIMEOUT_S
     content = image(rank, 50 * _CHUNK)
     source: ShardSource = ScratchSource(content)
     if rank == 1:
@@ -145,13 +150,14 @@ def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> 
     place = bytearray(len(content) * len(peers))
     views = [memoryview(place)[i * len(content) :][: len(content)] for i in range(len(peers))]
     started = time.monotonic()
+    sends = [(peer, source) for peer in peers]
     with pytest.raises(PeerLostError) as raised:
-        transport.exchange([(peer, source) for peer in peers], list(zip(peers, views, strict=True)))
+        transport.exchange(sends, list(zip(peers, views, strict=True)), timeout_s)
     took = time.monotonic() - started
 
     assert transport.broken
     with pytest.raises(PeerLostError, match="before"):
-        transport.exchange([], [])
+        transport.exchange([], [], _TIMEOUT_S)
     if rank != 1 and sig == signal.SIGSTOP:
         then = bytes(place)
         announce("gave up")
@@ -198,11 +204,11 @@ def _exchange_for_ever(
     transport: Transport, peer: int, mine: memoryview, theirs: memoryview
 ) -> None:
     while True:
-        transport.exchange([(peer, MemorySource(mine))], [(peer, theirs)])
+        transport.exchange([(peer, MemorySource(mine))], [(peer, theirs)], 60.0)
 
 
 def _die_within_a_message(rank: int, world_size: int, nbytes: int) -> tuple[str, float]:
-    transport = HostTransport(None, 60.0, chunk_nbytes=nbytes)
+    transport = HostTransport(None, chunk_nbytes=nbytes)
     mine, theirs = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
     dist.barrier()
     if rank == 1:
@@ -237,6 +243,7 @@ def _fail_to_read(rank: int, world_size: int, kind: str) -> tuple[str, float]:
         transport.exchange(
             [(peer, source) for peer in peers],
             [(peer, memoryview(bytearray(len(content)))) for peer in peers],
+            _TIMEOUT_S,
         )
     return str(raised.value), time.monotonic() - started
 
@@ -250,14 +257,14 @@ def test_a_source_that_fails_raises_here_and_frees_the_peers_at_once(world_size:
 
 
 def _less_than_expected(rank: int, world_size: int) -> str:
-    transport = _transport("host", timeout_s=1.0)
+    transport = _transport("host")
     if rank == 1:
         source = MemorySource(memoryview(bytearray(3 * _CHUNK)))
         with pytest.raises(PeerLostError):
-            transport.exchange([(0, source)], [(0, memoryview(bytearray(1)))])
+            transport.exchange([(0, source)], [(0, memoryview(bytearray(1)))], 1.0)
         return ""
     with pytest.raises(PeerLostError) as raised:
-        transport.exchange([], [(1, memoryview(bytearray(5 * _CHUNK)))])
+        transport.exchange([], [(1, memoryview(bytearray(5 * _CHUNK)))], 1.0)
     return str(raised.value)
 
 
@@ -273,10 +280,10 @@ def _own_connections(rank: int, world_size: int) -> None:
     if first is not None:
         peer = 2 - rank
         with pytest.raises(PeerLostError):
-            first.exchange([], [(peer, memoryview(bytearray(10)))])
+            first.exchange([], [(peer, memoryview(bytearray(10)))], 1.0)
         with pytest.raises(MismatchError, match="not among the ranks"):
             HostTransport.connect("other", [0, 2], rank, 5.0).exchange(
-                [], [(1, memoryview(bytearray(10)))]
+                [], [(1, memoryview(bytearray(10)))], 5.0
             )
 
     dist.barrier()
@@ -285,6 +292,7 @@ def _own_connections(rank: int, world_size: int) -> None:
     second.exchange(
         [((rank + 1) % world_size, MemorySource(memoryview(bytearray(b"hello"))))],
         [((rank - 1) % world_size, place)],
+        5.0,
     )
     assert bytes(place) == b"hello"
     second.close()
@@ -359,7 +367,7 @@ def _exchange_aborted(rank: int, world_size: int) -> None:
 
     assert transport.broken
     with pytest.raises(PeerLostError, match="broke before"):
-        transport.exchange([(1 - rank, MemorySource(memoryview(image(rank, 10))))], [])
+        transport.exchange([(1 - rank, MemorySource(memoryview(image(rank, 10))))], [], _TIMEOUT_S)
     dist.barrier()
 
 
@@ -370,7 +378,7 @@ def test_a_transport_of_device_memory_that_was_aborted_sends_nothing_more() -> N
 def test_a_world_of_one_has_nothing_to_exchange() -> None:
     transport = choose_transport(None, tensors_on_gpu=False)
 
-    transport.exchange([], [])
+    transport.exchange([], [], _TIMEOUT_S)
 
     assert isinstance(transport, HostTransport)
 
@@ -392,7 +400,7 @@ def test_nccl_alone_sends_device_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def _over_nccl(rank: int, world_size: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    transport = choose_transport(None, tensors_on_gpu=True, timeout_s=60.0)
+    transport = choose_transport(None, tensors_on_gpu=True)
     assert isinstance(transport, DeviceTransport)
     contents = [image(sender, 100 * 2**20 + sender) for sender in range(world_size)]
     place = memoryview(bytearray(len(contents[rank - 1])))
@@ -400,6 +408,7 @@ def _over_nccl(rank: int, world_size: int) -> None:
     transport.exchange(
         [((rank + 1) % world_size, MemorySource(memoryview(contents[rank])))],
         [((rank - 1) % world_size, place)],
+        60.0,
     )
 
     assert place == contents[rank - 1]
@@ -434,7 +443,9 @@ def _cut_off_in_a_pause(rank: int, world_size: int) -> float:
     began = time.monotonic()
     with pytest.raises(PeerLostError):
         transport.exchange(
-            [(1 - rank, MemorySource(memoryview(b"\x01" * (3 * _CHUNK))))], [(1 - rank, room)]
+            [(1 - rank, MemorySource(memoryview(b"\x01" * (3 * _CHUNK))))],
+            [(1 - rank, room)],
+            300.0,
         )
     took = time.monotonic() - began
     for thread in threads:

@@ -84,8 +84,7 @@ class GroupEncoder:
             receives.append((ranks[member], parts.envelopes[at : at + envelope_nbytes[member]]))
             at += envelope_nbytes[member]
         sends = [(ranks[(here + step) % count], envelope) for step in range(1, of.group.spare + 1)]
-        self.transport.timeout_s = timeout_s
-        self.transport.exchange(sends, receives)
+        self.transport.exchange(sends, receives, timeout_s)
 
     def close(self) -> None:
         """Give the memory for messages back."""

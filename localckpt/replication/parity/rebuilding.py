@@ -232,7 +232,7 @@ class Rebuilding:
                 elif self._rank == receiver:
                     envelopes[rank] = memoryview(bytearray(nbytes))
                     receives.append((sender, envelopes[rank]))
-        transport.exchange(sends, receives)
+        transport.exchange(sends, receives, self._timeout_s)
         for rank, envelope in envelopes.items():
             identity = self._identity(Kind.IMAGE, rank)
             nbytes = group.of.image_nbytes[group.place[rank]]

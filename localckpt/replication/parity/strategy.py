@@ -19,7 +19,11 @@ from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.replication.base import Accept
-from localckpt.replication.member_strategy import Announcement, MemberStrategy
+from localckpt.replication.member_strategy import (
+    Announcement,
+    MemberStrategy,
+    deadline_with_others,
+)
 from localckpt.replication.membership import Membership
 from localckpt.replication.parity.code import PARITY_KIND
 from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
@@ -55,8 +59,9 @@ class ParityReplicationStrategy(MemberStrategy):
         parity: How many nodes of a group may be lost: 1 or 2.
         group_size: How many ranks a group has at least, each on another node. Where nodes do not
             divide, some groups are larger.
-        timeout_s: Deadline of each step that ranks take together, in seconds; ``None`` for that of
-            the manager that uses the strategy, in a save a third of it.
+        timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
+            shorter than that of the manager that uses the strategy; see
+            :class:`ReplicationStrategy`.
         failure_domain: What this rank's node is lost with, such as its rack or switch; no two
             members of a group share it. All ranks give one, or none does. By default what the
             variable ``LOCALCKPT_FAILURE_DOMAIN`` says.
@@ -108,6 +113,7 @@ class ParityReplicationStrategy(MemberStrategy):
         ckpt_id: CkptID,
         accept: Accept,
         *,
+        timeout_s: float | None = None,
         tensors_on_gpu: bool = False,
         error: str | None = None,
     ) -> list[CkptID]:
@@ -132,6 +138,7 @@ class ParityReplicationStrategy(MemberStrategy):
         on_gpu: bool = False,
         error: str | None = None,
     ) -> list[Slot]:
+        step_s = self.step_s(timeout_s, of_save=True)
         source = own.source if own is not None else None
         own_envelope = 0
         with Attempt() as looking:
@@ -139,7 +146,7 @@ class ParityReplicationStrategy(MemberStrategy):
         if self._host is not None and self._encoder is not None and self._encoder.broken:
             self._close_connections()
         ckpt_id = identity.ckpt_id
-        announced = self._announce(source, ckpt_id, error or looking.told, own_envelope)
+        announced = self._announce(source, ckpt_id, error or looking.told, step_s, own_envelope)
         what, clique = f"iteration {ckpt_id.iteration}", self._members.coordinator
         envelopes = [peer.more for peer in announced]
 
@@ -153,14 +160,15 @@ class ParityReplicationStrategy(MemberStrategy):
                 parity = identity.of_kind(PARITY_KIND)
                 slots.append(store.reserve(parity, frame.nbytes, timeout_s))
                 parts = frame.put(slots[0].image)
-            clique.settle(f"make room for the parity of {what}", accepting)
+            deadline = Deadline.after(step_s)
+            clique.settle(f"make room for the parity of {what}", accepting, deadline=deadline)
 
             started = time.monotonic()
             with Attempt() as encoding:
                 assert source is not None
                 assert parts is not None
-                self._connected(announced).run(of, source, parts, envelopes, self.timeout_s)
-            deadline = Deadline.after(clique.timeout_s + self._others_s)
+                self._connected(announced, step_s).run(of, source, parts, envelopes, step_s)
+            deadline = deadline_with_others(step_s)
             clique.settle(f"encode the parity of {what}", encoding, deadline=deadline)
             slots[0].arrived()
         except Exception:
@@ -176,8 +184,8 @@ class ParityReplicationStrategy(MemberStrategy):
     def sends_from_devices(self) -> bool:
         return False
 
-    def place(self, domains: Sequence[str]) -> None:
-        super().place(domains)
+    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
+        super().place(domains, timeout_s)
         groups = [self._group_of(tuple(ranks)) for ranks in self._members.cliques()]
         self._protection = {rank: group for group in groups for rank in group.ranks}
 
@@ -207,14 +215,14 @@ class ParityReplicationStrategy(MemberStrategy):
             jump=None,
             factor=group_size,
             failure_domain=self._failure_domain,
-            timeout_s=self.timeout_s,
+            timeout_s=self.step_s(None),
             place=lambda nodes, outer: place_parity_groups(nodes, parity, group_size, outer),
             parameters=f"parity={parity}, group_size={group_size}",
             on_devices=False,
         )
 
-    def _connected(self, announced: Sequence[Announcement]) -> GroupEncoder:
-        transport = self._host_transport(announced)
+    def _connected(self, announced: Sequence[Announcement], timeout_s: float) -> GroupEncoder:
+        transport = self._host_transport(announced, timeout_s)
         if self._encoder is None or self._encoder.transport is not transport:
             if self._encoder is not None:
                 self._encoder.close()

@@ -1,8 +1,8 @@
 """Every exception that localckpt raises on purpose.
 
-There is one root, so a training loop can catch it alone; a subclass exists where a caller would
-act differently. A message says what happened, to which (iteration, rank, path, peer), what was
-kept, and what to do.
+All derive from one root, so a training loop can catch that alone; a subclass exists where a caller
+would act differently. A message says what happened, to which (iteration, rank, path, peer), what
+was kept, and what to do.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class CheckpointingException(Exception):
 
 
 class StorageError(CheckpointingException):
-    """The node's disk or shared memory refused: full, read-only, no permission, I/O error."""
+    """The node's disk or shared memory failed: full, read-only, no permission, I/O error."""
 
 
 class CorruptShardError(CheckpointingException):
     """A shard's bytes are not the bytes that were saved, or are not a shard at all.
 
     Args:
-        message: What is wrong.
-        shard: What the shard says that it is, in words. Where its header is not verified, that may
-            be a part of the damage.
+        message: Description of the damage.
+        shard: Identity of the shard, in words, from its header. Where the header is not verified,
+            the identity itself may be damaged.
 
     Attributes:
-        shard: The same; empty if unknown.
-        damage: What is wrong, without the shard's name.
+        shard: Identity of the shard; empty if unknown.
+        damage: Description of the damage, without the shard's name.
     """
 
     shard = damage = ""
@@ -55,19 +55,19 @@ class CorruptShardError(CheckpointingException):
 
 
 class FormatVersionError(CorruptShardError):
-    """A shard says that it is of another version of the format."""
+    """A shard's header names a format version that this localckpt does not read."""
 
 
 class RestoreError(CheckpointingException):
-    """A shard's bytes are good, and this program or machine cannot rebuild the state from them.
+    """A shard's bytes are good, but this program or machine cannot rebuild the state from them.
 
-    A class changed since the save, its ``__setstate__`` raised, or memory ran out. The shard stays
-    as it is and where it is, and no older checkpoint is taken in its place.
+    A class changed since the save, its ``__setstate__`` raised, or memory ran out. The shard is
+    neither changed nor moved, and no older checkpoint is loaded instead.
 
     Args:
-        message: What happened.
+        message: Description of the failure.
         class_name: Full name of the class, or of the function, that failed; ``None`` if unknown.
-        path: Where in the state the object stands, joined by dots; ``None`` if unknown.
+        path: Dotted path of the object in the state; ``None`` if unknown.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UnsafeGlobalError(CheckpointingException):
     """A shard names a class or function that is not allowed to be loaded from a file.
 
     Attributes:
-        names: What it calls them, if that is known here.
+        names: Names of these classes and functions in the shard; empty if unknown.
     """
 
     names: tuple[Any, ...] = ()
@@ -97,7 +97,7 @@ class PeerLostError(CheckpointingException):
 
 
 class NoReplicasAvailableError(CheckpointingException):
-    """A shard or a checkpoint is wanted that no living node, or shared storage, holds."""
+    """No living node, nor shared storage, holds a shard or checkpoint that is needed."""
 
 
 class SameMachineReplicationException(CheckpointingException):
@@ -105,8 +105,8 @@ class SameMachineReplicationException(CheckpointingException):
 
 
 class SaveFailedError(CheckpointingException):
-    """A save did not complete on some rank; every rank raises this, and older saves stand."""
+    """A save failed on some rank; every rank raises this error, and older checkpoints are kept."""
 
 
 class WorkerDiedError(CheckpointingException):
-    """The process that was writing behind training ended without reporting success."""
+    """The background writer process ended without reporting success."""

@@ -1,7 +1,7 @@
-"""Texts of failures, as they go to other ranks, and as the texts of many ranks are joined.
+"""Short texts of failures, for other ranks, and joined texts of many ranks.
 
-A rank's text goes to every other rank, so it is never long; a text that many ranks have is given
-once.
+Every rank receives every other rank's text, so each is cut to a limit, and a text that several
+ranks share is given once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from localckpt.errors import CheckpointingException
 
 __all__ = ["described", "ranks_named", "said_by", "short", "with_class", "with_short_texts"]
 
-# Characters of a text that goes to other ranks.
+# Limit of a text that is sent to other ranks, in characters.
 _LONGEST_TEXT = 4000
 
 _MOST_TEXTS = 8
@@ -23,24 +23,24 @@ _CUT = " (cut)"
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Cut a text to the length that goes to other ranks."""
+    """Cut a text to the length that may be sent to other ranks."""
     return text if len(text) <= longest else f"{text[: longest - len(_CUT)]}{_CUT}"
 
 
 def described(error: BaseException) -> str:
-    """Return the text of an error, with its class unless it is one of localckpt's own."""
+    """Return an error's text, preceded by its class unless localckpt raised it."""
     is_own = isinstance(error, CheckpointingException) and str(error)
     return short(str(error)) if is_own else with_class(error)
 
 
 def with_class(error: BaseException) -> str:
-    """An error's class and text; some have no text."""
+    """Return an error's class and text, or the class alone if there is no text."""
     kind = type(error).__name__
     return short(f"{kind}: {error}" if str(error) else kind)
 
 
 def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:
-    """A JSON record in which each text is short."""
+    """Cut each text in a JSON record."""
     if isinstance(record, str):
         return short(record, longest)
     if isinstance(record, list | tuple):
@@ -51,7 +51,7 @@ def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:
 
 
 def said_by(texts: Mapping[int, str]) -> str:
-    """Join the texts of ranks: each text once, after the ranks that have it."""
+    """Join the texts of ranks: each different text once, after the ranks that share it."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks.setdefault(texts[rank].rstrip("."), []).append(rank)
@@ -63,7 +63,7 @@ def said_by(texts: Mapping[int, str]) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0 to 7 and 9``."""
+    """Return ranks in words: ``rank 3``, ``ranks 0 to 7 and 9``."""
     ordered = sorted(set(ranks))
     starts = [r for before, r in pairwise([ordered[0] - 2, *ordered]) if r != before + 1]
     ends = [r for r, after in pairwise([*ordered, ordered[-1] + 2]) if after != r + 1]

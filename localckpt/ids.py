@@ -1,7 +1,7 @@
-"""Names of shards and other pieces.
+"""Identities of shards and other pieces.
 
-Plain values, without torch: they cross process borders, stand in file headers and in the small
-records that ranks exchange.
+Plain values, without torch: they are sent between processes, and stored in file headers and in the
+small records that ranks exchange.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 SAVES_AN_ATTEMPT = 2**28
-"""The numbers of an attempt's saves begin at a multiple of it, drawn at random."""
+"""Step of sequence numbers: an attempt numbers its saves from a random multiple of this."""
 
 MOST_RANKS = 1 << 20
-"""Far above any job: whoever looks for the shards of all ranks counts up to what is claimed."""
+"""Limit of a claimed world size, far above any job: code that checks all shards loops up to it."""
 
 SHARD_KIND = "shard"
-"""Kind of a piece that is the shard itself."""
+"""Kind of a piece that is a rank's shard."""
 
 
 class CkptID(NamedTuple):
-    """Names one rank's shard. Equals the plain tuple ``(iteration, rank, session_id)``."""
+    """Name of one rank's shard; equals the plain tuple ``(iteration, rank, session_id)``."""
 
     iteration: int
     rank: int
@@ -45,11 +45,11 @@ class CkptID(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Attempt of the job that wrote a shard.
+    """Number of a save: the attempt (one start of the job) and the save's number in it.
 
-    ``epoch`` is more than the highest that any store knew when the job (re)started, ``sequence``
-    counts the saves of that job, from a number that is drawn when it starts. Neither orders
-    checkpoints of different attempts: see ``availability/ordering.py``.
+    ``epoch`` is higher than that of any store when the attempt began. ``sequence`` counts the saves
+    of the attempt from a random start. Neither orders checkpoints of different attempts: see
+    ``availability/ordering.py``.
     """
 
     epoch: int
@@ -61,19 +61,19 @@ class Generation(NamedTuple):
         return EpochId(self.epoch, self.sequence // SAVES_AN_ATTEMPT)
 
     def next(self) -> Generation:
-        """That of the next save."""
+        """Return the generation of the next save."""
         return Generation(self.epoch, self.sequence + 1)
 
     def __str__(self) -> str:
-        """The epoch and the number of the save, for people: without what was drawn."""
+        """Return the epoch and the number of the save, without the random part."""
         return f"{self.epoch}.{self.sequence % SAVES_AN_ATTEMPT}"
 
 
 class Piece(NamedTuple):
-    """One thing that a node can hold of a checkpoint: a rank's shard, or what it keeps for others.
+    """One thing that a node can hold of a checkpoint: a rank's shard, or its parity block.
 
-    A kind is a lowercase word: ``"shard"``, or the name of a redundancy scheme's own pieces. Images
-    of the same piece at different iterations are of about one size, and use each other's memory.
+    ``kind`` is a lowercase word: ``"shard"``, or the name of a redundancy scheme's pieces. Images
+    of one piece at different iterations have about the same size, so they reuse the same buffers.
     """
 
     rank: int
@@ -81,16 +81,16 @@ class Piece(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """True if it is the rank's shard."""
+        """True if the piece is the rank's shard."""
         return self.kind == SHARD_KIND
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Everything that tells one piece of a checkpoint from another; kept in the image's header.
+    """Identity of one piece of one checkpoint, stored in the image's header.
 
-    The lineage of the epoch travels with it, and tells nothing apart; files of earlier versions
-    have none.
+    ``lineage`` is stored with the identity but is no part of it; files of earlier versions have
+    none.
     """
 
     session_id: str
@@ -107,17 +107,17 @@ class ShardIdentity:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Checkpoint that it belongs to."""
+        """Checkpoint that the piece belongs to."""
         return Checkpoint(self.generation, self.iteration, self.world_size)
 
     @property
     def piece(self) -> Piece:
-        """The piece that this is, at one iteration."""
+        """Rank and kind, without the checkpoint."""
         return Piece(self.rank, self.kind)
 
     @property
     def is_shard(self) -> bool:
-        """True if it is the shard of its rank."""
+        """True if the piece is the rank's shard."""
         return self.kind == SHARD_KIND
 
     def of_kind(self, kind: str) -> ShardIdentity:
@@ -126,7 +126,7 @@ class ShardIdentity:
 
     @property
     def seed(self) -> str:
-        """Seeds the digests of its blocks."""
+        """Seed of the digests of the image's blocks."""
         generation = f"{self.generation.epoch}.{self.generation.sequence}"
         kind = "" if self.is_shard else f"{self.kind}/"
         return f"{kind}{generation}/{self.iteration}/{self.rank}/{self.session_id}"
@@ -148,7 +148,7 @@ class Checkpoint:
     world_size: int
 
     def shard(self, rank: int, session_id: str) -> ShardIdentity:
-        """Identity of one rank's shard."""
+        """Return the identity of one rank's shard."""
         return ShardIdentity(session_id, self.generation, self.iteration, rank, self.world_size)
 
 
@@ -157,12 +157,12 @@ class Group:
     """Ranks that protect each other's shards.
 
     Args:
-        ranks: The members, in an order that the redundancy scheme gives them.
-        spare: Number of members that may be lost, whichever they are.
-        kind: Kind of the pieces by which they do.
+        ranks: The members, in the redundancy scheme's order.
+        spare: Number of members, any of them, that may be lost.
+        kind: Kind of the pieces that protect the shards.
 
     Raises:
-        MismatchError: No group has such numbers.
+        MismatchError: The numbers are not those of a group.
     """
 
     ranks: tuple[int, ...]
@@ -170,12 +170,12 @@ class Group:
     kind: str = SHARD_KIND
 
     def __post_init__(self) -> None:
-        # JSON's true is an int to Python.
+        # type(), because isinstance(True, int) holds.
         if set(map(type, (*self.ranks, self.spare))) != {int}:
             raise MismatchError(
                 "the ranks of a group, and how many of them may be lost, are whole numbers"
             )
-        # Only whoever is alone protects nothing.
+        # Only a group of one rank protects nothing.
         if not min(1, len(self.ranks) - 1) <= self.spare < len(self.ranks):
             raise MismatchError(
                 f"it says that {self.spare} of a group of {len(self.ranks)} ranks may be lost"
@@ -191,10 +191,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A piece that is kept somewhere, and the size of its image.
-
-    For a piece that is no shard, the group that it protects.
-    """
+    """A stored piece and the size of its image; for a parity block, also the group it protects."""
 
     identity: ShardIdentity
     nbytes: int

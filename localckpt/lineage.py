@@ -1,4 +1,4 @@
-"""Lineage of an epoch: which checkpoint a start of the job resumed from, and what it gave up.
+"""Lineage of an epoch: the checkpoint that it resumed from, and the epochs that it gave up.
 
 Plain values, without torch. Every image's header, the epoch note of every node and the commit
 record of a shared checkpoint carry the lineage of the epoch that wrote them, so that any surviving
@@ -29,26 +29,27 @@ __all__ = [
 ]
 
 MOST_DIGITS = 19
-"""No number of an identity has more digits."""
+"""Limit of the digits of each number in an identity."""
 
 MOST_ANCESTORS = 8
-"""Ancestors that a lineage names, the nearest ones; see :attr:`Lineage.is_cut`."""
+"""Limit of the ancestors that a lineage names, the nearest ones; see :attr:`Lineage.is_cut`."""
 
 MOST_GIVEN_UP = 8
-"""Epochs that a lineage names as given up, those that reached the highest iterations."""
+"""Limit of the given-up epochs that a lineage names: those with the highest iterations."""
 
 _LIMIT = 10**MOST_DIGITS
 
 Origin = Literal["nothing", "elsewhere", "local", "shared"]
-"""Source of an epoch's state: nothing was loaded or said; something that carries no lineage; a
-checkpoint of the nodes; a checkpoint on shared storage."""
+"""Source of an epoch's state. ``"nothing"``: nothing was loaded, and no source was declared;
+``"elsewhere"``: a source without a lineage; ``"local"``: a checkpoint of the nodes; ``"shared"``: a
+checkpoint on shared storage."""
 
 
 class EpochId(NamedTuple):
     """Identity of one start of the job.
 
-    ``number`` is above that of every epoch known at the start; two starts that know nothing of each
-    other may share it. ``draw`` is random and tells them apart.
+    ``number`` is above that of every epoch known at the start; two starts that cannot see each
+    other's files may share a number. ``draw`` is random and tells such starts apart.
     """
 
     number: int
@@ -59,13 +60,13 @@ class EpochId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EpochId | None:
-        """The epoch of a name that ``str()`` gave; ``None`` if it is no such name."""
+        """Parse the output of ``str()``; return ``None`` for any other text."""
         match = re.fullmatch(r"(\d{1,19})-([0-9a-f]{8,16})", text, re.ASCII)
         return None if match is None else cls(int(match[1]), int(match[2], 16))
 
 
 class Point(NamedTuple):
-    """An iteration of an epoch."""
+    """Iteration of an epoch."""
 
     epoch: EpochId
     iteration: int
@@ -83,16 +84,16 @@ class Lineage:
         origin: Kind of the source that the epoch resumed from.
         resumed_at: Iteration that the epoch resumed from; -1 for the beginning. The epoch's own
             checkpoints have greater iterations, all its ancestors have no greater ones.
-        ancestors: Where the epoch left its parent, the parent its own parent, and so on; the
-            nearest first, at most :data:`MOST_ANCESTORS`.
-        given_up: Epochs that the job went back from, each with the iteration up to which it could
-            have been loaded then. This epoch overrules their checkpoints up to there, if they are
-            above ``resumed_at``. At most :data:`MOST_GIVEN_UP`; epochs left out are compared by
+        ancestors: Points at which the epoch left its parent, the parent its own parent, and so on;
+            the nearest first, at most :data:`MOST_ANCESTORS`.
+        given_up: Epochs that the job went back from, each with its highest iteration that could
+            have been loaded then. This epoch overrules their checkpoints from above ``resumed_at``
+            up to that iteration. At most :data:`MOST_GIVEN_UP`; epochs left out are compared by
             iteration.
-        is_cut: Whether there are older ancestors than those named.
+        is_cut: True if there are older ancestors than those named.
 
     Raises:
-        MismatchError: There is no such lineage.
+        MismatchError: The values are not those of a lineage.
     """
 
     epoch: EpochId
@@ -108,7 +109,7 @@ class Lineage:
             *self.epoch,
             *(number for point in points for number in (*point.epoch, point.iteration)),
         )
-        # JSON's true is an int to Python.
+        # type(), because isinstance(True, int) holds.
         are_whole = {type(self.resumed_at), *map(type, numbers)} == {int}
         if (
             not are_whole
@@ -130,21 +131,21 @@ class Lineage:
             raise MismatchError(f"no epoch comes from {self.origin!r:.80}, cut {self.is_cut!r:.80}")
 
     def gives_up(self, epoch: EpochId, iteration: int) -> bool:
-        """Return whether the job went back from a checkpoint for this epoch, or for an ancestor."""
+        """Return whether the job went back from a checkpoint to begin this epoch or an ancestor."""
         return self.resumed_at < iteration and any(
             of == epoch and iteration <= up_to for of, up_to in self.given_up
         )
 
     def descends_from(self, epoch: EpochId, iteration: int) -> bool:
-        """Return whether a checkpoint of another epoch is one of the ancestors that are named."""
+        """Return whether a checkpoint of another epoch is one of the named ancestors."""
         return any(of == epoch and iteration <= left_at for of, left_at in self.ancestors)
 
     def left(self, iteration: int) -> Point:
-        """The point at which a descendant of this epoch begins."""
+        """Return the point at which a descendant of this epoch begins."""
         return Point(self.epoch, iteration)
 
     def to_json(self) -> list[Any]:
-        """About 20 bytes, and 20 for each point."""
+        """Encode as a list for JSON: about 20 bytes, and 20 for each point."""
         return [
             *self.epoch,
             get_args(Origin).index(self.origin),
@@ -156,10 +157,10 @@ class Lineage:
 
     @classmethod
     def from_json(cls, fields: Any) -> Lineage:
-        """Read what :meth:`to_json` gave.
+        """Decode a list made by :meth:`to_json`.
 
         Raises:
-            MismatchError: It is no lineage.
+            MismatchError: The value is not a lineage.
         """
         try:
             number, draw, origin, resumed_at, ancestors, given_up, is_cut = fields
@@ -183,8 +184,8 @@ class Resumed:
 
     Attributes:
         origin: Kind of the source.
-        iteration: Its iteration; -1 for the beginning.
-        parent: Lineage of the epoch that saved it; ``None`` if it carries none.
+        iteration: Iteration of the state; -1 for the beginning.
+        parent: Lineage of the epoch that saved the state; ``None`` if the source carries none.
     """
 
     origin: Origin = "nothing"
@@ -193,11 +194,12 @@ class Resumed:
 
 
 def unsaid(iteration: int, seen: Collection[Point]) -> Resumed:
-    """Source of the state of a job that neither loaded nor said what it resumes from.
+    """Guess the source of the state of a job that loaded nothing and declared no source.
 
     Args:
-        iteration: The first that it saves. Above all that it could have loaded, the job goes on
-            from elsewhere; else it starts over, and gives up all that it could have loaded.
+        iteration: First iteration that the job saves. If it is above all that could have been
+            loaded, the job continues from elsewhere; if not, it starts over, and gives up all
+            checkpoints that could have been loaded.
         seen: Complete checkpoints on the nodes.
     """
     newest = max((point.iteration for point in seen), default=-1)
@@ -209,22 +211,24 @@ def unsaid(iteration: int, seen: Collection[Point]) -> Resumed:
 def begin_lineage(
     epoch: EpochId, resumed: Resumed, seen: Collection[Point], known: Mapping[EpochId, Lineage]
 ) -> Lineage:
-    """Lineage of an epoch that is about to save for the first time; the same on all ranks.
+    """Make the lineage of an epoch that is about to save for the first time.
+
+    Every rank makes the same lineage from the same arguments.
 
     Args:
-        epoch: Its identity; the number is raised above those of the epochs that it names.
-        resumed: Source of its state.
-        seen: Complete checkpoints on the nodes. Those above the iteration that it resumes from
-            could have been loaded, and are given up.
-        known: Lineages of their epochs, as far as they carry one.
+        epoch: Identity of the epoch. Its number is raised above those of the epochs in the lineage.
+        resumed: Source of the epoch's state.
+        seen: Complete checkpoints on the nodes. Those above the iteration of ``resumed`` could have
+            been loaded, and are given up.
+        known: Lineages of the epochs in ``seen``, as far as their checkpoints carry one.
     """
     parent = resumed.parent
     gone = [point for point in seen if point.iteration > resumed.iteration]
     lineages = [parent, *(known.get(point.epoch) for point in seen)]
-    # What those had given up stays given up. What this epoch has passed counts no more, but may
-    # again for one that goes back from it.
+    # Epochs that these lineages gave up stay given up. Points below resumed.iteration have no
+    # effect here (see gives_up), but may have one for an epoch that goes back further.
     inherited = [point for lineage in lineages if lineage for point in lineage.given_up]
-    # The ancestors of what is given up go with it, down to where the job resumes.
+    # The ancestors of given-up epochs are given up too, down to where the job resumes.
     for of in {point.epoch for point in gone} & known.keys():
         inherited += [p for p in known[of].ancestors if p.iteration > resumed.iteration]
     given_up: dict[EpochId, int] = {}
@@ -248,13 +252,13 @@ def begin_lineage(
 
 
 class LineageKeeper(Protocol):
-    """A manager of the nodes' checkpoints, to one of shared storage of the same job.
+    """Interface of the local manager that the manager of shared storage uses.
 
-    All ranks call its methods, in the same order.
+    All ranks call the methods in the same order.
     """
 
     def begin(self, from_iteration: int, *, lineage: Lineage | None = None) -> None:
-        """Say what the job resumes from."""
+        """Declare the iteration and the lineage that the job resumes from."""
 
     def lineage_of_save(self, iteration: int) -> Lineage:
-        """The lineage under which an iteration is saved now."""
+        """Return the lineage under which a save of this iteration is stored."""

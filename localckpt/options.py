@@ -1,4 +1,4 @@
-"""The options of a manager's saves, as its constructor is given them."""
+"""Options of a manager's saves, from the arguments of its constructor."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OnBusy = Literal["wait", "skip", "error"]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of one manager; the constructors of the managers say what they mean.
+    """Options of one manager, documented at the managers' constructors.
 
     Raises:
-        CheckpointingException: An option makes no sense.
+        CheckpointingException: An option has an impossible value.
     """
 
     timeout: float = 300.0
@@ -63,7 +63,7 @@ class SaveOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
-        """The options among the arguments of a constructor, its ``locals()``."""
+        """Pick the options from the ``locals()`` of a constructor."""
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name in arguments})
 
     @property
@@ -73,5 +73,5 @@ class SaveOptions:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that guard the state."""
+        """Optimizers of the ``guard`` option, as a list."""
         return list(self.guard) if isinstance(self.guard, Iterable) else [self.guard]

@@ -1,10 +1,10 @@
-"""Work in other threads, waited for so that an interrupt of the trainer breaks nothing.
+"""Threads and waits for them that an interrupt of the main thread cannot break.
 
-Python delivers Ctrl-C, and whatever else a signal handler raises, to the main thread alone, between
-any two of its instructions. The waits of the standard library (events, conditions, futures, joining
-a thread) are Python code under a lock. An interrupt within them can leave that lock taken for ever,
-release it for the thread that holds it, which then fails, or make a thread that runs count as
-over. The waits here take no lock that another thread needs.
+Python raises KeyboardInterrupt, and any other exception of a signal handler, in the main thread,
+between any two of its instructions. The waits of the standard library (events, conditions, futures,
+joining a thread) are Python code under a lock. An interrupt inside them can leave that lock taken
+for ever, release it while another thread holds it, so that this thread fails, or make a running
+thread count as ended. The waits here take no lock that another thread needs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class Latch:
-    """An event that happens once. A wait for it can be interrupted at any moment."""
+    """Event that is set once. A wait for it can be interrupted at any moment."""
 
     def __init__(self) -> None:
         self._is_set = False
-        # A lock for each wait: taken by the wait, released by whoever sets the latch.
+        # One lock for each wait: taken by the waiting thread, released by set().
         self._waits: deque[threading.Lock] = deque()
 
     def is_set(self) -> bool:
@@ -41,7 +41,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let it happen, and end all waits for it. May be called again."""
+        """Set the latch, and end all waits for it. May be called again."""
         self._is_set = True
         for held in tuple(self._waits):
             # Another thread may have set the latch at the same time.
@@ -49,25 +49,25 @@ class Latch:
                 held.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it happens.
+        """Wait until the latch is set.
 
         Args:
-            timeout_s: The longest wait, in seconds; ``None`` for any.
+            timeout_s: Deadline in seconds; ``None`` for no deadline.
 
         Returns:
-            Whether it has happened.
+            True if the latch is set.
         """
         return wait_for_any([self], timeout_s)
 
 
 def wait_for_any(latches: Sequence[Latch], timeout_s: float | None = None) -> bool:
-    """Wait until one of several events happens; see :meth:`Latch.wait`."""
+    """Wait until one of several latches is set; see :meth:`Latch.wait`."""
     if _is_any_set(latches):
         return True
     held = threading.Lock()
     held.acquire()
     try:
-        # Before the second look: whoever sets a latch after that look finds the lock.
+        # Before the second check, so that a set() after that check finds the lock and releases it.
         for latch in latches:
             latch._waits.append(held)
         if not _is_any_set(latches):
@@ -80,78 +80,79 @@ def wait_for_any(latches: Sequence[Latch], timeout_s: float | None = None) -> bo
 
 
 def _is_any_set(latches: Sequence[Latch]) -> bool:
-    # No generator: an interrupt that comes when one is dropped is lost.
+    # A list, no generator: an interrupt while a generator is deallocated would be lost.
     return True in [latch._is_set for latch in latches]
 
 
 class Task(Generic[T]):
-    """Work for another thread: carried out once, or called off before it begins.
+    """Work for another thread: run once, or cancelled before it begins.
 
     Args:
-        work: What is to be done. What it refers to is let go of once it is over.
+        work: Function to call. The reference to it is dropped once the task has ended.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
         self._result: T | None = None
         self._error: BaseException | None = None
-        # Filled once, by whoever comes first; unlike a lock it can be asked again.
+        # setdefault() decides who runs or cancels the task: the first caller. Unlike a lock, an
+        # interrupted caller can ask again.
         self._taken: dict[str, object] = {}
         self._is_started = False
         self.over = Latch()
-        """Set once it is over, well or badly, or called off."""
+        """Set once the work returned or raised, or the task was cancelled."""
 
     @property
     def error(self) -> BaseException | None:
-        """Error that the work raised; ``None`` while the task is not over, too."""
+        """Error that the work raised; ``None`` if it raised none or has not ended."""
         return self._error
 
     def start(self, name: str, *, daemon: bool) -> None:
-        """Have it carried out by a thread of its own.
+        """Run the task in a new thread.
 
         Args:
-            name: Of the thread.
-            daemon: Whether the interpreter may end without waiting for it.
+            name: Name of the thread.
+            daemon: True if the interpreter may exit without waiting for the thread.
 
         Raises:
-            RuntimeError: No thread can be had; :meth:`run` does it in this one.
-            BaseException: An interrupt; :func:`end_all` returns when the task does not run.
+            RuntimeError: No thread can be started; call :meth:`run` instead.
+            BaseException: An interrupt. The task may run or not: call :func:`end_all`.
         """
         _Thread(target=self.run, name=name, daemon=daemon).start()
         self._is_started = True
 
     def run(self) -> None:
-        """Carry it out in this thread, unless another one has begun to, or it was called off."""
+        """Run the task in this thread, unless another thread has begun it or it was cancelled."""
         me, work = object(), self._work
         try:
             if work is not None and self._taken.setdefault("by", me) is me:
                 self._result = work()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever wants the result
+        except BaseException as error:  # noqa: BLE001 - raised by result() and take_result()
             self._error = error
         finally:
             if self._taken.get("by") is me:
                 self._work = None
                 self.over.set()
-            # Else the error would keep itself, and what was worked on, by these variables.
+            # These variables would form a cycle with the error, whose traceback keeps this frame.
             del self, work
 
     def done(self) -> bool:
-        """Return whether the task is over, well or badly, or called off."""
+        """Return whether the work returned or raised, or the task was cancelled."""
         return self.over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end, in seconds; whether it came in time."""
+        """Wait for the end of the task, and return whether it has ended."""
         return self.over.wait(timeout_s)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Return what the work returned.
 
         Args:
-            timeout_s: The longest wait for its end, in seconds; ``None`` for any.
+            timeout_s: Deadline in seconds; ``None`` for no deadline.
 
         Raises:
-            TimeoutError: It was not over in time, and goes on.
-            BaseException: What the work raised.
+            TimeoutError: The deadline passed first; the task goes on.
+            BaseException: Error that the work raised.
         """
         try:
             if not self.wait(timeout_s):
@@ -160,13 +161,14 @@ class Task(Generic[T]):
                 raise self._error
             return cast(T, self._result)
         finally:
-            # Else the error would keep itself by this variable.
+            # This variable would form a cycle with the error, whose traceback keeps this frame.
             del self
 
     def take_result(self, timeout_s: float | None = None) -> T:
-        """Return what the work returned, and keep no error, so that this can be called once.
+        """Return what the work returned, and drop its error; can be called once.
 
-        For callers who keep the task in a variable, which the frames of the error keep.
+        For a caller with the task in a local variable: the error's traceback keeps the caller's
+        frame, so a task that kept the error would form a cycle with it.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"it was not over after {timeout_s:g} s")
@@ -179,16 +181,16 @@ class Task(Generic[T]):
         return cast(T, self._result)
 
     def begins(self) -> bool:
-        """Return whether it has begun or will begin; call it off if :meth:`start` was interrupted.
+        """Return whether the task has begun or will begin; cancel it if its start was interrupted.
 
-        A thread that was started may take a while until it begins the task.
+        A started thread may take a while until it begins the task.
         """
         if not self._is_started:
             self.call_off()
         return self._is_started or self._taken["by"] is not None
 
     def call_off(self) -> bool:
-        """Let it not begin; whether nothing of it runs now."""
+        """Cancel the task if it has not begun, and return whether it is not running."""
         if self._taken.setdefault("by", None) is None:
             self._work = None
             self.over.set()
@@ -196,10 +198,10 @@ class Task(Generic[T]):
 
 
 class _Thread(threading.Thread):
-    """A thread that begins even when the start of it is interrupted.
+    """Thread that begins even when its start is interrupted.
 
-    Its starter waits for it to begin, and it says so, by an event: with the one of the standard
-    library an interrupt of the starter could leave the thread waiting there for ever.
+    ``start()`` waits for an event that the new thread sets. With the standard library's event, an
+    interrupt of ``start()`` could leave the new thread waiting for the event's lock for ever.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -208,7 +210,7 @@ class _Thread(threading.Thread):
 
 
 class _Begun(Latch):
-    """A latch in the place of a thread's event."""
+    """Latch with the interface of ``Thread._started``."""
 
     def _at_fork_reinit(self) -> None:
         self._waits.clear()
@@ -219,15 +221,15 @@ def end_all(
     stop: Callable[[], None] | None = None,
     interrupt: BaseException | None = None,
 ) -> None:
-    """Return when none of the tasks runs; those that have not begun are called off.
+    """Cancel the tasks that have not begun, and wait for the others.
 
     Args:
-        tasks: They end by themselves.
-        stop: Makes them end sooner; called when this thread is interrupted.
-        interrupt: One that came already.
+        tasks: Tasks that end by themselves.
+        stop: Makes the tasks end sooner; called when this thread is interrupted.
+        interrupt: Interrupt that the caller has caught already.
 
     Raises:
-        BaseException: The interrupt that came first, once none of the tasks runs.
+        BaseException: The first interrupt, once none of the tasks runs.
     """
     while not all(task.done() for task in tasks):
         try:
@@ -236,23 +238,23 @@ def end_all(
             for task in tasks:
                 if not task.call_off():
                     task.wait()
-        except BaseException as error:  # noqa: BLE001 - raised once none of them runs
+        except BaseException as error:  # noqa: BLE001 - raised below, once no task runs
             interrupt = interrupt or error
     if interrupt is not None:
         try:
             raise interrupt
         finally:
-            # Else it would keep itself by this variable.
+            # This variable would form a cycle with the error, whose traceback keeps this frame.
             del interrupt
 
 
 class SerialThread:
-    """Thread that carries out tasks one after another, and lives only while there is work.
+    """Runs tasks one after another in a thread that exists only while there is work.
 
-    An idle one holds no thread, and the interpreter's exit waits for the tasks that were submitted.
+    The interpreter's exit waits for the submitted tasks.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -262,10 +264,10 @@ class SerialThread:
         self._runner: Task[None] | None = None
 
     def submit(self, task: Task[Any]) -> None:
-        """Have a task carried out after those that were submitted before.
+        """Queue a task behind those that were submitted before.
 
         Raises:
-            RuntimeError: No thread can be had. The task was not submitted.
+            RuntimeError: No thread can be started; the task was not queued.
         """
         with self._lock:
             self._waiting.append(task)
@@ -276,17 +278,17 @@ class SerialThread:
                 raise
 
     def close(self) -> None:
-        """Return when all that was submitted is over."""
+        """Wait until all submitted tasks have ended."""
         while (runner := self._runner) is not None:
             with self._lock:
                 self._have_runner()
             runner.wait()
 
     def _have_runner(self) -> None:
-        # One whose start was interrupted is called off: it may never begin.
+        # A runner that has not begun is replaced: if its start was interrupted, it never will.
         if self._runner is None or self._runner.call_off():
             runner = self._runner = Task(lambda: self._run_waiting(runner))
-            # Not a daemon: the interpreter must not take memory away that is in use.
+            # Not a daemon: the interpreter must not exit while a task uses memory.
             runner.start(self._name, daemon=False)
 
     def _run_waiting(self, runner: Task[None]) -> None:
@@ -303,11 +305,11 @@ class SerialThread:
 
 
 def run_interruptibly(work: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Call ``work`` so that an interrupt of the main thread ends it, even inside of a library.
+    """Call ``work`` so that an interrupt of the main thread ends it, even inside a C library.
 
     Args:
-        work: May wait for a long time where Python does not see it. It runs in another thread if
-            this is the main thread, which alone is interrupted.
+        work: Function that may wait for a long time in C code, where Python handles no signals.
+            The main thread runs it in another thread; any other thread calls it directly.
         stop: Makes ``work`` return or raise soon.
 
     Returns:
@@ -320,11 +322,11 @@ def run_interruptibly(work: Callable[[], T], stop: Callable[[], None]) -> T:
         return work()
     task = Task(work)
     try:
-        # Not a daemon: the interpreter must not end while it is inside of a library.
+        # Not a daemon: the interpreter must not exit while the thread is inside a C library.
         task.start("localckpt-interruptible", daemon=False)
         task.wait()
     except RuntimeError:
-        # No thread can be had, as while the interpreter ends: then nothing can end it sooner.
+        # No thread can start, as while the interpreter exits. An interrupt then ends nothing early.
         task.run()
     except BaseException as interrupt:
         end_all([task], stop, interrupt)
@@ -335,13 +337,14 @@ def run_interruptibly(work: Callable[[], T], stop: Callable[[], None]) -> T:
 def interrupt_behind(
     error: BaseException | None, outer: BaseException | None
 ) -> BaseException | None:
-    """The interrupt that an error comes of, if any.
+    """Return the interrupt that caused an error, if any.
 
-    Python's own waits, and libraries that call back, make other errors of some interrupts.
+    Python's waits, and libraries that call back into Python, turn some interrupts into other
+    errors.
 
     Args:
-        error: What was raised.
-        outer: What was being handled before, which has nothing to do with it.
+        error: Error that was raised.
+        outer: Error that was being handled already, and is not a cause of ``error``.
     """
     while error is not None and error is not outer:
         if not isinstance(error, Exception):

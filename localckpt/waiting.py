@@ -1,6 +1,6 @@
-"""Waits for what does not say that it has happened: by asking again and again, less and less often.
+"""Polling with back-off, for conditions that nothing signals.
 
-What happens in another thread of this process is waited for with ``threads.py`` instead.
+Waits for another thread of this process use ``threads.py`` instead.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 __all__ = ["back_off", "wait_until"]
 
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.25
-# At 1,024 ranks that wait long, the job's store is asked 4,096 times a second.
+# With _LONGEST_S, 1,024 ranks that wait for long poll the job's store 4,096 times a second.
 _SHARE = 1 / 8
 
 
 def back_off(
     shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S, share: float = _SHARE
 ) -> Iterator[float]:
-    """Seconds to pause before asking again.
+    """Yield the seconds to pause before each next poll.
 
     Args:
-        shortest_s, longest_s: The shortest and the longest pause, in seconds.
-        share: The pause between these, as a share of the time waited so far.
+        shortest_s, longest_s: Limits of a pause, in seconds.
+        share: Length of a pause between these limits, as a share of the time waited so far.
     """
     start = time.monotonic()
     while True:
@@ -37,15 +37,15 @@ def wait_until(
     shortest_s: float = _SHORTEST_S,
     longest_s: float = _LONGEST_S,
 ) -> bool:
-    """Wait until something has happened.
+    """Poll a condition until it holds.
 
     Args:
-        has_happened: Whether it has; asked at least once.
-        timeout_s: The longest wait, in seconds.
-        shortest_s, longest_s: As for :func:`back_off`.
+        has_happened: The condition; called at least once.
+        timeout_s: Deadline in seconds.
+        shortest_s, longest_s: Limits of a pause, as for :func:`back_off`.
 
     Returns:
-        Whether it has happened.
+        True if the condition holds; False if the deadline passed first.
     """
     until = time.monotonic() + timeout_s
     pauses = back_off(shortest_s, longest_s)

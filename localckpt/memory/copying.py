@@ -1,10 +1,10 @@
-"""Copies of host memory at the speed of memory, and of runs of it into the blocks of an image.
+"""Multi-threaded copies of host memory, and copies that also hash the blocks of an image.
 
-Plain threads around ``memmove`` with the GIL released, in pieces: torch's own multi-threaded copies
-stall for up to a second when another process keeps a core busy. A block of an image is hashed while
-it is in the cache: behind training it would have to come from memory once more, which takes a core
-from training for 70 ms per 1.5 GB; here it is some 15 ms for two threads (AMD EPYC, 1 MiB of L2
-cache for each core).
+Python threads call ``memmove``, which releases the GIL, on pieces: torch's own multi-threaded
+copies stall for up to a second when another process keeps a core busy. Each block of an image is
+hashed right after its copy, while the block is in the cache. That takes about 15 ms per 1.5 GB with
+two threads; hashing it later, from memory, would take a core from training for 70 ms (AMD EPYC,
+1 MiB of L2 cache for each core).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _PIECE_NBYTES = 8 << 20
 
 
 def default_copy_threads() -> int:
-    """The node's cores shared among its ranks; more than 4 threads add nothing."""
+    """Return this rank's part of the node's cores, at most 4: more threads add nothing."""
     cores = len(os.sched_getaffinity(0))
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, min(4, cores // ranks))
 
 
 class Copier:
-    """Copier of much memory with a few threads, which live as long as one call does.
+    """Copier of host memory with a few threads, which end with each call.
 
     Args:
-        threads: How many; ``None`` for :func:`default_copy_threads`.
+        threads: Number of threads; ``None`` for :func:`default_copy_threads`.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -53,40 +53,40 @@ class Copier:
         self._left: Iterator[Any] = iter(())
 
     def copy(self, jobs: Iterable[tuple[int, int, int]], keep: Any = None) -> None:
-        """Carry out ``(destination address, source address, bytes)`` copies; returns when done.
+        """Carry out copies and return when all are done.
 
         Args:
-            jobs: Destinations must not overlap.
-            keep: What owns the memory on both sides; it lives until no thread copies any more.
+            jobs: ``(destination address, source address, nbytes)``; destinations must not overlap.
+            keep: Owner of the memory on both sides, kept alive until no thread copies any more.
         """
         self.share([piece for job in jobs for piece in _pieces(job)], _copy_pieces, keep)
 
     def share(
         self, pieces: Iterable[T], work: Callable[[Iterator[T]], None], keep: Any = None
     ) -> None:
-        """Call ``work`` in all threads at once, the caller's among them; returns when all have.
+        """Call ``work`` in all threads at once, the caller's included, and wait for all of them.
 
-        When one of them raises, or the caller is interrupted, they begin no further piece, and it
-        is raised here once none of them works any more.
+        When a thread raises, or the caller is interrupted, no thread begins another piece. The
+        exception is raised here once all threads have ended.
 
         Args:
-            pieces: What there is to do; ``work`` takes pieces from it until none is left.
-            work: Does them.
-            keep: What it works on; it lives until no thread works any more.
+            pieces: Pieces of work, shared by the threads.
+            work: Called with an iterator; takes pieces from it until none is left.
+            keep: Owner of the memory that ``work`` uses, kept alive until all threads have ended.
         """
         self.stop()
         # One iterator shared by the threads balances them; next() on it is atomic under the GIL.
         waiting = list(pieces)
         left = self._left = iter(waiting)
         others = range(min(self._threads, len(waiting)) - 1)
-        # Known before the first one begins: what is interrupted here is stopped all the same.
+        # Assigned before the first thread starts, so that stop() ends all of them on an interrupt.
         shares = self._shares = [Task(partial(_take_part, work, left, keep)) for _ in others]
         try:
-            # None can be had while the interpreter is leaving: then the caller does it all.
+            # No thread can start while the interpreter exits: the caller then does all the work.
             with suppress(RuntimeError):
                 for share in shares:
-                    # Not a daemon: it would end the process with SIGABRT if the interpreter's exit
-                    # came in the moment between the end of the work and that of the thread.
+                    # A daemon thread would end the process with SIGABRT if the interpreter exited
+                    # between the end of the work and the end of the thread.
                     share.start("localckpt-copy", daemon=False)
             work(left)
         finally:
@@ -95,10 +95,10 @@ class Copier:
             share.take_result()
 
     def stop(self) -> None:
-        """Begin no further piece, and return when no thread works any more.
+        """Let no thread begin another piece, and wait until all threads have ended.
 
         Raises:
-            BaseException: The interrupt that came meanwhile, once no thread works any more.
+            BaseException: An interrupt that came during the wait, once all threads have ended.
         """
         deque(self._left, maxlen=0)
         end_all(self._shares)
@@ -130,10 +130,10 @@ def _copy_pieces(pieces: Iterator[tuple[int, int, int]]) -> None:
 
 
 class BlockCopies:
-    """Runs of host memory that belong into the tensor data of an image, save after save.
+    """Copies of the same runs of host memory into the tensor data of an image, at each save.
 
     Args:
-        runs: ``(offset, nbytes)`` of each in the data; none overlaps another.
+        runs: ``(offset, nbytes)`` of each run in the tensor data; the runs do not overlap.
     """
 
     def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
@@ -154,13 +154,13 @@ class BlockCopies:
         """Copy all runs.
 
         Args:
-            image: Writable. Everything but the runs is in it already, if it is to be hashed.
-            data_start: Where the tensor data begins in it.
-            covered_nbytes: How much of it the digests cover, which follow them.
-            sources: Where each run lies in memory.
-            copier: Its threads share the work.
-            hasher: Writes the digests; ``None`` to leave them out.
-            keep: What owns the memory of the sources; it lives until no thread reads it any more.
+            image: Writable image. With a hasher, everything but the runs must be in it already.
+            data_start: Offset of the tensor data in the image.
+            covered_nbytes: Bytes of the image that the digests cover; the digests follow them.
+            sources: Address of each run.
+            copier: Copier whose threads share the work.
+            hasher: Hasher that writes the digests; ``None`` to write none.
+            keep: Owner of the sources' memory, kept alive until no thread reads it any more.
         """
         cut = self._cut(data_start)
         count = digests_nbytes(covered_nbytes) // DIGEST_NBYTES

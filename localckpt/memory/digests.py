@@ -1,7 +1,7 @@
 """Block hashes: one 64-bit xxh3 for each MiB of an image.
 
-Each is seeded with what is hashed and with the block's index, so that a good block in the wrong
-place, or of another save, does not verify. They find accidents, not forgeries.
+Each hash is seeded with the identity of the image and the block's index, so that a good block in
+the wrong place, or of another save, does not verify. Hashes find accidents, not forgeries.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def covered_nbytes(image_nbytes: int) -> int:
 
 
 class Hashed(Protocol):
-    """Identity of what is hashed; ``str()`` names it in messages."""
+    """Identity of a hashed image or file; ``str()`` names it in messages."""
 
     @property
     def seed(self) -> str:
-        """Text that nothing else that is hashed has."""
+        """Text that is unique to this image or file."""
 
 
 class BlockHasher:
@@ -65,7 +65,7 @@ class BlockHasher:
             self.fill_block(image, covered_nbytes, index)
 
     def fill_block(self, image: memoryview, covered_nbytes: int, index: int) -> None:
-        """Write the digest of one block where :meth:`fill` does."""
+        """Write the digest of one block at the place where :meth:`fill` writes it."""
         start = index * BLOCK_NBYTES
         block = image[start : min(start + BLOCK_NBYTES, covered_nbytes)]
         _DIGEST.pack_into(image, covered_nbytes + index * DIGEST_NBYTES, self.digest(index, block))
@@ -74,13 +74,13 @@ class BlockHasher:
         """Verify whole blocks.
 
         Args:
-            start: Where the parts begin in the image; a multiple of the block size.
-            parts: Bytes of one or more blocks, wherever they lie; only the image's last block may
-                be short.
-            digests: The image's digests.
+            start: Offset of the first part in the image; a multiple of the block size.
+            parts: Consecutive bytes of one or more blocks; only the image's last block may be
+                short.
+            digests: All digests of the image.
 
         Raises:
-            CorruptShardError: A block is not what was saved; it names the block.
+            CorruptShardError: A block differs from the saved one; the error names the block.
         """
         for index, found in enumerate(self._digests_of(parts, start // BLOCK_NBYTES)):
             index += start // BLOCK_NBYTES
@@ -93,7 +93,7 @@ class BlockHasher:
                 )
 
     def _digests_of(self, parts: Iterable[memoryview], index: int) -> Iterator[int]:
-        """Digests of consecutive blocks; a block in several parts is hashed part by part."""
+        """Yield digests of consecutive blocks; a block in several parts is hashed part by part."""
         begun, missing = None, 0
         for part in parts:
             while len(part):

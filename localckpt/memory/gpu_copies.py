@@ -1,7 +1,7 @@
-"""Copies from and to GPUs on streams of their own, beside training.
+"""Copies from and to GPUs on side streams, beside training.
 
-They begin where training's stream is at the call, so the values are those of the call as long as
-nobody changes the tensors before the copies are over.
+Copies wait for the work that is queued on training's stream at the call, so the copied values are
+those of the call as long as nobody changes the tensors before the copies have ended.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class CopiesUnderWay:
     """Copies that were queued together.
 
     Args:
-        tensors: What is copied; kept, because memory that is freed is given to others at once.
-        events: For each GPU, what happens when its copies are over.
-        timeout_s: The longest that :meth:`wait` waits, in seconds.
+        tensors: Sources of the copies, kept alive because torch reuses freed memory at once.
+        events: For each GPU, the event recorded behind its copies.
+        timeout_s: Deadline of :meth:`wait`, in seconds.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class CopiesUnderWay:
 
     @property
     def over(self) -> bool:
-        """Return whether all values are in host memory, without waiting."""
+        """True if all values are in host memory; does not wait."""
         return all(event.query() for event in self._events.values())
 
     def wait(self) -> None:
-        """Return when all values are in host memory.
+        """Wait until all values are in host memory.
 
         Raises:
-            CheckpointingException: They are not in time.
+            CheckpointingException: The deadline passed first.
         """
         _await(self._events.values(), self._timeout_s)
         self._tensors = []
 
     def hold_back_training(self) -> None:
-        """Have what training queues from here on begin after the copies; does not wait itself."""
+        """Make kernels that training queues from now on run after the copies; does not wait."""
         for device, event in self._events.items():
             torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 class SideStreams:
-    """A stream for each GPU, made at its first use.
+    """One side stream for each GPU, made at its first use.
 
     Args:
-        timeout_s: The longest that copies are waited for, in seconds.
+        timeout_s: Deadline of each wait for copies, in seconds.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -74,7 +74,7 @@ class SideStreams:
         self._streams: dict[torch.device, Any] = {}
 
     def queue(self, copies: Sequence[tuple[memoryview, torch.Tensor]]) -> CopiesUnderWay:
-        """Queue copies of tensors to their places in host memory, which should be pinned."""
+        """Queue copies of tensors to their places in host memory, which should be page-locked."""
         events: dict[torch.device, Any] = {}
         for device in dict.fromkeys(tensor.device for _, tensor in copies):
             module = torch.get_device_module(device)
@@ -91,23 +91,23 @@ class SideStreams:
         return CopiesUnderWay([tensor for _, tensor in copies], events, self._timeout_s)
 
     def synchronize(self) -> None:
-        """Return when nothing that was queued is under way.
+        """Wait until all queued copies have ended.
 
         Raises:
-            CheckpointingException: Something still is when the time is up.
+            CheckpointingException: The deadline passed first.
         """
         _await(self._streams.values(), self._timeout_s)
 
 
 class BounceBuffers:
-    """Bounce buffers for bytes that do not belong into host memory, and their copies to GPUs.
+    """Host buffers through which bytes are copied to GPUs.
 
-    Each thread has a buffer of its own, page-locked where there is a GPU, and a stream.
+    Each thread has one buffer, page-locked if there is a GPU, and one stream for each GPU.
 
     Args:
-        devices: The GPUs. What training has queued on them by now comes before the copies.
-        nbytes: Size of the buffer of one thread.
-        timeout_s: The longest that copies are waited for, in seconds.
+        devices: The GPUs. Copies to them wait for the work that training has queued by now.
+        nbytes: Size of each thread's buffer.
+        timeout_s: Deadline of each wait for copies, in seconds.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BounceBuffers:
     def buffer(self) -> memoryview:
         """This thread's buffer, which may be overwritten once :meth:`copy` has returned."""
         if not hasattr(self._mine, "buffer"):
-            # Allocated by torch, which keeps what it has locked for the next time.
+            # torch caches page-locked memory, so the next load does not lock it again.
             try:
                 buffer = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=bool(self._begun))
             except RuntimeError as error:
@@ -135,10 +135,10 @@ class BounceBuffers:
         return memory_at(self._mine.buffer.data_ptr(), self._nbytes)
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
-        """Copy bytes out of this thread's buffer to flat uint8 tensors, and wait for the copies.
+        """Copy bytes from this thread's buffer to flat uint8 tensors, and wait for the copies.
 
         Args:
-            copies: Pairs of a target on a GPU and as many bytes.
+            copies: Pairs of a tensor on a GPU and its bytes in the buffer.
         """
         for device in dict.fromkeys(target.device for target, _ in copies):
             stream = self._stream(device)
@@ -160,10 +160,10 @@ class BounceBuffers:
 
 
 def await_training(devices: Iterable[torch.device], timeout_s: float) -> None:
-    """Return when what training has queued on these devices by now is over.
+    """Wait until the work that training has queued on these devices by now has ended.
 
     Raises:
-        CheckpointingException: It is not in time.
+        CheckpointingException: The deadline passed first.
     """
     streams = [
         torch.get_device_module(device).current_stream(device)
@@ -174,11 +174,11 @@ def await_training(devices: Iterable[torch.device], timeout_s: float) -> None:
 
 
 def _await(queues: Iterable[Any], timeout_s: float) -> None:
-    """Return when these events have happened, or these streams are empty."""
+    """Wait until these events have happened, or these streams are empty."""
     until = time.monotonic() + timeout_s
     for queue in queues:
         left_s = until - time.monotonic()
-        # Asking again and again, since CUDA's own wait has no deadline.
+        # Polled, since CUDA's own wait has no deadline.
         if not wait_until(
             queue.query, left_s, shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S
         ):
@@ -190,9 +190,9 @@ def _await(queues: Iterable[Any], timeout_s: float) -> None:
 
 
 def copy_to_host(place: memoryview, tensor: torch.Tensor) -> None:
-    """Copy a tensor's value, contiguous, whatever its dtype, strides and device."""
+    """Copy a tensor's value to host memory, contiguous, whatever its dtype, strides and device."""
     if not tensor.is_cpu:
-        # torch would conjugate or negate on the host, before the bytes have arrived there.
+        # copy_ would conjugate or negate on the host, before the bytes have arrived there.
         tensor = tensor.resolve_conj().resolve_neg()
     flat = torch.frombuffer(place, dtype=torch.uint8)
     target = flat.view(tensor.dtype).view(tensor.shape)

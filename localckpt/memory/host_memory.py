@@ -1,4 +1,4 @@
-"""Addresses of host memory, and what the kernel is asked to do with it."""
+"""Mappings, pages and addresses of host memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PAGE_NBYTES = 4096
 HUGE_PAGE_NBYTES = 2 << 20
 
 _PyBUF_WRITE = 0x200
-# Some 20 times cheaper than an array type of ctypes for each size.
+# About 20 times cheaper than a ctypes array type for each size.
 _memoryview_of = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 # From linux/mman.h, since 5.14; Python has no name for it.
 _MADV_POPULATE_WRITE = 23
-# Python's own mmap.madvise would keep all other threads from running meanwhile.
+# Called through ctypes, which releases the GIL; Python's mmap.madvise holds it.
 _libc = ctypes.CDLL(None, use_errno=True)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -44,21 +44,21 @@ _MADV_DONTFORK = 10
 
 
 def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte; the view must stay alive while it is used."""
+    """Address of a writable view's first byte, valid as long as the view lives."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address; whoever owns them must stay alive while the view is used."""
+    """Writable view of the bytes at an address; their owner must outlive the view."""
     view: memoryview = _memoryview_of(address, nbytes, _PyBUF_WRITE)
     return view
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for 2 MiB pages where memory has not been touched yet.
+    """Ask the kernel for 2 MiB pages where memory has not been touched yet.
 
-    Touching 1.5 GB for the first time takes half as long then. A kernel that has none to give says
-    so, which changes nothing but that time.
+    The first touch of 1.5 GB then takes half as long. A refusal of the kernel is ignored: it costs
+    only that time.
     """
     start = round_up(address, PAGE_NBYTES)
     stop = (address + nbytes) // PAGE_NBYTES * PAGE_NBYTES
@@ -67,29 +67,28 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have all pages of a mapping there before they are used; what they hold is not changed.
+    """Allocate all pages of a mapping before they are used, without changing their contents.
 
-    An older kernel than 5.14 cannot; its pages come when they are touched.
+    Does nothing on a kernel older than 5.14, which allocates pages at the first touch.
     """
     _madvise(address // PAGE_NBYTES * PAGE_NBYTES, nbytes, _MADV_POPULATE_WRITE)
 
 
 def map_memory(nbytes: int, fd: int | None = None) -> memoryview:
-    """Map memory that forks of this process do not get; it is freed with the last view of it.
+    """Map memory that forks of this process do not inherit; freed with the last view of it.
 
-    A fork that got private memory would keep a copy of it, and this process would copy each page
-    that it writes to from then on; one that got shared memory would keep it from being freed.
+    A fork that inherited private memory would keep its old pages alive, and this process would copy
+    each page at its next write. A fork that inherited shared memory would keep it from being freed.
 
-    Python's own ``mmap`` cannot be used so: in a fork it would unmap, when it is collected there,
-    whatever has taken the place of the memory that the fork has not. It would also keep the file
-    open, in all forks.
+    Python's ``mmap`` does not suit memory with MADV_DONTFORK: when a fork collects the object, it
+    unmaps whatever now lies at that address in the fork. It also keeps the file open in all forks.
 
     Args:
-        nbytes: How much.
-        fd: A file to share; without it memory of this process alone.
+        nbytes: Size of the mapping.
+        fd: File to map as shared memory; ``None`` for private memory.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The kernel refused.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
     address = _mmap(
@@ -100,7 +99,7 @@ def map_memory(nbytes: int, fd: int | None = None) -> memoryview:
         raise OSError(number, os.strerror(number))
     _madvise(address, nbytes, _MADV_DONTFORK)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Not at exit, when threads may still be using it, and the system frees it anyway.
+    # Not unmapped at exit: threads may still use the memory, and the kernel frees it anyway.
     weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
     return memoryview(memory).cast("B")
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors: where they begin, which of them a tensor touches, and copies of any dtype."""
+"""Bytes of tensors: addresses, the span that a tensor touches, and copies of any dtype."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    """View of the bytes from ``span[0]`` to ``span[1]`` of a tensor's storage, uint8."""
+    """View of bytes ``span[0]`` to ``span[1]`` of a tensor's storage, as uint8."""
     result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor; ``view`` cannot give them where a dimension of 1 has stride 0."""
+    """Bytes of a flat tensor, also where ``view`` fails: a dimension of size 1 with stride 0."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return storage_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """``target.copy_(source)`` for two tensors of one dtype and shape, whatever the dtype."""
+    """Call ``target.copy_(source)`` for two tensors of one shape and one dtype, whichever it is."""
     integers = _INTEGERS.get(source.itemsize)
     if integers is not None and not is_lazy(target) and not is_lazy(source):
-        # torch has a dozen dtypes whose values it cannot copy.
+        # torch cannot copy the values of a dozen dtypes.
         target, source = target.view(integers), source.view(integers)
     target.copy_(source, non_blocking=non_blocking)
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor touches in its storage."""
+    """Offsets of the first byte that a tensor touches in its storage, and past the last one."""
     if tensor.numel() == 0:
         return (0, 0)
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -49,7 +49,7 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage show the same items alike."""
+    """Return whether two tensors of one storage are the same view of it."""
     return (
         a.storage_offset() == b.storage_offset()
         and a.dtype == b.dtype
@@ -64,7 +64,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's conjugation or negation is pending, and not in its storage."""
+    """Return whether a tensor has a conjugation or negation that its storage does not hold yet."""
     return tensor.is_conj() or tensor.is_neg()
 
 

@@ -30,12 +30,13 @@ from localckpt.checkpointer.tiers import (
     load_newest,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _NEVER = 1 << 62
 _LOOK_S = 0.005
+# For ranks that have the same time to stop in, and do not begin to stop at the same moment.
+_AGREEING_S = 10.0
 
 
 class Checkpointer:
@@ -431,6 +434,7 @@ class Checkpointer:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
         until = time.monotonic() + self._grace_s
         logger.warning("stopping after step %d: %s", step, self.stopped)
+        is_shared_late = False
         try:
             # Twice: a save before it may have failed, or the first attempt, on all ranks.
             for _ in range(2):
@@ -438,21 +442,28 @@ class Checkpointer:
                 while self._nodes.is_busy and time.monotonic() < until:
                     self._finalize(blocking=False)
                     time.sleep(_LOOK_S)
-            if self._shared is not None and not self._nodes.is_busy:
+            self._is_late = self._is_on_any_rank(self._nodes.is_busy)
+            if self._shared is not None and not self._is_late:
                 # The nodes may go with the job.
-                self._begin_shared_save(step, metrics)
+                self._begin_shared_save(step)
                 while self._shared.is_busy and time.monotonic() < until:
                     time.sleep(_LOOK_S)
+                self._is_late = is_shared_late = self._is_on_any_rank(self._shared.is_busy)
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
             logger.error("the last save has failed: %s", error)
-        is_late = self._shared is not None and self._shared.is_busy
-        self._is_late = is_late or self._nodes.is_busy
+            is_busy = self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
+            self._is_late = is_busy or isinstance(error, PeerLostError)
         if self._nodes.newest != step:
             logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
-        if is_late:
+        if is_shared_late:
             logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
         self._due = _NEVER
+
+    def _is_on_any_rank(self, is_late: bool) -> bool:
+        """Return whether time is over for some rank, so that all go on in the same way."""
+        deadline = Deadline.after(_AGREEING_S)
+        return self._ranks.decide("stop in time", lambda: is_late, any, deadline=deadline)
 
     # Beginning and end.
 

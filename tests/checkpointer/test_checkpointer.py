@@ -194,3 +194,37 @@ def test_a_job_that_is_stopped_when_a_save_has_failed_is_safe_all_the_same(tmp_p
     assert failed == 1
     for node in nodes:
         assert step in iterations_on(node)
+
+
+def _stop_when_one_rank_has_no_time(rank: int, world_size: int, shared: Path) -> tuple[int, bool]:
+    """The step after which the job was stopped, and whether it was over on all ranks alike."""
+    checkpointer = Checkpointer(
+        _state(),
+        local=node_store(),
+        shared=shared,
+        every=Every(steps=10**6),
+        stop_when=lambda: "maintenance",
+        # Rank 1 does not wait for its save at all.
+        grace_s=2.0 * (1 - rank),
+        timeout_s=60.0,
+    )
+    with checkpointer:
+        checkpointer.resume()
+        for step in range(10**6):
+            if checkpointer.step(step):
+                return step, checkpointer._is_late
+            time.sleep(0.002)
+    raise AssertionError("the job was not stopped")
+
+
+def test_all_ranks_leave_off_when_the_time_of_one_of_them_is_over(
+    tmp_path: Path,
+) -> None:
+    nodes = stores(tmp_path, 2)
+
+    first, second = run_ranks(
+        _stop_when_one_rank_has_no_time, 2, tmp_path / "shared", store_per_node=nodes
+    )
+
+    assert first == second
+    assert first[1]

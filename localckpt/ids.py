@@ -70,7 +70,7 @@ class Generation(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One thing that a node can hold of a checkpoint: a rank's shard, or its parity block.
+    """One thing that a node can hold of a checkpoint: a rank's shard, or redundancy data.
 
     ``kind`` is a lowercase word: ``"shard"``, or the name of a redundancy scheme's pieces. Images
     of one piece at different iterations have about the same size, so they reuse the same buffers.
@@ -191,7 +191,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A stored piece and the size of its image; for a parity block, also the group it protects."""
+    """A stored piece, the size of its image and, unless it is a shard, the group it protects."""
 
     identity: ShardIdentity
     nbytes: int

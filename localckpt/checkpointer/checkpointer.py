@@ -445,7 +445,7 @@ class Checkpointer:
             self._is_late = self._is_on_any_rank(self._nodes.is_busy)
             if self._shared is not None and not self._is_late:
                 # The nodes may go with the job.
-                self._begin_shared_save(step)
+                self._begin_shared_save(step, metrics)
                 while self._shared.is_busy and time.monotonic() < until:
                     time.sleep(_LOOK_S)
                 self._is_late = is_shared_late = self._is_on_any_rank(self._shared.is_busy)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from localckpt.events.stream import EventStream
+
 __all__ = ["OnBusy", "SaveOptions"]
 
 OnBusy = Literal["wait", "skip", "error"]
@@ -38,6 +40,7 @@ class SaveOptions:
     on_busy: OnBusy = "wait"
     guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     read_only: bool = False
+    events: EventStream | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "num_buffers", "staging_threads"):

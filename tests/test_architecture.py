@@ -26,7 +26,7 @@ _ARROWS = {
     "failure_texts": {"errors"},
     "lineage": {"errors"},
     "ids": {"errors", "lineage"},
-    "options": {"errors"},
+    "options": {"errors", "events"},
     "threads": set[str](),
     "waiting": set[str](),
     "events": {"errors", "failure_texts", "threads"},
@@ -41,15 +41,15 @@ _ARROWS = {
     },
     "async_save": {"errors", "failure_texts", "ids", "threads", "ranks"},
     "managers": {
-        *("errors", "failure_texts", "ids", "lineage", "options", "threads", "ranks"),
+        *("errors", "failure_texts", "ids", "lineage", "options", "threads", "events", "ranks"),
         *("memory", "state_dict", "storage", "replication", "availability", "async_save"),
     },
     "checkpointer": {
-        *("errors", "failure_texts", "ids", "threads", "ranks", "state_dict", "replication"),
-        *("async_save", "managers", "global_tier"),
+        *("errors", "failure_texts", "ids", "threads", "events", "ranks", "state_dict"),
+        *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {
-        *("errors", "failure_texts", "ids", "lineage", "threads", "ranks"),
+        *("errors", "failure_texts", "ids", "lineage", "threads", "events", "ranks"),
         *("memory", "state_dict", "storage", "async_save"),
     },
     "cli": {

@@ -20,6 +20,7 @@ from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
 from localckpt.checkpointer.pulse import Plan, Pulse
+from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.shared import OnResize
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.checkpointer.tiers import (
@@ -31,6 +32,8 @@ from localckpt.checkpointer.tiers import (
     with_redundancy,
 )
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.events.event import Outcome
+from localckpt.events.stream import Sink
 from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
@@ -39,6 +42,7 @@ from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.storage.memory import default_root
 
 __all__ = ["Checkpointer"]
 
@@ -91,6 +95,8 @@ class Checkpointer:
         max_failures: Number of saves that may fail in a row before the error is raised.
         timeout_s: Deadline of every wait, in seconds.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
+        events: Sinks of the record of what happens, which the checkpointer closes; by default files
+            of JSON lines beside the nodes' checkpoints. ``()`` for none.
 
     Attributes:
         stopped: Why the job was stopped; ``None`` if it was not.
@@ -127,6 +133,7 @@ class Checkpointer:
         max_failures: int = 3,
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
+        events: Iterable[Sink] | None = None,
     ) -> None:
         _check(local, memory, replication_factor, repl_strategy, on_error, max_failures)
         _check_shared(shared_every, on_resize, shared_keep_last, shared_retention)
@@ -138,12 +145,23 @@ class Checkpointer:
         self.stopped: str | None = None
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         allowed = tuple(safe_globals)
+        if events is None:
+            root = default_root() if local is None else Path(local)
+            events = default_sinks(root, session_id)
+        self._record = RunRecord(events, self._ranks.rank)
+        self._record.begin(
+            self._ranks.world_size,
+            session_id,
+            local=None if local is None else str(local),
+            shared=None if shared is None else str(shared),
+        )
 
         def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
             options: dict[str, Any] = {
                 "keep_last": keep_last,
                 "timeout": timeout_s,
                 "safe_globals": allowed,
+                "events": self._record.stream,
             }
             if memory:
                 return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
@@ -151,6 +169,7 @@ class Checkpointer:
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
         with ExitStack() as undo:
+            undo.callback(self._record.stream.close)
             if repl_strategy is not None:
                 manager = make_manager(repl_strategy)
             else:
@@ -170,8 +189,10 @@ class Checkpointer:
                     safe_globals=allowed,
                     on_resize=on_resize,
                     failures=self._failures[1],
+                    events=self._record.stream,
                 )
             undo.pop_all()
+        self._record.stream.release()
         self._own_strategy = None if repl_strategy is not None else own_strategy
         self._meter = Meter()
         self._stop_requests = StopRequests(
@@ -223,8 +244,13 @@ class Checkpointer:
         """
         self._require_open()
         began = time.monotonic()
-        loaded, source = load_newest(self._nodes, self._shared, self._parts)
-        self._say_what_was_loaded(loaded, source, time.monotonic() - began)
+        try:
+            loaded, source = load_newest(self._nodes, self._shared, self._parts)
+            job_run = self._say_what_was_loaded(loaded, source, time.monotonic() - began)
+        except BaseException as error:
+            self._record.resumed(began, None, "", "", error)
+            raise
+        self._record.resumed(began, loaded, source, job_run)
         self._last_step = self._saved_from = self._shared_from = loaded
         if self._every.steps is not None:
             self._next_save = loaded + self._every.steps
@@ -324,10 +350,11 @@ class Checkpointer:
 
     def wait_until_finished(self) -> None:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
-        while self._nodes.is_busy:
-            self._finalize(blocking=True)
-        if self._shared is not None:
-            self._shared.finish()
+        with self._record.stream.timed("wait", self._last_step):
+            while self._nodes.is_busy:
+                self._finalize(blocking=True)
+            if self._shared is not None:
+                self._shared.finish()
 
     def close(self) -> None:
         """Finish the saves under way, and free everything; all ranks call it. May be called twice.
@@ -341,8 +368,10 @@ class Checkpointer:
         try:
             if not self._is_late:
                 self.wait_until_finished()
-        finally:
-            self._close(is_in_step=not self._is_late)
+        except BaseException as error:
+            self._close(is_in_step=not self._is_late, error=error)
+            raise
+        self._close(is_in_step=not self._is_late)
 
     def __enter__(self) -> Self:
         return self
@@ -357,7 +386,7 @@ class Checkpointer:
             self.close()
         elif not self._is_closed:
             # The other ranks may not come any more.
-            self._close(is_in_step=False)
+            self._close(is_in_step=False, error=error)
 
     # What a step does when there is something to do.
 
@@ -399,6 +428,7 @@ class Checkpointer:
     def _follow(self, plan: Plan, step: int) -> None:
         """Take in what all ranks have decided; they do so in the same step."""
         self.stopped = plan.stop
+        self._record.steps(step, self._meter.costs())
         self._next_pulse = step + plan.pulse_steps
         if plan.interval is not None:
             self._next_save = self._saved_from + plan.interval
@@ -434,20 +464,23 @@ class Checkpointer:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
         until = time.monotonic() + self._grace_s
         logger.warning("stopping after step %d: %s", step, self.stopped)
+        self._record.preempted(step, self.stopped)
         is_shared_late = False
         try:
             # Twice: a save before it may have failed, or the first attempt, on all ranks.
             for _ in range(2):
                 self._begin_save(step)
-                while self._nodes.is_busy and time.monotonic() < until:
-                    self._finalize(blocking=False)
-                    time.sleep(_LOOK_S)
+                with self._record.stream.timed("wait", step):
+                    while self._nodes.is_busy and time.monotonic() < until:
+                        self._finalize(blocking=False)
+                        time.sleep(_LOOK_S)
             self._is_late = self._is_on_any_rank(self._nodes.is_busy)
             if self._shared is not None and not self._is_late:
                 # The nodes may go with the job.
                 self._begin_shared_save(step, metrics)
-                while self._shared.is_busy and time.monotonic() < until:
-                    time.sleep(_LOOK_S)
+                with self._record.stream.timed("wait", step):
+                    while self._shared.is_busy and time.monotonic() < until:
+                        time.sleep(_LOOK_S)
                 self._is_late = is_shared_late = self._is_on_any_rank(self._shared.is_busy)
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
@@ -467,13 +500,15 @@ class Checkpointer:
 
     # Beginning and end.
 
-    def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> None:
-        """Have the root log where the parts of all ranks came from."""
-        told = self._ranks.decide("say what was loaded", lambda: source, _judge_sources)
+    def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
+        """Have the root log where the parts of all ranks came from; a name of the job's run."""
+        mine = [source, self._record.stream.run]
+        told, job_run = self._ranks.decide("say what was loaded", lambda: mine, _judge_sources)
         line = "no checkpoint is there: the job starts at step 0"
         if step >= 0:
             line = f"resumed after step {step} in {seconds:.2f} s: {told}"
         logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
+        return str(job_run)
 
     def _shared_manager(self, what: str) -> GlobalCheckpointManager:
         self._require_open()
@@ -499,10 +534,12 @@ class Checkpointer:
             f"end the job and resume it. Nothing was saved"
         )
 
-    def _close(self, *, is_in_step: bool) -> None:
+    def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
         self._is_closed = True
-        self._last_step = None
+        step, self._last_step = self._last_step, None
+        outcome: Outcome | None = None if error or self.stopped is None else "stopped"
         with ExitStack() as closing:
+            closing.callback(self._record.end, step, outcome, error)
             closing.callback(self._ranks.close)
             if self._own_strategy is not None:
                 closing.callback(self._own_strategy.close)
@@ -513,13 +550,13 @@ class Checkpointer:
             closing.callback(self._pulse.close, is_in_step=is_in_step)
 
 
-def _judge_sources(sources: list[str]) -> str:
-    """A line that says from where the ranks have loaded."""
+def _judge_sources(told_by: list[list[str]]) -> list[str]:
+    """A line that says from where the ranks have loaded, and the name of the run of the root."""
     ranks_by_source: dict[str, list[int]] = {}
-    for rank, source in enumerate(sources):
+    for rank, (source, _) in enumerate(told_by):
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
-    return ", ".join(told)
+    return [", ".join(told), told_by[0][1]]
 
 
 def _check(

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.checkpointer.record import SHARED_SOURCE
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -21,6 +22,7 @@ from localckpt.errors import (
     StorageError,
     UnsafeGlobalError,
 )
+from localckpt.events.stream import EventStream
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
@@ -165,6 +167,7 @@ class SharedTier:
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         on_resize: As for :class:`SharedState`.
         failures: Counts those that fail.
+        events: Is told what happens.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class SharedTier:
         safe_globals: tuple[Any, ...],
         on_resize: OnResize,
         failures: Failures,
+        events: EventStream,
     ) -> None:
         self.manager = GlobalCheckpointManager(
             root,
@@ -187,6 +191,7 @@ class SharedTier:
             timeout=timeout_s,
             safe_globals=safe_globals,
             local=local,
+            events=events,
         )
         try:
             self._state = SharedState(parts, self.manager, safe_globals, on_resize)
@@ -329,4 +334,4 @@ def load_newest(
         )
     if shared is None or on_shared < 0:
         return -1, ""
-    return shared.load(), "shared storage"
+    return shared.load(), SHARED_SOURCE

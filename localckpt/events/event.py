@@ -35,6 +35,8 @@ Name: TypeAlias = Literal[
     "wait_prev",
     "d2h",
     "background",
+    # Waiting for saves to end, to stop or to close.
+    "wait",
     # What becomes of checkpoints.
     "degraded",
     "reprotected",
@@ -45,7 +47,7 @@ Tier: TypeAlias = Literal["local", "replicated", "shared"]
 Outcome: TypeAlias = Literal["ok", "failed", "skipped", "unknown", "stopped"]
 
 LOST: frozenset[str] = frozenset(
-    ("blocking", "preempted", "start", "meet", "find", "fetch", "read"),
+    ("blocking", "wait", "start", "meet", "find", "fetch", "read"),
 )
 """Names of events during which no rank trains. None of them is a part of another."""
 
@@ -115,7 +117,7 @@ class Event:
             "lost": self.is_lost,
             "run": self.run,
             "number": self.number,
-            "details": dict(self.details),
+            "details": {name: _rounded(value) for name, value in self.details.items()},
         }
         told = {k: v for k, v in fields.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
         return {"v": SCHEMA_VERSION, **told}
@@ -155,3 +157,7 @@ class Event:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointingException(f"this is no event of localckpt: {error!r}") from error
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value

@@ -12,6 +12,7 @@ import queue
 import secrets
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import count
 from operator import methodcaller
@@ -49,15 +50,23 @@ class EventStream:
         sinks: They belong to the stream, which closes them. Without any, emitting does nothing.
         rank: Rank of this process in the job.
         capacity: Events that may wait for the sinks; more are dropped.
+        is_held: Whether they wait until :meth:`release` is called.
 
     Attributes:
         run: Random name of this start of the rank.
+        seconds: Sums of what :meth:`add` and :meth:`timed` were given, by name; also without sinks.
     """
 
     def __init__(
-        self, sinks: Iterable[Sink] = (), *, rank: int = 0, capacity: int = 10_000
+        self,
+        sinks: Iterable[Sink] = (),
+        *,
+        rank: int = 0,
+        capacity: int = 10_000,
+        is_held: bool = False,
     ) -> None:
         self.run = secrets.token_hex(6)
+        self.seconds: dict[str, float] = defaultdict(float)
         self._sinks = list(sinks)
         self._rank = rank
         self._node = socket.gethostname()
@@ -66,8 +75,14 @@ class EventStream:
         self._numbers = count()
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._process = os.getpid()
+        self._is_open = bool(self._sinks)
         self._task: Task[None] | None = None
-        if self._sinks:
+        if not is_held:
+            self.release()
+
+    def release(self) -> None:
+        """Give the sinks what is waiting, and what comes."""
+        if self._is_open and self._task is None:
             self._task = Task(self._hand_out)
             # A daemon: a sink that hangs must not keep the interpreter from ending.
             self._task.start("localckpt-events", daemon=True)
@@ -81,7 +96,7 @@ class EventStream:
         step: int | None = None,
         nbytes: int | None = None,
         tier: Tier | None = None,
-        outcome: Outcome = "ok",
+        outcome: Outcome | None = None,
         error: BaseException | None = None,
         details: dict[str, Any] | None = None,
     ) -> None:
@@ -91,11 +106,12 @@ class EventStream:
             name: Kind of the event.
             began: When it began, by ``time.monotonic()``; ``None`` for now.
             ended: When it ended, by the same clock; ``None`` for now.
-            step, nbytes, tier, outcome: As for :class:`Event`.
-            error: What it failed with; its class and its text are noted, and its outcome.
+            step, nbytes, tier: As for :class:`Event`.
+            outcome: As for :class:`Event`; ``None`` for ``"failed"`` with an error, else ``"ok"``.
+            error: What it failed with; its class and its text are noted.
             details: As for :class:`Event`.
         """
-        if self._task is None or self._process != os.getpid():
+        if not self._is_open or self._process != os.getpid():
             return
         number = next(self._numbers)
         if self._queue.qsize() >= self._capacity:
@@ -104,11 +120,11 @@ class EventStream:
         began = now if began is None else began
         details = details or {}
         if error is not None:
-            outcome, details = "failed", {**details, "error": described(error)}
+            details = {**details, "error": described(error)}
         self._queue.put(
             Event(
                 name,
-                time.time() - (now - began),
+                self.clock_time(began),
                 self._rank,
                 self._node,
                 self.run,
@@ -117,12 +133,26 @@ class EventStream:
                 step=step,
                 nbytes=nbytes,
                 tier=tier,
-                outcome=outcome,
+                outcome=outcome or ("ok" if error is None else "failed"),
                 error_class="" if error is None else type(error).__name__,
                 is_lost=name in LOST,
                 details=details,
             )
         )
+
+    def timed(self, name: Name, step: int | None = None) -> Timed:
+        """Time what is done inside of a ``with``: emit it, and add it to :attr:`seconds`."""
+        return Timed(self, name, step)
+
+    def add(self, name: Name, began: float, ended: float, **fields: Any) -> None:
+        """Emit a stretch of time, and add it to :attr:`seconds`; arguments as of :meth:`emit`."""
+        self.seconds[name] += ended - began
+        self.emit(name, began=began, ended=ended, **fields)
+
+    @staticmethod
+    def clock_time(at: float) -> float:
+        """Seconds since 1970 at a time of ``time.monotonic()``."""
+        return time.time() - (time.monotonic() - at)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the sinks what is waiting, and close them. May be called twice.
@@ -131,8 +161,12 @@ class EventStream:
             timeout_s: The longest wait for them, in seconds; what they have not taken by then may
                 be lost, which a warning says.
         """
-        task, self._task = self._task, None
-        if task is None or self._process != os.getpid():
+        is_open, self._is_open = self._is_open, False
+        if not is_open or self._process != os.getpid():
+            return
+        if (task := self._task) is None:
+            # Held back to the end: the sinks were given nothing.
+            self._close_sinks()
             return
         self._queue.put(None)
         if task.begins() and not task.wait(timeout_s):
@@ -149,6 +183,9 @@ class EventStream:
             if self._queue.empty():
                 self._each(methodcaller("flush"))
         self._each(methodcaller("flush"))
+        self._close_sinks()
+
+    def _close_sinks(self) -> None:
         for sink in self._sinks:
             self._close_sink(sink)
 
@@ -168,3 +205,19 @@ class EventStream:
             sink.close()
         except Exception as error:  # noqa: BLE001 - as above
             logger.warning("%s could not be closed: %s", type(sink).__name__, described(error))
+
+
+class Timed:
+    """A stretch of time that is an event once it is over; see :meth:`EventStream.timed`."""
+
+    def __init__(self, stream: EventStream, name: Name, step: int | None) -> None:
+        self._stream = stream
+        self._name = name
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        now = time.monotonic()
+        self._stream.add(self._name, self._began, now, step=self._step, error=error)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException
+from localckpt.events.stream import EventStream
 from localckpt.global_tier.load import Loads
 from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot, Found
@@ -67,6 +68,8 @@ class GlobalCheckpointManager:
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
+        events: Stream that is told what happens here; it stays the caller's to close. ``None`` for
+            none.
 
     Attributes:
         plans: Plans of the saves before; they tell what the last save sent.
@@ -89,6 +92,7 @@ class GlobalCheckpointManager:
         safe_globals: Iterable[Any] = (),
         local: LineageKeeper | None = None,
         read_only: bool = False,
+        events: EventStream | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
@@ -127,6 +131,7 @@ class GlobalCheckpointManager:
             _own_folders=True,
         )
         self._local = local
+        self._events = events or EventStream()
         self.read_only = read_only
         self._newest_iteration = -1
         self._save: Save | None = None
@@ -222,6 +227,7 @@ class GlobalCheckpointManager:
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
         plain = plain_metrics(metrics)
+        began = time.monotonic()
         self._require_usable()
         called = time.monotonic()
         lineage = None if self._local is None else self._local.lineage_of_save(iteration)
@@ -240,12 +246,17 @@ class GlobalCheckpointManager:
                 writer=self._writer,
                 on_commit=on_commit,
                 on_over=self._free_if_left,
+                began=began,
                 called=called,
+                events=self._events,
             )
         save.stage(planner)
         save.start()
-        if not is_async:
-            self.wait_until_finished()
+        try:
+            if not is_async:
+                self.wait_until_finished()
+        finally:
+            save.note_blocking()
 
     @property
     def is_saving(self) -> bool:
@@ -301,7 +312,8 @@ class GlobalCheckpointManager:
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        found = self._loads.find()
+        with self._events.timed("find"):
+            found = self._loads.find()
         return -1 if found is None else found.folder.iteration
 
     def all_iterations(self) -> list[int]:
@@ -372,7 +384,8 @@ class GlobalCheckpointManager:
             self._take_error()
         except CheckpointingException as error:
             logger.error("the last save had failed: %s", error)
-        found = self._loads.load_newest(given, iteration, allow_partial_load)
+        with self._events.timed("read"):
+            found = self._loads.load_newest(given, iteration, allow_partial_load)
         # What is saved from here on belongs to a new epoch, and is newer than all there is.
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)

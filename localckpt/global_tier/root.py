@@ -224,10 +224,11 @@ class CheckpointRoot:
         self._epoch = self._lineage = None
         self._loaded = loaded.folder.version
 
-    def prune(self, save: BegunSave) -> None:
-        """Remove older checkpoints, now that this one is there."""
+    def prune(self, save: BegunSave) -> list[int]:
+        """Remove older checkpoints, now that this one is there; the iterations of those."""
+        removed: list[int] = []
         if self._retention.keeps_all:
-            return
+            return removed
         try:
             complete = {
                 folder.version: Candidate(folder.version, record.metrics, folder.is_pinned)
@@ -238,8 +239,10 @@ class CheckpointRoot:
             )
             for epoch, iteration in sorted(complete.keys() - kept.keys()):
                 remove(Folder(self.path, iteration, epoch), by_rename=self._atomic_rename)
+                removed.append(iteration)
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
+        return removed
 
     def pin(self, iteration: int) -> None:
         """Have every job keep the newest checkpoint of an iteration until it is unpinned.

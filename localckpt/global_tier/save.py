@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.events.stream import EventStream
 from localckpt.global_tier.metadata import FORMAT_VERSION
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import PlannedSave, Written, plan_save
@@ -52,7 +53,9 @@ class Save:
         writer: Stages what this rank writes.
         on_commit: Called on the first rank once the checkpoint is there.
         on_over: Called on each rank when everybody can know that the save is over.
-        called: When the trainer asked for it, by ``time.monotonic()``.
+        began: When the trainer asked for it, by ``time.monotonic()``.
+        called: When the save before was over, by the same clock.
+        events: Is told how it went.
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.
@@ -71,7 +74,9 @@ class Save:
         writer: FileSystemWriterAsync,
         on_commit: Callable[[], None] | None,
         on_over: Callable[[], None],
+        began: float,
         called: float,
+        events: EventStream,
     ) -> None:
         self.iteration = begun.folder.iteration
         self.committed = False
@@ -91,8 +96,9 @@ class Save:
         self._staging_error: BaseException | None = None
         self._task: Task[None] | None = None
         self._thread: threading.Thread | None = None
-        self._called, self._planned_at = called, time.monotonic()
+        self._began, self._called, self._planned_at = began, called, time.monotonic()
         self._staged_at = 0.0
+        self._events = events
 
     def stage(self, planner: SavePlanner) -> None:
         """Copy this rank's tensors. What goes wrong is told to all ranks, by what follows.
@@ -128,6 +134,14 @@ class Save:
             # No thread can be had: training waits for this save.
             self._task.run()
 
+    def note_blocking(self) -> None:
+        """Note that training goes on, for how long it was held up, and by what."""
+        events, step, nbytes = self._events, self.iteration, self._nbytes
+        planned, staged = self._planned_at, self._staged_at
+        events.emit("blocking", began=self._began, step=step, nbytes=nbytes, tier="shared")
+        events.emit("wait_prev", began=self._began, ended=self._called, step=step, tier="shared")
+        events.emit("d2h", began=planned, ended=staged, step=step, nbytes=nbytes, tier="shared")
+
     def wait(self, timeout_s: float) -> None:
         """Return when it is over, well or badly.
 
@@ -148,6 +162,10 @@ class Save:
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
 
+    @property
+    def _nbytes(self) -> int:
+        return sum(write.nbytes for write in self._writes)
+
     # In the thread.
 
     def _run(self) -> None:
@@ -162,8 +180,32 @@ class Save:
             )
             self.error.__cause__ = error
         finally:
+            self._note_end()
             self.over.set()
             self._on_over()
+
+    def _note_end(self) -> None:
+        events, step, nbytes = self._events, self.iteration, self._nbytes
+        if self.committed:
+            events.emit(
+                "background", began=self._staged_at, step=step, nbytes=nbytes, tier="shared"
+            )
+        events.emit(
+            "save",
+            began=self._began,
+            step=step,
+            nbytes=nbytes,
+            tier="shared",
+            # Another rank may know more than one that has lost it.
+            outcome="unknown" if isinstance(self.error, PeerLostError) else None,
+            error=None if self.committed else self.error,
+            details={
+                "blocking_s": self._staged_at - self._began,
+                "wait_prev_s": self._called - self._began,
+                "d2h_s": self._staged_at - self._planned_at,
+                "background_s": time.monotonic() - self._staged_at,
+            },
+        )
 
     def _carry_out(self) -> None:
         """Write, decide with the others, and commit or give up together.
@@ -187,7 +229,12 @@ class Save:
             self._ranks.see_off()
         self.committed = True
         if self._ranks.is_root:
-            self._root.prune(self._begun)
+            began = time.monotonic()
+            if removed := self._root.prune(self._begun):
+                details = {"removed": removed}
+                self._events.emit(
+                    "pruned", began=began, step=self.iteration, tier="shared", details=details
+                )
         if problem:
             raise CheckpointingException(problem)
 
@@ -231,7 +278,7 @@ class Save:
         return plans.pickled[1]
 
     def _log_written(self) -> None:
-        nbytes = sum(write.nbytes for write in self._writes) / 1e9
+        nbytes = self._nbytes / 1e9
         plan, stage = self._planned_at - self._called, self._staged_at - self._planned_at
         write = time.monotonic() - self._staged_at
         logger.info(

@@ -21,6 +21,7 @@ from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
+from localckpt.events.stream import EventStream
 from localckpt.ids import CkptID
 from localckpt.lineage import Lineage
 from localckpt.managers.calls import Calls, one_call
@@ -65,6 +66,8 @@ class BaseCheckpointManager(ABC):
             GPUs send the bytes.
         strict: Whether a save fails when a peer is lost that was to keep a replica. Else it stands
             with fewer copies: a warning, ``degraded_saves`` and :meth:`status` say so.
+        events: Stream that is told what happens here; it stays the caller's to close. ``None`` for
+            none.
 
     Attributes:
         latest_iteration: Result of the last ``find_latest``; ``-1`` makes the next one look again.
@@ -88,6 +91,7 @@ class BaseCheckpointManager(ABC):
         safe_globals: Iterable[Any] = (),
         background: bool | None = None,
         strict: bool = False,
+        events: EventStream | None = None,
     ) -> None:
         self._set_up(session_id, repl_strategy, SaveOptions.of(locals()))
         parts = self._parts
@@ -215,14 +219,17 @@ class BaseCheckpointManager(ABC):
         iteration = parts.epoch.checked(number)
         parts.in_flight.give_up_forgotten(iteration)
         self._join()
+        asked = time.monotonic()
         if not parts.in_flight.admits(iteration, is_async):
+            parts.events.emit("save", began=called, step=iteration, outcome="skipped")
             self.last_save = SaveReport.of_skipped(iteration)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
+        waited_s = time.monotonic() - asked
         state = parts.capture.checked(state, iteration, parts.ranks)
         self._begin_epoch(iteration)
         self._forget_latest()
-        save = Save(parts, parts.epoch.next_identity(iteration), called)
+        save = Save(parts, parts.epoch.next_identity(iteration), called, waited_s)
         save.capture(state)
         self.last_save = save.report()
         if is_async:
@@ -245,6 +252,9 @@ class BaseCheckpointManager(ABC):
         if reached.lacking:
             self.degraded_saves += 1
             logger.warning("%s", reached)
+            fields = ("lacking", "copies", "wanted")
+            details = {name: getattr(reached, name) for name in fields}
+            self._parts.events.emit("degraded", step=reached.iteration, details=details)
         report = save.report()
         if self.last_save is not None and self.last_save.iteration == report.iteration:
             self.last_save = report

@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 from localckpt.availability.coverage import judge_resumed
 from localckpt.errors import CheckpointingException
+from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint, Generation, ShardIdentity
 from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
 from localckpt.managers.known import KnownCheckpoints
@@ -32,6 +33,7 @@ class Epoch:
         strategy: Learns the nodes of the ranks.
         session_id: The training run.
         known: The checkpoints of the job.
+        events: Is told how long the ranks took to meet.
 
     Attributes:
         generation: Generation of the last save.
@@ -46,12 +48,14 @@ class Epoch:
         strategy: ReplicationStrategy,
         session_id: str,
         known: KnownCheckpoints,
+        events: EventStream,
     ) -> None:
         self._ranks = ranks
         self._store = store
         self._strategy = strategy
         self._session_id = session_id
         self._known = known
+        self._events = events
         self._nodes: list[str] | None = None
         self._is_joined = False
         self.generation = Generation(0, 0)
@@ -73,9 +77,10 @@ class Epoch:
             CheckpointingException: As :func:`localckpt.managers.rendezvous.join`.
         """
         if not self._is_joined:
-            self._nodes, self.generation = join(
-                self._ranks, self._store, self._strategy, self._session_id
-            )
+            with self._events.timed("meet"):
+                self._nodes, self.generation = join(
+                    self._ranks, self._store, self._strategy, self._session_id
+                )
             self._is_joined = True
 
     # Saves.

@@ -182,12 +182,13 @@ class Load:
                 except NoReplicasAvailableError:
                     self._quarantine_damaged()
                     return None
-                if not self._recover():
-                    continue
-                arrived = self._fetch(plan) if plan.transfers else []
+                step = self._checkpoint.iteration
+                with self._parts.events.timed("fetch", step):
+                    arrived = self._recover_and_fetch(plan)
                 if arrived is None:
                     continue
-                loaded, outcome = self._verify_and_restore(plan, arrived)
+                with self._parts.events.timed("read", step):
+                    loaded, outcome = self._verify_and_restore(plan, arrived)
                 if self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
                     self._quarantine_damaged()
                     for piece, node in self._damaged_pieces:
@@ -208,6 +209,12 @@ class Load:
         ranks = range(self._ranks.world_size)
         wanted = {rank: [rank] for rank in ranks if rank not in self._groups}
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
+
+    def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> list[Slot] | None:
+        """Have what is not on its own node here; as :meth:`_fetch`."""
+        if not self._recover():
+            return None
+        return self._fetch(plan) if plan.transfers else []
 
     # Recover.
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
@@ -44,6 +45,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
             tensors in another way calls :meth:`wait_staged` before.
         read_only: Only load, beside a job that may be saving in this session: nothing is made,
             renamed, removed or claimed here.
+        events: As for :class:`BaseCheckpointManager`.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -68,6 +70,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         background: bool | None = None,
         strict: bool = False,
         read_only: bool = False,
+        events: EventStream | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

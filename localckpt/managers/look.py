@@ -101,7 +101,9 @@ class Finder:
     def look(self) -> Look:
         """See what all nodes hold; raises as :class:`Look`."""
         parts = self._parts
-        look = self.last = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy)
+        with parts.events.timed("find"):
+            look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy)
+        self.last = look
         parts.known.take_in(look.found)
         return look
 
@@ -129,7 +131,8 @@ class Finder:
     def inventory(self) -> Inventory:
         """Inventory of all nodes at the last look; all ranks call it, as :meth:`Look.inventory`."""
         assert self.last is not None, "a look comes first"
-        return self.last.inventory()
+        with self._parts.events.timed("find"):
+            return self.last.inventory()
 
     def iterations(self) -> list[int]:
         """Iterations that can be loaded, in the order in which a restart tries them."""

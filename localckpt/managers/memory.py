@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
@@ -32,7 +33,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         timeout, process_group, async_worker, safe_globals, num_buffers, staging_threads, on_busy,
-            guard, background, strict, read_only: As for :class:`LocalCheckpointManager`.
+            guard, background, strict, read_only, events: As for :class:`LocalCheckpointManager`.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -57,6 +58,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         background: bool | None = None,
         strict: bool = False,
         read_only: bool = False,
+        events: EventStream | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from localckpt.errors import PeerLostError
+from localckpt.events.stream import EventStream
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.epoch import Epoch
 from localckpt.managers.handed_over import ForeignQueues
@@ -39,6 +40,7 @@ class Parts:
         hint: As for :class:`Ranks`.
 
     Attributes:
+        events: What happens here; to nowhere unless the manager was given a stream.
         ranks: The ranks of the job.
         strategy: Protects what is saved.
         allowed: Classes and functions that a shard may name.
@@ -70,6 +72,7 @@ class Parts:
         self.session_id = session_id
         self.options = options
         self.hooks = hooks
+        self.events = options.events or EventStream()
         # Without the session in its name: ranks with different ones must meet, to learn of it.
         self.ranks = Ranks("manager", options.process_group, options.timeout, hint=hint)
         self._is_protected = repl_strategy is not None
@@ -90,7 +93,9 @@ class Parts:
                 self.ranks.post_failure(RENDEZVOUS, error)
             raise
         self.store = store
-        self.epoch = Epoch(self.ranks, store, self.strategy, self.session_id, self.known)
+        self.epoch = Epoch(
+            self.ranks, store, self.strategy, self.session_id, self.known, self.events
+        )
         self.capture = StateCapture(store, self.allowed, self.options)
         self.replicator = Replicator(self.strategy, self.options) if self._is_protected else None
         self.foreign = ForeignQueues(self.options.timeout)

@@ -14,6 +14,8 @@ from operator import itemgetter
 
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.events.stream import EventStream
+from localckpt.failure_texts import short
 from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
 from localckpt.managers.known import KnownCheckpoints
 from localckpt.ranks.failure import Attempt
@@ -50,6 +52,7 @@ class Reprotection:
         ranks: The ranks of the job. Used by nobody else: it works behind other calls.
         hooks: Commit a piece that has arrived.
         known: Is told when a checkpoint has got copies.
+        events: Is told how that went.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Reprotection:
         ranks: Ranks,
         hooks: Hooks,
         known: KnownCheckpoints,
+        events: EventStream,
     ) -> None:
         self._store = store
         self._strategy = strategy
@@ -68,6 +72,7 @@ class Reprotection:
         self._timeout_s = ranks.timeout_s
         self._hooks = hooks
         self._known = known
+        self._events = events
         self._under_way: Task[None] | None = None
         self._work: _Work | None = None
 
@@ -122,6 +127,7 @@ class Reprotection:
             for owner in computed:
                 inventory.remove(checkpoint, Piece(owner), inventory.node_of(owner))
             logger.warning("%d shards stay with fewer copies: %s", len(lacking.copies), error)
+            self._events.emit("reprotected", step=checkpoint.iteration, error=error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
         self._work = work
@@ -173,6 +179,7 @@ class Reprotection:
             problems += work.lacking.renewal.make(work) if work.lacking.renewal else []
         except CheckpointingException as error:
             logger.warning("shards of iteration %d stay with fewer copies: %s", iteration, error)
+            self._events.emit("reprotected", began=began, step=iteration, error=error)
             return
         finally:
             work.disconnect()
@@ -186,7 +193,15 @@ class Reprotection:
                 iteration,
                 why,
             )
+            self._events.emit(
+                "reprotected",
+                began=began,
+                step=iteration,
+                outcome="failed",
+                details={"error": short(why)},
+            )
             return
+        self._events.emit("reprotected", began=began, step=iteration, nbytes=work.nbytes)
         logger.info(
             "all shards of iteration %d have their copies again: %d bytes came here in %.3f s",
             *(iteration, work.nbytes, time.monotonic() - began),

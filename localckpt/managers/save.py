@@ -22,6 +22,7 @@ from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_i
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
 from localckpt.errors import CheckpointingException, PeerLostError, SaveFailedError
+from localckpt.events.event import Outcome, Tier
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.handed_over import HandedOver
@@ -48,6 +49,7 @@ class Save:
         parts: Of the manager.
         identity: Identity of this rank's shard.
         called: When the trainer called ``save``.
+        waited_s: How long it has waited for older saves since, in seconds.
 
     Attributes:
         slots: Slots of what this rank keeps, its own first.
@@ -58,7 +60,9 @@ class Save:
         is_complete: Whether all ranks have agreed that it is complete.
     """
 
-    def __init__(self, parts: Parts, identity: ShardIdentity, called: float) -> None:
+    def __init__(
+        self, parts: Parts, identity: ShardIdentity, called: float, waited_s: float
+    ) -> None:
         self._parts = parts
         self.identity = identity
         self.slots: list[Slot] = []
@@ -74,7 +78,9 @@ class Save:
         self._verdict: SaveVerdict | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._called = self._captured = self._returned = called
+        self._waited_s, self._copied_s = waited_s, 0.0
         self._durable: float | None = None
+        self._blocked_s = 0.0
 
     # Captured.
 
@@ -100,6 +106,7 @@ class Save:
     def _capture(self, state: Any) -> None:
         parts = self._parts
         is_sent = parts.replicator is not None
+        began = time.monotonic()
         try:
             with record_function("localckpt.stage"):
                 own = parts.capture.capture(wrapped(state), self.identity, is_sent=is_sent)
@@ -110,6 +117,9 @@ class Save:
             raise
         self.slots.append(own)
         self._captured = time.monotonic()
+        # Also for a buffer that an older save has.
+        self._waited_s += own.reserved_at - began
+        self._copied_s = self._captured - own.reserved_at
         if parts.replicator is not None:
             with record_function("localckpt.replicate"):
                 parts.replicator.begin(self._replication, parts.store, own)
@@ -136,9 +146,11 @@ class Save:
             self.leave()
             raise
         except CheckpointingException as error:
-            self.roll_back()
+            self.roll_back(error)
             failure = Failure.of(error)
             raise replace(failure, text=f"{failure.text}. {_KEPT}").error() from error.__cause__
+        finally:
+            self._note_blocking()
 
     def request(self, finalize: Callable[[], None]) -> AsyncRequest:
         """A request that carries the save out behind training.
@@ -159,13 +171,14 @@ class Save:
             report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
             judge_fn=judge_save if is_judged else None,
             verdict_fn=self._take_verdict if is_judged else None,
-            failure_fns=[lambda _: self.roll_back()],
+            failure_fns=[self.roll_back],
             stop_fns=[self._stop_waiting],
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
             hand_over=cache(lambda: self._hand_over(work)),
         )
         self._is_returned = True
+        self._note_blocking()
         return AsyncRequest(call, work.args, [finalize])
 
     def _work(self) -> partial[Any]:
@@ -284,11 +297,16 @@ class Save:
             # Not below its own count: a later save may be under way, and no number is used twice.
             epoch = self._parts.epoch
             epoch.generation = max(epoch.generation, verdict.generation)
-            self.roll_back()
-            raise SaveFailedError(
+            failed = SaveFailedError(
                 f"the save of iteration {identity.iteration} failed: "
                 f"{'; '.join(verdict.problems)}. {_KEPT}"
             )
+            try:
+                self.roll_back(failed)
+                raise failed
+            finally:
+                # Else the error would keep itself by this variable.
+                del failed
         self._complete(verdict.reached)
         return verdict.reached
 
@@ -316,9 +334,14 @@ class Save:
             logger.exception("rank %d could not prune older checkpoints", self.identity.rank)
         self._end()
         self.is_complete = True
+        self._note_end("ok", tier="replicated" if reached.survives_node_loss else "local")
 
-    def roll_back(self) -> None:
-        """Remove what this rank has written, and let the iteration be saved again."""
+    def roll_back(self, error: BaseException | None = None) -> None:
+        """Remove what this rank has written, and let the iteration be saved again.
+
+        Args:
+            error: Why; ``None`` if nobody carries it out.
+        """
         parts, identity = self._parts, self.identity
         self._await_exchanged()
         self._end()
@@ -333,12 +356,14 @@ class Save:
             logger.exception(
                 "rank %d could not remove iteration %d", identity.rank, identity.iteration
             )
+        self._note_end("failed", error=error)
 
     def leave(self) -> None:
         """Leave the save as it is: other ranks may have found it complete. Nobody finalizes it."""
         self._end()
         self._parts.store.release(self._all_slots())
         self._parts.known.forget(self.identity.iteration)
+        self._note_end("unknown")
 
     def clean_up_interrupted(self) -> None:
         """Leave the save, or roll it back, once a call of the manager was interrupted."""
@@ -362,6 +387,43 @@ class Save:
             self._replication.seconds,
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
+        )
+
+    def _note_blocking(self) -> None:
+        """Note for how long training was held up, and by what."""
+        events, step, began = self._parts.events, self.identity.iteration, self._called
+        captured, nbytes = self._captured, self.report().nbytes
+        self._blocked_s = time.monotonic() - began
+        events.emit("blocking", began=began, step=step, nbytes=nbytes)
+        events.emit("wait_prev", began=began, ended=began + self._waited_s, step=step)
+        if self._copied_s:
+            copying = captured - self._copied_s
+            events.emit("d2h", began=copying, ended=captured, step=step, nbytes=nbytes)
+
+    def _note_end(
+        self, outcome: Outcome, tier: Tier | None = None, error: BaseException | None = None
+    ) -> None:
+        events, step, nbytes = self._parts.events, self.identity.iteration, self.report().nbytes
+        details = {
+            "blocking_s": self._blocked_s,
+            "wait_prev_s": self._waited_s,
+            "d2h_s": self._copied_s,
+        }
+        blocked = self._called + self._blocked_s
+        if self._durable is not None and self._durable > blocked:
+            details["background_s"] = self._durable - blocked
+            events.emit("background", began=blocked, ended=self._durable, step=step, nbytes=nbytes)
+        ended = self._durable if outcome == "ok" else None
+        events.emit(
+            "save",
+            began=self._called,
+            ended=ended,
+            step=step,
+            nbytes=nbytes,
+            tier=tier,
+            outcome=outcome,
+            error=error,
+            details=details,
         )
 
     def _all_slots(self) -> list[Slot]:

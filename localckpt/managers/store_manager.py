@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from localckpt.availability.ordering import newest_first
@@ -20,6 +22,7 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.basic import wrapped
 from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.problem import Problem
 from localckpt.storage.write import write_shard
 
 __all__ = ["StoreCheckpointManager"]
@@ -52,11 +55,13 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._set_up(session_id, repl_strategy, options)
         parts = self._parts
         self.store = parts.open(open_store)
+        self.store.on_quarantine = self._note_quarantined
         parts.in_flight = LimitedInFlight(self.store, parts.ranks, options)
         parts.space = SpaceCheck(self.store, options.keep_last)
         if not self.read_only:
             parts.reprotection = Reprotection(
-                self.store, parts.strategy, session_id, self._reprotecting, self, parts.known
+                *(self.store, parts.strategy, session_id, self._reprotecting, self, parts.known),
+                parts.events,
             )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
@@ -113,11 +118,19 @@ class StoreCheckpointManager(BaseCheckpointManager):
         write_shard(state_dict)
 
     def _cleanup(self, iteration: int) -> None:
-        if (over := self._parts.known.keep(iteration, self._parts.options.keep_last)) is not None:
-            self.store.prune(lambda shard: over.takes(shard.checkpoint), self._adopted_ranks())
+        known, events = self._parts.known, self._parts.events
+        if (over := known.keep(iteration, self._parts.options.keep_last)) is not None:
+            began = time.monotonic()
+            if self.store.prune(lambda shard: over.takes(shard.checkpoint), self._adopted_ranks()):
+                kept = sorted({checkpoint.iteration for checkpoint in known.complete})
+                events.emit("pruned", began=began, step=iteration, details={"kept": kept})
 
     def _cleanup_failed_save(self, iteration: int) -> None:
         """Do nothing: what was written is removed with the slots of the save."""
+
+    def _note_quarantined(self, path: Path, problem: Problem) -> None:
+        details = {"path": str(path), "error": str(problem)}
+        self._parts.events.emit("quarantined", details=details)
 
     def _adopted_ranks(self) -> set[int]:
         """Ranks with a folder on this node that now run elsewhere; one rank looks after them."""

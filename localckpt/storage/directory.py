@@ -74,6 +74,9 @@ class DirectoryStore(Store):
     Raises:
         StorageError: The directory cannot be used, or a live process of another job owns the
             rank's folder.
+
+    Attributes:
+        on_quarantine: Called with each file that is put in quarantine, and what is wrong with it.
     """
 
     claim: SeenFolder
@@ -87,6 +90,7 @@ class DirectoryStore(Store):
         self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
         self._sizes: dict[Piece, int] = {}
+        self.on_quarantine: Callable[[Path, Problem], None] | None = None
         claim = self._take_folder(timeout_s)
         super().__init__(claim.token, claim)
         self.folder, self._session = claim.path, claim.session
@@ -235,13 +239,16 @@ class DirectoryStore(Store):
         return True
 
     @one_at_a_time
-    def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> None:
+    def prune(self, is_over: Callable[[ShardIdentity], bool], adopted_ranks: Iterable[int]) -> int:
         """Turn shards of this rank that are no longer wanted into recycled files.
 
         Args:
             is_over: Says of a shard whether it goes.
             adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
                 go with this rank's.
+
+        Returns:
+            How many shards are over that were here.
         """
         old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
         for identity, path in old:
@@ -258,6 +265,7 @@ class DirectoryStore(Store):
                     for path in (*(path for _, path in there), *recycled):
                         path.unlink(missing_ok=True)
                     self._shards = {i: p for i, p in self._shards.items() if (i, p) not in there}
+        return len(old)
 
     @one_at_a_time
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
@@ -281,11 +289,11 @@ class DirectoryStore(Store):
             bad = self._shards.get(identity)
             if bad == self._path(identity):
                 # Under its second name it is there when the new one has taken the first.
-                quarantine(bad, problem, stays=True)
+                self._quarantine(bad, problem, stays=True)
         yield
         with self._lock:
             if bad is not None and bad != self._path(identity):
-                quarantine(bad, problem)
+                self._quarantine(bad, problem)
 
     def images(self) -> list[Path]:
         """Files of this rank's folder that hold an image, will hold one, or did."""
@@ -337,8 +345,9 @@ class DirectoryStore(Store):
                     path.unlink(missing_ok=True)
                 self.claim.leave()
 
-    def _quarantine(self, path: Path, problem: Problem) -> None:
-        quarantine(path, problem)
+    def _quarantine(self, path: Path, problem: Problem, *, stays: bool = False) -> None:
+        if quarantine(path, problem, stays=stays) and self.on_quarantine is not None:
+            self.on_quarantine(path, problem)
 
     def _path(self, identity: ShardIdentity) -> Path:
         return self.folder / shard_name(identity)

@@ -119,7 +119,7 @@ class ReadOnlyStore(PooledStore):
     def _write_options(self, slot: Slot) -> NoReturn:
         raise CheckpointingException(f"{slot.identity} cannot be saved: {self.root} is only read")
 
-    def _quarantine(self, path: Path, problem: Problem) -> None:
+    def _quarantine(self, path: Path, problem: Problem, *, stays: bool = False) -> None:
         logger.warning("%s stays as it is, and is not used: %s", path, problem)
 
 

@@ -66,13 +66,16 @@ _WHY, _SHARD, _WHY_NBYTES = "user.localckpt.why", "user.localckpt.shard", 1000
 _QUARANTINED_AGAIN = re.compile(rf"(?<={re.escape(SHARD)})\.[0-9a-f]{{8}}$")
 
 
-def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> None:
+def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
     """Rename a bad file, so that it is not found again but can be looked at.
 
     Args:
         path: The file.
         problem: What is wrong with it.
         stays: Give it a second name instead, since a good one is about to take its name.
+
+    Returns:
+        Whether it was done; if not, the log says why.
     """
     renamed = Path(f"{path}{CORRUPT}")
     if renamed.exists():
@@ -95,6 +98,8 @@ def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> None:
             for name, text in ((_WHY, problem.text), (_SHARD, problem.claim)):
                 value = text.encode(errors="replace")[:_WHY_NBYTES]
                 os.setxattr(renamed, name, value, follow_symlinks=False)
+        return True
+    return False
 
 
 def why_quarantined(path: Path) -> Problem:

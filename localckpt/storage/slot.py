@@ -6,6 +6,7 @@ once, and in the end released, or discarded with what was written of it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +42,7 @@ class Slot:
     Attributes:
         covered_nbytes: Bytes of the image that the digests cover, once the slot is filled.
         gpu: The GPU that the memory was locked for; ``None`` for none.
+        reserved_at: When the store had the memory, by ``time.monotonic()``.
         source: The image, for ranks that keep a replica; ``None`` before it is filled.
         write: What commits the slot, for a store of files.
     """
@@ -62,6 +64,7 @@ class Slot:
         self.write: ShardWrite | None = None
         self._plan = plan
         self._buffer: Buffer | None = None
+        self.reserved_at = time.monotonic()
         self._is_over = False
         self._stop_filling: Callable[[], None] = _nothing
         self._digests: Digests = "compute"
@@ -73,6 +76,7 @@ class Slot:
     def take(self, buffer: Buffer) -> None:
         """Have this memory, which the store gives."""
         self._buffer = buffer
+        self.reserved_at = time.monotonic()
 
     @property
     def buffer(self) -> Buffer | None:

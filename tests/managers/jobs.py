@@ -131,13 +131,15 @@ def error_of(
 
 
 def files(*roots: Path) -> list[str]:
-    """All files in stores but those that tell who is here, or that a next save will want."""
+    """All files in stores but those that tell who is here, or what happened, or that a next save
+    will want."""
     administration = {"node-token", ".lock", ".owner", ".epoch"}
     return sorted(
         str(path.relative_to(root))
         for root in roots
         for path in root.rglob("*")
         if path.is_file() and path.name not in administration and not is_ahead(path)
+        if path.suffix != ".jsonl"
     )
 
 

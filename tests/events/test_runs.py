@@ -1,0 +1,229 @@
+"""What a training loop records: its saves, its restarts, and how it ended."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import Checkpointer, CheckpointingException, Every
+from localckpt.events.event import Event
+from localckpt.events.jsonl import read_events
+from tests.checkpointer.loops import stores
+from tests.events.sinks import Kept
+from tests.managers.jobs import damage
+from tests.ranks import node_store, run_ranks
+
+_NBYTES = 40_000
+
+
+def _state() -> dict[str, Any]:
+    return {"model": torch.nn.Linear(100, 100, bias=False)}
+
+
+def _run(local: Path, sink: Kept, steps: int, **options: Any) -> Checkpointer:
+    """Train, and save every second step."""
+    options = {"every": Every(steps=2), "rng": False, "timeout_s": 60.0} | options
+    with Checkpointer(_state(), local=local, events=[sink], **options) as checkpointer:
+        first = checkpointer.resume()
+        for step in range(first, first + steps):
+            if checkpointer.step(step):
+                break
+    return checkpointer
+
+
+def _named(events: list[Event], *names: str) -> list[Event]:
+    return [event for event in events if event.name in names]
+
+
+def test_each_save_is_recorded_with_what_training_waited_for(tmp_path: Path) -> None:
+    sink = Kept()
+
+    _run(tmp_path / "local", sink, 4, shared=tmp_path / "shared", shared_every=Every(steps=4))
+
+    assert sink.closed == 1
+    assert [event.number for event in sink.events] == list(range(len(sink.events)))
+    saves = sink.named("save")
+    assert [(e.step, e.tier, e.outcome) for e in saves if e.tier == "local"] == [
+        (1, "local", "ok"),
+        (3, "local", "ok"),
+    ]
+    assert [(e.step, e.outcome) for e in saves if e.tier == "shared"] == [(3, "ok")]
+    for save in saves:
+        assert save.nbytes is not None
+        assert save.nbytes > _NBYTES
+        assert save.duration >= save.details["blocking_s"] >= save.details["d2h_s"] > 0
+        assert save.details["wait_prev_s"] >= 0
+        assert save.details["background_s"] >= 0
+    for name, is_lost in {"blocking": True, "background": False, "d2h": False}.items():
+        parts = sink.named(name)
+        assert sorted((e.step or 0, e.tier == "shared") for e in parts) == [
+            *((1, False), (3, False), (3, True)),
+        ]
+        assert {event.is_lost for event in parts} == {is_lost}
+    assert sink.events[0].name == "run_began"
+    assert sink.events[-1].name == "run_ended"
+    assert (sink.events[-1].outcome, sink.events[-1].step) == ("ok", 3)
+
+
+def test_a_run_begins_with_who_it_is_and_the_parts_of_its_restart(tmp_path: Path) -> None:
+    _run(tmp_path, Kept(), 4, session_id="mine")
+    sink = Kept()
+
+    _run(tmp_path, sink, 4, session_id="mine")
+
+    (began,) = sink.named("run_began")
+    assert began.details["session"] == "mine"
+    assert began.details["world_size"] == 1
+    assert began.details["process_start"] <= began.start
+    (resume,) = sink.named("resume")
+    assert (resume.step, resume.tier, resume.details["source"]) == (3, "local", "own node")
+    assert resume.details["job_run"] == began.run
+    split = [resume.details[f"{part}_s"] for part in ("start", "meet", "find", "fetch", "read")]
+    assert min(split) >= 0
+    assert resume.details["read_s"] > 0
+    assert sum(split) <= resume.duration + 1e-3
+    (start,) = sink.named("start")
+    assert start.start == pytest.approx(began.details["process_start"], abs=1.0)
+    assert {event.is_lost for event in _named(sink.events, "start", "meet", "read")} == {True}
+    (pruned, *_) = sink.named("pruned")
+    assert (pruned.step, pruned.details["kept"]) == (5, [3, 5])
+
+
+def test_the_record_is_beside_the_checkpoints_unless_none_is_wanted(tmp_path: Path) -> None:
+    for name, options in {"kept": {}, "none": {"events": ()}}.items():
+        with Checkpointer(_state(), local=tmp_path / name, **options) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.resume()
+
+    names = [event.name for event in read_events([tmp_path / "kept" / "events"])]
+    assert {"run_began", "resume", "run_ended"} <= set(names)
+    assert not list((tmp_path / "none").rglob("*.jsonl"))
+    with pytest.raises(CheckpointingException):
+        Checkpointer(_state(), local=tmp_path / "refused", max_failures=0)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_save_that_fails_and_a_run_that_does_are_recorded(tmp_path: Path) -> None:
+    sink, local = Kept(), tmp_path / "local"
+    options: dict[str, Any] = {"every": Every(steps=1), "on_error": "raise", "events": [sink]}
+
+    def train() -> None:
+        with Checkpointer(_state(), local=local, **options) as checkpointer:
+            checkpointer.resume()
+            for step in range(4):
+                checkpointer.step(step)
+                checkpointer.wait_until_finished()
+                if step == 0:
+                    (local / "session-" / "0").rename(tmp_path / "away")
+
+    with pytest.raises(CheckpointingException):
+        train()
+
+    failed = [event for event in sink.named("save") if event.outcome == "failed"]
+    assert [(event.step, event.error_class) for event in failed] == [(1, "StorageError")]
+    assert "was the directory removed" in failed[0].details["error"]
+    assert (sink.events[-1].name, sink.events[-1].outcome) == ("run_ended", "failed")
+
+
+def test_a_job_that_is_stopped_says_why_and_how_long_it_waited(tmp_path: Path) -> None:
+    sink, stop = Kept(), tmp_path / "stop"
+    stop.touch()
+
+    stopped = _run(tmp_path / "local", sink, 100_000, stop_file=stop, every=Every(steps=10**6))
+
+    assert stopped.stopped is not None
+    (preempted,) = sink.named("preempted")
+    assert preempted.details["reason"] == stopped.stopped
+    (save,) = sink.named("save")
+    assert save.step == preempted.step
+    assert [event.is_lost for event in sink.named("wait")][:1] == [True]
+    assert sink.events[-1].outcome == "stopped"
+
+
+_TRAINS_FOR_EVER = """
+import sys, time
+import torch
+import localckpt
+
+state = {"model": torch.nn.Linear(100, 100, bias=False)}
+every = localckpt.Every(steps=100)
+checkpointer = localckpt.Checkpointer(state, local=sys.argv[1], every=every, rng=False)
+for step in range(checkpointer.resume(), 10**9):
+    time.sleep(0.001)
+    checkpointer.step(step)
+"""
+
+
+def test_the_steps_that_a_kill_has_cost_are_in_the_record(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _TRAINS_FOR_EVER, str(tmp_path)])
+    try:
+        late = time.monotonic() + 120
+        while not _lost_steps(tmp_path) and time.monotonic() < late:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+
+    lost = _lost_steps(tmp_path)
+    sink = Kept()
+    _run(tmp_path, sink, 1)
+
+    assert lost > 0
+    assert not _named(read_events([tmp_path]), "run_ended")
+    (resume,) = sink.named("resume")
+    assert resume.step is not None
+    assert resume.step % 100 == 99
+
+
+def _lost_steps(folder: Path) -> int:
+    events = read_events([folder])
+    saved = [event.step or 0 for event in _named(events, "save") if event.outcome == "ok"]
+    done = [event.step or 0 for event in _named(events, "steps")]
+    return max(done) - max(saved) if saved and done else 0
+
+
+def _resume_and_save(rank: int, world_size: int) -> list[Event]:
+    sink = Kept()
+    _run(node_store(), sink, 2)
+    return sink.events
+
+
+def test_a_lost_node_is_seen_in_where_its_ranks_state_came_from(tmp_path: Path) -> None:
+    nodes = stores(tmp_path, 2)
+    run_ranks(_resume_and_save, 2, store_per_node=nodes)
+    shutil.rmtree(nodes[1])
+    nodes[1].mkdir()
+
+    events = run_ranks(_resume_and_save, 2, store_per_node=nodes)
+
+    resumes = [_named(of_rank, "resume")[0] for of_rank in events]
+    assert [(e.rank, e.tier, e.details["source"]) for e in resumes] == [
+        (0, "local", "own node"),
+        (1, "replicated", "peer rank 0"),
+    ]
+    assert len({event.details["job_run"] for event in resumes}) == 1
+    assert resumes[1].details["fetch_s"] > 0
+    for of_rank in events:
+        assert [event.outcome for event in _named(of_rank, "reprotected")] == ["ok"]
+        assert [event.tier for event in _named(of_rank, "save")] == ["replicated"]
+
+
+def test_a_damaged_file_is_recorded_when_it_is_put_aside(tmp_path: Path) -> None:
+    _run(tmp_path, Kept(), 4)
+    (newest,) = tmp_path.rglob("000000000003.*.safetensors")
+    damage(newest, 0.2)
+    sink = Kept()
+
+    _run(tmp_path, sink, 1)
+
+    (quarantined,) = sink.named("quarantined")
+    assert quarantined.details["path"] == str(newest)
+    assert quarantined.details["error"]
+    assert [event.step for event in sink.named("resume")] == [1]

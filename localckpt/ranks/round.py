@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import isqrt
 from typing import Any
 
@@ -266,9 +267,11 @@ def remove_rounds(store: Store, rank: int, world_size: int) -> None:
             delete(store, f"{number}/team/{team}")
 
 
-def _teams(world_size: int) -> list[range]:
+@cache
+def _teams(world_size: int) -> tuple[range, ...]:
     size = max(_SMALLEST_TEAM, isqrt(world_size))
-    return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
+    starts = range(0, world_size, size)
+    return tuple(range(start, min(start + size, world_size)) for start in starts)
 
 
 def _forget_verdict(store: Store, number: int) -> None:

@@ -54,8 +54,9 @@ _ARROWS = {
     },
     "cli": {
         *("errors", "ids", "lineage", "state_dict", "storage", "replication"),
-        *("availability", "global_tier"),
+        *("availability", "global_tier", "events", "report", "failure_texts"),
     },
+    "report": {"events"},
     "integrations": {
         *("errors", "ids", "ranks", "state_dict", "storage", "replication", "async_save"),
         *("managers", "global_tier"),

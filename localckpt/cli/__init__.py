@@ -19,6 +19,7 @@ from localckpt.cli.explaining import explain
 from localckpt.cli.inspecting import inspect
 from localckpt.cli.listing import ls
 from localckpt.cli.pinning import pin, unpin
+from localckpt.cli.reporting import report
 from localckpt.cli.surviving import survive
 from localckpt.cli.verifying import verify
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive):
+for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report):
     app.command()(_command)
 
 

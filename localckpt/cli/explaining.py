@@ -23,6 +23,7 @@ from localckpt.cli.output import (
     say,
     say_json,
     store_or_default,
+    stores_argument,
     warn,
 )
 from localckpt.errors import CheckpointingException
@@ -45,13 +46,7 @@ _SHORT = {
 def explain(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="DIR",
-            readable=False,
-            help="The stores of all nodes, and roots on shared storage; this user's store in "
-            "memory by default.",
-            show_default=False,
-        ),
+        stores_argument("The stores of all nodes, and roots on shared storage"),
     ] = None,
     world_size: Annotated[
         int | None,

@@ -23,6 +23,7 @@ __all__ = [
     "StoreArgument",
     "age",
     "counted",
+    "duration",
     "one_line_errors",
     "printable",
     "say",
@@ -30,6 +31,7 @@ __all__ = [
     "say_table",
     "size",
     "store_or_default",
+    "stores_argument",
     "warn",
 ]
 
@@ -49,6 +51,20 @@ StoreArgument = Annotated[
         show_default=False,
     ),
 ]
+
+
+def stores_argument(what: str) -> Any:
+    """Argument of a command that takes the stores of several nodes.
+
+    Args:
+        what: What each directory may be, for the command's help.
+    """
+    return typer.Argument(
+        metavar="DIR",
+        readable=False,
+        help=f"{what}; this user's store in memory by default.",
+        show_default=False,
+    )
 
 
 def say(*lines: str, bold: bool = False, red: bool = False) -> None:
@@ -118,6 +134,16 @@ def age(saved_at: float) -> str:
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: ``0.42 s``, ``5 min 12 s``, ``3 h 05 min``."""
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def store_or_default(given: Path | None) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from localckpt.cli.drawing import PlotOption, picture
 from localckpt.cli.output import (
     JsonOption,
     counted,
@@ -20,7 +20,7 @@ from localckpt.cli.output import (
     say_table,
     size,
 )
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import CheckpointingException
 from localckpt.replication.survival import Scheme, Survival, survivability, usual_schemes
 
 __all__ = ["draw", "survive"]
@@ -46,12 +46,7 @@ def survive(
             metavar="SIZE", help="What one rank saves, such as 12GB: tells costs in bytes too."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.png", readable=False, help="Draw it; needs the package matplotlib."
-        ),
-    ] = None,
+    plot: PlotOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare redundancy schemes: what each costs, and what it survives.
@@ -180,28 +175,12 @@ def draw(survivals: Sequence[Survival], path: Path) -> None:
         CheckpointingException: matplotlib is not installed, or the file is to be no PNG.
         StorageError: The file cannot be written.
     """
-    if path.suffix.lower() != ".png":
-        raise CheckpointingException(f"{path}: the picture is a PNG, give it a name in .png")
-    try:
-        # Only here: no other command needs it, and its import takes longer than they do.
-        figure_module = import_module("matplotlib.figure")
-    except ImportError as error:
-        raise CheckpointingException(
-            f"--plot needs the package matplotlib, which cannot be imported ({error}). Install it "
-            f"(pip install matplotlib), or leave --plot out"
-        ) from error
-    figure = figure_module.Figure(figsize=(12, 5), layout="constrained")
-    chances, costs = figure.subplots(1, 2)
-    _draw_chances(chances, survivals)
-    _draw_costs(costs, survivals)
-    first = survivals[0]
-    figure.suptitle(f"{first.nodes} nodes of {first.ranks_per_node} ranks")
-    try:
-        figure.savefig(path, format="png", dpi=110)
-    except OSError as error:
-        raise StorageError(
-            f"the picture cannot be written to {path}: {error.strerror or error}"
-        ) from error
+    with picture(path) as figure:
+        chances, costs = figure.subplots(1, 2)
+        _draw_chances(chances, survivals)
+        _draw_costs(costs, survivals)
+        first = survivals[0]
+        figure.suptitle(f"{first.nodes} nodes of {first.ranks_per_node} ranks")
 
 
 def _draw_chances(axis: Any, survivals: Sequence[Survival]) -> None:

@@ -1,0 +1,317 @@
+"""``localckpt report``: how a job's starts went, what failures have cost, and the goodput."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from localckpt.cli.drawing import PlotOption, picture
+from localckpt.cli.output import (
+    JsonOption,
+    counted,
+    duration,
+    one_line_errors,
+    say,
+    say_json,
+    say_table,
+    size,
+    store_or_default,
+    stores_argument,
+    warn,
+)
+from localckpt.errors import StorageError
+from localckpt.events.event import Event
+from localckpt.events.jsonl import read_events
+from localckpt.failure_texts import ranks_named
+from localckpt.report.account import PARTS, Account, Kind, Restart, Saves, account
+from localckpt.report.starts import Start, starts_of
+from localckpt.report.timeline import cells, place
+
+__all__ = ["RecordsArgument", "SessionOption", "read_records", "report"]
+
+RecordsArgument = Annotated[
+    list[Path] | None,
+    stores_argument("The stores of all nodes, or directories or files of records"),
+]
+SessionOption = Annotated[
+    str | None, typer.Option(help="Of this session only; of all by default.", show_default=False)
+]
+
+_WORDS: dict[Kind, str] = {
+    "training": "training that counts",
+    "blocking": "training waited for saves",
+    "waiting": "waiting for the last saves",
+    "repeated": "training that was lost and is repeated",
+    "recovery": "recovery",
+    "down": "nothing ran",
+}
+_LETTERS: dict[Kind, str] = {
+    "training": "=",
+    "blocking": "b",
+    "waiting": "w",
+    "repeated": "x",
+    "recovery": "r",
+    "down": ".",
+}
+_COLOURS: dict[Kind, str] = {
+    "training": "#0b6e4f",
+    "blocking": "#e0a100",
+    "waiting": "#f2d27c",
+    "repeated": "#c0392b",
+    "recovery": "#2d6cdf",
+    "down": "#9aa5b1",
+}
+_FAILURES = ("killed", "failed")
+_MOST_COLUMNS = 100
+
+
+def report(
+    directories: RecordsArgument = None,
+    session: SessionOption = None,
+    plot: PlotOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a job has done, and what failures have cost.
+
+    That is: saves, and how long training waited for them; steps that each restart has lost; how
+    long it took, part by part; and the share of all time that was training that counts. It reads
+    the records that ranks keep beside their checkpoints. The exit status is 2 if there is none.
+    """
+    with one_line_errors():
+        accounts = {
+            name: account(starts)
+            for name, starts in starts_of(read_records(directories, session)).items()
+        }
+        if plot is not None:
+            _draw(accounts, plot)
+    if json:
+        sessions = [{"session": name, **told.to_json()} for name, told in accounts.items()]
+        say_json({"sessions": sessions})
+        return
+    for number, (name, told) in enumerate(accounts.items()):
+        say(*[""][: number > 0])
+        _say(name, told)
+    if plot is not None:
+        say("", f"Drawn in {plot}.")
+
+
+def read_records(directories: Sequence[Path] | None, session: str | None) -> list[Event]:
+    """Read the events of all ranks.
+
+    Args:
+        directories: Stores, or directories or files of records; none for the usual store.
+        session: The events of this session only.
+
+    Raises:
+        CheckpointingException: Something cannot be read, or there is no event.
+    """
+    usual = [] if directories else [store_or_default(None)]
+    given = [*map(store_or_default, directories or []), *usual]
+    events = read_events(given)
+    where = " ".join(map(str, given))
+    if not events:
+        raise StorageError(
+            f"no rank has left a record in {where}: give the directories that the checkpointers "
+            f"of all nodes were given as local="
+        )
+    sessions = {e.run: e.details.get("session") for e in events if e.name == "run_began"}
+    if session is not None and session not in sessions.values():
+        raise StorageError(f"there is no record of session {session!r} in {where}")
+    if others := len({event.run for event in events} - sessions.keys()):
+        warn(
+            f"{counted(others, 'record')} of {where} left out: no Checkpointer has begun them, so "
+            f"nothing tells which session they are of"
+        )
+    return [e for e in events if e.run in sessions and session in (None, sessions[e.run])]
+
+
+def _say(name: str, told: Account) -> None:
+    restarts = told.restarts
+    say(
+        f"session {name!r}: {counted(len(restarts), 'start')} in {duration(told.total_s)}, "
+        f"goodput {_percent(told.goodput)}",
+        bold=True,
+    )
+    say("")
+    _say_starts(restarts)
+    if len(restarts) > 1:
+        say("")
+        _say_restarts(restarts)
+    say("")
+    _say_kinds(told)
+    say("", *_timeline(told), "")
+    _say_missing(restarts)
+    last, unsaved = restarts[-1].start, told.unsaved_steps
+    if last.ending == "open" and unsaved is not None:
+        say(
+            f"The last start has recorded no end: it runs, or was killed. A restart would lose "
+            f"{counted(unsaved, 'step')} of it."
+        )
+    lost = sum(restart.lost_steps or 0 for restart in restarts)
+    failures = sum(restart.start.ending in _FAILURES for restart in restarts)
+    say(
+        f"{counted(failures, 'start')} failed; {counted(lost, 'step')} were lost, "
+        f"{duration(told.seconds['repeated'])} of training. Steps are noted about every 2 seconds: "
+        f"those since the last note are not counted."
+    )
+
+
+def _say_missing(restarts: Sequence[Restart]) -> None:
+    """Tell of ranks of which nothing is known, so that nobody takes them for good ones."""
+    for number, restart in enumerate(restarts, 1):
+        start = restart.start
+        if missing := sorted(set(range(start.world_size)) - start.ranks.keys()):
+            say(
+                f"Of start {number} the records of {ranks_named(missing)} are missing: give the "
+                f"stores of all nodes.",
+                red=True,
+            )
+
+
+def _say_starts(restarts: Sequence[Restart]) -> None:
+    names = ["start", "began", "ranks", "resumed at", "last step", "saves", "saved"]
+    names += ["waited", "degraded", "ended"]
+    rows = [
+        (
+            str(number),
+            time.strftime("%m-%d %H:%M:%S", time.localtime(restart.start.began)),
+            str(restart.start.world_size),
+            _resumed(restart),
+            "-" if restart.start.last_step is None else str(restart.start.last_step),
+            _saves(restart.on_nodes, restart.on_shared),
+            size(restart.on_nodes.nbytes + restart.on_shared.nbytes),
+            duration(restart.on_nodes.blocking_s + restart.on_shared.blocking_s),
+            duration(restart.degraded_s) if restart.degraded_s else "-",
+            _ending(restart.start),
+        )
+        for number, restart in enumerate(restarts, 1)
+    ]
+    say_table(names, rows, right=("start", "ranks", "last step", "saved", "waited", "degraded"))
+
+
+def _resumed(restart: Restart) -> str:
+    step = restart.start.resumed_step
+    if step is None:
+        return "never"
+    if step < 0:
+        return "the beginning"
+    return f"{step} ({', '.join(sorted(restart.sources)) or 'unknown'})"
+
+
+def _saves(on_nodes: Saves, on_shared: Saves) -> str:
+    parts = [str(on_nodes.ok)]
+    if on_shared.ok:
+        parts.append(f"{on_shared.ok} shared")
+    if failed := on_nodes.failed + on_shared.failed:
+        parts.append(f"{failed} failed")
+    if cut_off := on_nodes.cut_off + on_shared.cut_off:
+        parts.append(f"{cut_off} cut off")
+    return ", ".join(parts)
+
+
+def _ending(start: Start) -> str:
+    if start.ending == "killed":
+        return f"killed: {ranks_named(start.silent_ranks)}"
+    if start.ending == "failed":
+        errors = {event.error_class for event in start.named("run_ended") if event.error_class}
+        return f"failed: {', '.join(sorted(errors)) or 'unknown'}"
+    return "no end recorded" if start.ending == "open" else start.ending
+
+
+def _say_restarts(restarts: Sequence[Restart]) -> None:
+    names = ["restart", "lost steps", "repeated", "down", "recovery", *PARTS, "other"]
+    rows = [
+        (
+            str(number),
+            str(restart.lost_steps),
+            duration(restart.repeated_s),
+            duration(restart.down_s),
+            duration(restart.recovery_s),
+            *(duration(restart.parts_s[part]) for part in PARTS),
+            duration(max(0.0, restart.recovery_s - sum(restart.parts_s.values()))),
+        )
+        for number, restart in enumerate(restarts, 1)
+        if restart.lost_steps is not None
+    ]
+    say_table(names, rows, right=names)
+
+
+def _say_kinds(told: Account) -> None:
+    rows = [
+        (_WORDS[kind], duration(seconds), _percent(seconds / told.total_s if told.total_s else 0))
+        for kind, seconds in told.seconds.items()
+    ]
+    say_table(("time", "length", "share"), rows, right=("length", "share"))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _timeline(told: Account) -> list[str]:
+    """A line with a letter for each part of the time, and one that points at failures."""
+    if not told.stretches:
+        return []
+    width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 2
+    kinds = cells(told.stretches, width)
+    points = [" "] * width
+    for failure in _failures(told):
+        points[place(failure, told.stretches, width)] = "^"
+    legend = [f"{_LETTERS[kind]} {_WORDS[kind]}" for kind in _LETTERS if kind in kinds]
+    if "^" in points:
+        legend.append("^ failure")
+    lines = ["|" + "".join(_LETTERS[kind] for kind in kinds) + "|", " " + "".join(points)]
+    return [*(line.rstrip() for line in lines if line.strip()), ", ".join(legend)]
+
+
+def _failures(told: Account) -> list[float]:
+    return [r.start.ended for r in told.restarts if r.start.ending in _FAILURES]
+
+
+def _draw(accounts: Mapping[str, Account], path: Path) -> None:
+    """Write a PNG: what each second was, and the steps that were done, of each session."""
+    with picture(path) as figure:
+        figure.set_size_inches(12, 5 * len(accounts))
+        axes = figure.subplots(
+            2 * len(accounts), 1, squeeze=False, height_ratios=[1, 3] * len(accounts)
+        )
+        for (name, told), bars, steps in zip(
+            accounts.items(), axes[::2, 0], axes[1::2, 0], strict=True
+        ):
+            bars.set_title(
+                f"session {name!r}: goodput {_percent(told.goodput)} of {duration(told.total_s)}",
+                fontsize=11,
+                loc="left",
+            )
+            zero = told.stretches[0].began if told.stretches else 0.0
+            _draw_timeline(bars, told, zero)
+            _draw_steps(steps, told, zero)
+            bars.sharex(steps)
+
+
+def _draw_timeline(axis: Any, told: Account, zero: float) -> None:
+    for kind, seconds in told.seconds.items():
+        spans = [(s.began - zero, s.seconds) for s in told.stretches if s.kind == kind]
+        if spans:
+            label = f"{_WORDS[kind]}: {duration(seconds)}"
+            axis.broken_barh(spans, (0, 1), color=_COLOURS[kind], label=label)
+    axis.set_yticks([])
+    axis.legend(fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0.35, 1.0))
+
+
+def _draw_steps(axis: Any, told: Account, zero: float) -> None:
+    for restart in told.restarts:
+        marks = restart.start.marks
+        axis.plot(
+            [at - zero for _, at in marks], [step for step, _ in marks], color=_COLOURS["training"]
+        )
+    for failure in _failures(told):
+        axis.axvline(failure - zero, color=_COLOURS["repeated"], linestyle="--", linewidth=1)
+    axis.set_xlabel("seconds since the first start; dashed: failures")
+    axis.set_ylabel("steps done")
+    axis.grid(visible=True, alpha=0.3)

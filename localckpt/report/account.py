@@ -1,0 +1,341 @@
+"""Account of a job's time: what of it was training that counts, and where the rest went.
+
+Every second from the first start to the last sign of life belongs to one :data:`Kind`. A start is
+as fast as its slowest rank, so of what all ranks do at once the longest counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from localckpt.events.event import Event
+from localckpt.report.starts import Start, ended_at
+
+__all__ = ["PARTS", "Account", "Kind", "Restart", "Saves", "Stretch", "account"]
+
+Kind: TypeAlias = Literal["training", "blocking", "waiting", "repeated", "recovery", "down"]
+"""Use of a stretch of time. ``blocking``: training waits for a save. ``waiting``: it waits for
+saves to end, before it stops. ``repeated``: training that a restart has lost. ``recovery``: from
+the start of the processes until training goes on. ``down``: nothing runs."""
+
+PARTS = ("start", "meet", "find", "fetch", "read")
+"""Parts of a recovery, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of time of one kind, in seconds since 1970."""
+
+    kind: Kind
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """Saves of one start to one kind of storage.
+
+    Attributes:
+        ok: Number that were complete on all ranks.
+        failed: Number that failed.
+        cut_off: Number that have no end: the start ended before, or is not over.
+        blocking_s: Time that training waited for them.
+        nbytes: Bytes of all ranks in those that were complete.
+    """
+
+    ok: int
+    failed: int
+    cut_off: int
+    blocking_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """One start of the job, and what it cost that it had to start again.
+
+    Attributes:
+        start: The start.
+        down_s: Time from the last sign of life of the start before; 0 of the first.
+        recovery_s: Time from the start of the first process until the last rank trained.
+        parts_s: How long each part of the recovery took, on the rank that was ready last.
+        lost_steps: Steps that were done before, and are done again; ``None`` of the first.
+        repeated_s: Training time of those steps.
+        sources: Number of ranks by the tier that they resumed from.
+        on_nodes: Saves to the nodes.
+        on_shared: Saves to shared storage.
+        degraded_s: Time during which the newest checkpoint had fewer copies than asked for.
+    """
+
+    start: Start
+    down_s: float
+    recovery_s: float
+    parts_s: dict[str, float]
+    lost_steps: int | None
+    repeated_s: float
+    sources: dict[str, int]
+    on_nodes: Saves
+    on_shared: Saves
+    degraded_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        start = self.start
+        return {
+            "began": start.began,
+            "ended": start.ended,
+            "ending": start.ending,
+            "silent_ranks": list(start.silent_ranks),
+            "world_size": start.world_size,
+            "resumed_step": start.resumed_step,
+            "last_step": start.last_step,
+            "down_s": self.down_s,
+            "recovery_s": self.recovery_s,
+            "recovery": self.parts_s,
+            "lost_steps": self.lost_steps,
+            "repeated_s": self.repeated_s,
+            "sources": self.sources,
+            "saves": {"nodes": asdict(self.on_nodes), "shared": asdict(self.on_shared)},
+            "degraded_s": self.degraded_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Account of a job.
+
+    Attributes:
+        restarts: Its starts, the first one too.
+        stretches: All of its time, in order and without holes.
+    """
+
+    restarts: tuple[Restart, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def seconds(self) -> dict[Kind, float]:
+        """Time of each kind."""
+        sums: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
+        for stretch in self.stretches:
+            sums[stretch.kind] += stretch.seconds
+        return sums
+
+    @property
+    def total_s(self) -> float:
+        """Time from the first start to the last sign of life."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that was training that counts, from 0 to 1."""
+        return self.seconds["training"] / self.total_s if self.total_s else 0.0
+
+    @property
+    def unsaved_steps(self) -> int | None:
+        """Steps of the last start that a restart would lose; ``None`` if it never trained."""
+        last = self.restarts[-1].start
+        if last.last_step is None or last.resumed_step is None:
+            return None
+        saved = [e.step for e in last.named("save") if e.outcome == "ok" and e.step is not None]
+        return last.last_step - max([last.resumed_step, *saved])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; keys are only ever added."""
+        return {
+            "starts": [restart.to_json() for restart in self.restarts],
+            "total_s": self.total_s,
+            "seconds": dict(self.seconds),
+            "goodput": self.goodput,
+            "unsaved_steps": self.unsaved_steps,
+            "timeline": [[s.kind, s.began, s.ended] for s in self.stretches],
+        }
+
+
+def account(starts: Sequence[Start]) -> Account:
+    """Account for the time of a job.
+
+    Args:
+        starts: Its starts, in the order in which they began.
+    """
+    kept: list[_Trained] = []
+    lost: list[_Trained] = []
+    others: list[Stretch] = []
+    restarts = []
+    until, reached = None, -1
+    for start in starts:
+        lost_steps, repeated_s = None, 0.0
+        if until is not None:
+            others.append(Stretch("down", until, max(until, start.began)))
+            if start.resumed_step is not None:
+                lost_steps = max(0, reached - start.resumed_step)
+                gone = _take_after(kept, start.resumed_step)
+                repeated_s = sum(trained.seconds for trained in gone)
+                lost += gone
+            else:
+                lost_steps = 0
+        began = start.began if until is None else max(until, start.began)
+        trained_from = max(began, start.trained_from)
+        others.append(Stretch("recovery", began, trained_from))
+        pauses = _pauses(start, trained_from)
+        others += pauses
+        ended = max(trained_from, start.ended)
+        kept.append(_Trained(start, trained_from, ended, pauses))
+        restarts.append(
+            Restart(
+                start,
+                down_s=0.0 if until is None else max(0.0, start.began - until),
+                recovery_s=trained_from - began,
+                parts_s=_parts(start),
+                lost_steps=lost_steps,
+                repeated_s=repeated_s,
+                sources=_sources(start),
+                on_nodes=_saves(start, is_shared=False),
+                on_shared=_saves(start, is_shared=True),
+                degraded_s=_degraded_s(start),
+            )
+        )
+        until = ended
+        if start.last_step is not None:
+            reached = start.last_step
+    stretches = [
+        *others,
+        *(stretch for trained in kept for stretch in trained.stretches("training")),
+        *(stretch for trained in lost for stretch in trained.stretches("repeated")),
+    ]
+    stretches = [stretch for stretch in stretches if stretch.ended > stretch.began]
+    return Account(tuple(restarts), tuple(sorted(stretches, key=lambda stretch: stretch.began)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """Training of one start between two times, with the pauses in it."""
+
+    start: Start
+    began: float
+    ended: float
+    pauses: Sequence[Stretch]
+
+    def stretches(self, kind: Kind) -> list[Stretch]:
+        """What is left between the pauses."""
+        found, at = [], self.began
+        for pause in self.pauses:
+            if pause.ended > at and pause.began < self.ended:
+                found.append(Stretch(kind, at, max(at, pause.began)))
+                at = pause.ended
+        return [*found, Stretch(kind, at, max(at, self.ended))]
+
+    @property
+    def seconds(self) -> float:
+        return sum(stretch.seconds for stretch in self.stretches("training"))
+
+
+def _take_after(kept: list[_Trained], step: int) -> list[_Trained]:
+    """Take away the training after a step, which is to be done again."""
+    gone = []
+    while kept:
+        last = kept.pop()
+        marks = last.start.marks
+        if marks and marks[0][0] < step:
+            at = min(last.ended, max(last.began, _time_of(step, marks)))
+            kept.append(_Trained(last.start, last.began, at, last.pauses))
+            gone.append(_Trained(last.start, at, last.ended, last.pauses))
+            break
+        gone.append(last)
+        if marks and marks[0][0] == step:
+            break
+    return gone
+
+
+def _time_of(step: int, marks: Sequence[tuple[int, float]]) -> float:
+    """When a step was done; between two that are known it is as if all took the same time."""
+    index = bisect_right(marks, step, key=lambda mark: mark[0])
+    (done, at), *_ = marks[index - 1 :]
+    if index == len(marks) or done == step:
+        return at
+    next_done, next_at = marks[index]
+    return at + (next_at - at) * (step - done) / (next_done - done)
+
+
+def _pauses(start: Start, trained_from: float) -> list[Stretch]:
+    """Times in which training waited, without overlaps; of several ranks the longest one counts."""
+    pauses: list[Stretch] = []
+    kinds: dict[str, Kind] = {"blocking": "blocking", "wait": "waiting"}
+    at = trained_from
+    for event in start.named(*kinds):
+        ended = ended_at(event)
+        if ended <= at:
+            continue
+        pauses.append(Stretch(kinds[event.name], max(at, event.start), ended))
+        at = ended
+    return pauses
+
+
+def _parts(start: Start) -> dict[str, float]:
+    """Parts of the recovery, of the rank that was ready last."""
+    resumed = [event for event in start.named("resume") if event.outcome == "ok"]
+    if not resumed:
+        return dict.fromkeys(PARTS, 0.0)
+    last = max(resumed, key=ended_at)
+    return {part: _number(last, f"{part}_s") for part in PARTS}
+
+
+def _number(event: Event, key: str) -> float:
+    value = event.details.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _sources(start: Start) -> dict[str, int]:
+    return dict(Counter(e.tier for e in start.named("resume") if e.tier is not None))
+
+
+def _saves(start: Start, *, is_shared: bool) -> Saves:
+    def of_tier(name: str) -> dict[tuple[int, int], list[Event]]:
+        """Events of all ranks by step, and by how often the step had been saved before."""
+        by_save: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        attempts: Counter[tuple[int, int]] = Counter()
+        for event in start.named(name):
+            if (event.tier == "shared") == is_shared and event.step is not None:
+                by_save[event.step, attempts[event.rank, event.step]].append(event)
+                attempts[event.rank, event.step] += 1
+        return by_save
+
+    began, ended = of_tier("blocking"), of_tier("save")
+    ok = [key for key, events in ended.items() if {event.outcome for event in events} == {"ok"}]
+    failed = [key for key, events in ended.items() if any(e.outcome == "failed" for e in events)]
+    return Saves(
+        ok=len(ok),
+        failed=len(failed),
+        cut_off=len((began.keys() | ended.keys()) - {*ok, *failed}),
+        blocking_s=sum(max(event.duration for event in events) for events in began.values()),
+        nbytes=sum(event.nbytes or 0 for key in ok for event in ended[key]),
+    )
+
+
+def _degraded_s(start: Start) -> float:
+    """Time from a save with too few copies to one that has all, or until copies were made again."""
+    lacking = {event.step for event in start.named("degraded")}
+    changes = [(e.start, True) for e in start.named("degraded")]
+    changes += [
+        (ended_at(e), False)
+        for e in start.named("save", "reprotected")
+        if e.outcome == "ok" and e.tier != "shared" and e.step not in lacking
+    ]
+    return _time_on(sorted(changes), start.ended)
+
+
+def _time_on(changes: Iterable[tuple[float, bool]], until: float) -> float:
+    seconds, since = 0.0, None
+    for at, is_on in changes:
+        if is_on and since is None:
+            since = at
+        elif not is_on and since is not None:
+            seconds, since = seconds + at - since, None
+    return seconds + (0.0 if since is None else until - since)

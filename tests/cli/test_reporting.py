@@ -1,0 +1,142 @@
+"""What the records of a job's ranks tell, on the command line."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from localckpt.events.event import Event
+from localckpt.events.jsonl import JsonLines
+from tests.cli.commands import call, run
+from tests.report.jobs import STEP_S, PaperJob
+
+
+def write(events: list[Event], folder: Path) -> None:
+    """Leave the record that each start of each rank would have left."""
+    for name in dict.fromkeys(event.run for event in events):
+        sink = JsonLines(folder)
+        for event in events:
+            if event.run == name:
+                sink.write(event)
+        sink.close()
+
+
+def job_of_three_starts() -> PaperJob:
+    """Of which one is killed, one fails, and the last one runs."""
+    job = PaperJob(ranks=4)
+    job.start()
+    job.train(100)
+    job.save(0.5, tier="replicated")
+    job.train(7)
+    job.start(down_s=41, split=(3, 1, 0, 1, 2))
+    job.train(20)
+    job.save(0.5, tier="replicated")
+    job.save(0.25, outcome="failed")
+    job.train(13)
+    job.end("failed", error_class="PeerLostError")
+    job.start(down_s=11)
+    job.train(4)
+    return job
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    write(job_of_three_starts().events, tmp_path / "events")
+    return tmp_path
+
+
+def test_what_failures_have_cost_is_said(store: Path) -> None:
+    answer = call("report", store)
+
+    assert (answer.status, answer.err) == (0, "")
+    rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
+    assert "session 'run': 3 starts in 6 min 18 s, goodput 65.57 %" in answer.out
+    assert [row[2:] for row in rows if row[0] in "123" and len(row) == 10] == [
+        ["4", "the beginning", "106", "1", "400 bytes", "0.50 s", "-", "killed: ranks 0 to 3"],
+        ["4", "99 (local)", "132", "1, 1 failed", "400 bytes", "0.75 s", "-", _FAILED],
+        ["4", "119 (local)", "123", "0", "0 bytes", "0.00 s", "-", "no end recorded"],
+    ]
+    seconds = [f"{second}.00 s" for second in (14, 41, 7, 3, 1, 0, 1, 2, 0)]
+    assert ["2", "7", *seconds] in rows
+    assert ["training that was lost and is repeated", "40.00 s", "10.58 %"] in rows
+    assert "A restart would lose 4 steps of it." in answer.out
+    assert "2 starts failed; 20 steps were lost, 40.00 s of training." in answer.out
+
+
+_FAILED = "failed: PeerLostError"
+
+
+def test_programs_get_the_same(store: Path) -> None:
+    (told,) = call("report", store, "--json").json()["sessions"]
+
+    assert told["session"] == "run"
+    assert [start["lost_steps"] for start in told["starts"]] == [None, 7, 13]
+    assert [start["ending"] for start in told["starts"]] == ["killed", "failed", "open"]
+    assert told["starts"][1]["recovery"] == {
+        "start": 3,
+        "meet": 1,
+        "find": 0,
+        "fetch": 1,
+        "read": 2,
+    }
+    assert told["seconds"]["repeated"] == 20 * STEP_S
+    assert told["goodput"] == pytest.approx(124 * STEP_S / told["total_s"])
+    assert told["unsaved_steps"] == 4
+
+
+def test_ranks_without_a_record_are_named(tmp_path: Path) -> None:
+    job = job_of_three_starts()
+    write([event for event in job.events if event.rank < 3], tmp_path)
+
+    answer = call("report", tmp_path)
+
+    assert "Of start 1 the records of rank 3 are missing" in answer.out
+
+
+def test_one_session_is_reported_and_another_one_refused(store: Path) -> None:
+    one, none = call("report", store, "--session", "run"), call("report", store, "--session", "x")
+
+    assert one.out == call("report", store).out
+    assert (none.status, none.out) == (2, "")
+    assert "there is no record of session 'x'" in none.err
+
+
+def test_a_directory_without_a_record_is_refused(tmp_path: Path) -> None:
+    empty, gone = call("report", tmp_path), call("report", tmp_path / "gone")
+
+    assert (empty.status, gone.status) == (2, 2)
+    assert f"no rank has left a record in {tmp_path}" in empty.err
+
+
+def test_a_record_that_no_checkpointer_began_is_left_out(store: Path) -> None:
+    alone = [Event("save", 5.0, 0, "node", "of a manager", 0, step=3)]
+    write(alone, store / "other")
+
+    both, only = call("report", store), call("report", store / "other")
+
+    assert both.out == call("report", store / "events").out
+    assert "1 record of" in both.err
+    assert "no Checkpointer has begun them" in only.err
+
+
+@pytest.mark.skipif(
+    find_spec("matplotlib") is None, reason="needs matplotlib, of the extra 'bench'"
+)
+def test_a_picture_is_drawn_beside_what_is_told(store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.png"
+
+    answer = call("report", store, "--plot", path)
+
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert answer.out == call("report", store).out + f"\nDrawn in {path}.\n"
+
+
+def test_the_command_needs_no_torch(store: Path) -> None:
+    (store / "torch.py").write_text("raise ImportError('not here')")
+
+    answer = run("report", store, env={"PYTHONPATH": str(store)})
+
+    assert (answer.status, answer.err) == (0, "")

@@ -1,1 +1,1 @@
-"""Trainer's objects to image and back: no I/O, no torch.distributed."""
+"""Conversion of a trainer's state to an image and back, without I/O and torch.distributed."""

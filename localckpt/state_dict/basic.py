@@ -1,9 +1,9 @@
 """Wrappers of a state: the interface between a trainer's state and the managers.
 
-A state is made of nested dicts, lists, tuples and dataclasses. A value with ``state_dict`` and
-``load_state_dict`` (a model, an optimizer, a data loader) at the outermost level of a plain dict is
-saved as its own state, and takes it when it stands there in the state that is loaded into; as in
-torch.distributed.checkpoint.
+A state is made of nested dicts, lists, tuples and dataclasses. As in torch.distributed.checkpoint,
+a *stateful* value (a model, an optimizer, a data loader: anything with ``state_dict`` and
+``load_state_dict``) at the top level of a dict is saved as its ``state_dict()``, and gets
+``load_state_dict()`` called when a checkpoint is loaded into the dict.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NVRX_CLASS = "nvidia_resiliency_ext.checkpointing.local.base_state_dict.TensorA
 
 
 class TensorAwareStateDict(ABC):
-    """A state whose tensors can be taken out, moved and put back.
+    """State whose tensors can be taken out, moved and put back.
 
-    It is *hollow* while its tensors are out. The managers find tensors in any object by themselves
-    and need none of these methods; they are for code that works with states directly. Subclasses of
-    NVRx's class of this name count as subclasses of this one.
+    A state is *hollow* while its tensors are out. The methods are for code that works with states
+    directly; the managers find tensors in any object without them. Subclasses of NVRx's class of
+    the same name count as subclasses of this class.
     """
 
     @classmethod
@@ -50,12 +50,12 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take all tensors out and remember their shape, dtype and device; makes it hollow."""
+        """Take all tensors out, and remember their shapes, dtypes and devices."""
 
     @property
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in the order of :meth:`pop_tensors`."""
+        """Tensors in the order of :meth:`pop_tensors`."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def init_tensors(self) -> None:
-        """Put uninitialised tensors of the remembered shape, dtype and device back."""
+        """Put uninitialised tensors of the remembered shapes, dtypes and devices back."""
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
@@ -76,7 +76,7 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move each tensor back to the device it came from."""
+        """Move each tensor back to the device that it was copied from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class _Hollow:
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):
-    """Wraps any nesting of dict, list, tuple, named tuple and dataclass; tensors on any device.
+    """Wrapper of nested dicts, lists, tuples, named tuples and dataclasses with tensors.
 
-    The containers that were given are never changed: where tensors are replaced, the containers
-    around them are copied first. A tensor that stands in several places is taken out once for each.
+    The wrapped containers are never changed: methods that replace tensors copy the containers
+    around them. A tensor in several places is taken out once for each place.
 
     Args:
         state_dict: The state; read it back from the attribute of the same name.
@@ -104,7 +104,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._devices: list[str] | None = None
 
     def to_state_dict(self) -> Any:
-        """The wrapped state."""
+        """Return the wrapped state."""
         return self.state_dict
 
     def pop_tensors(self) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._devices = None
 
     def remember_devices(self, original: BasicTensorAwareStateDict) -> None:
-        """Let :meth:`restore_tensor_device` move the tensors to where ``original`` has its own."""
+        """Make :meth:`restore_tensor_device` move tensors to the devices of ``original``'s."""
         self._devices = [str(tensor.device) for tensor in original.tensors]
 
     def _refuse_hollow(self) -> None:
@@ -177,34 +177,34 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
 
 class PlainState(BasicTensorAwareStateDict):
-    """Wrapper of a plain object, for a manager; whoever loads it gets the plain object again."""
+    """Wrapper that a manager puts around a plain object, and removes at loading."""
 
 
 def wrapped(state: Any) -> TensorAwareStateDict:
-    """Wrap a state that a user gave to save, or to load into, unless it is a wrapper itself."""
+    """Wrap a state that is to be saved, or loaded into, unless it is a wrapper already."""
     return state if isinstance(state, TensorAwareStateDict) else PlainState(own_states(state))
 
 
 def unwrapped(state: Any) -> Any:
-    """Return the state that :func:`wrapped` was given."""
+    """Undo :func:`wrapped`."""
     return state.state_dict if isinstance(state, PlainState) else state
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value tells and takes a state of its own."""
+    """Return whether a value has ``state_dict()`` and ``load_state_dict()``."""
     kind = type(value)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def stateful_keys(state: Any) -> list[Any]:
-    """The keys of a dict under which such values stand; empty for anything else."""
+    """Return the keys of a dict's stateful values; empty for anything but a dict."""
     if not isinstance(state, dict):
         return []
     return [key for key, value in state.items() if is_stateful(value)]
 
 
 def own_states(state: Any) -> Any:
-    """The state with the own state of each such value in its place, as a new dict."""
+    """Replace each stateful value by its ``state_dict()``, in a copy of the dict."""
     keys = stateful_keys(state)
     if not keys:
         return state
@@ -212,10 +212,10 @@ def own_states(state: Any) -> Any:
 
 
 def give_states(into: Any, loaded: Any) -> Any:
-    """Have the values of ``into`` take their states.
+    """Load their states into the stateful values of ``into``.
 
     Returns:
-        What was loaded, with those values in the places of their states.
+        ``loaded``, with these values in place of their states.
     """
     for key in stateful_keys(into):
         if isinstance(loaded, Mapping) and key in loaded:

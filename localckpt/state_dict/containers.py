@@ -12,21 +12,20 @@ import torch
 __all__ = ["children_of", "joined", "map_tensors", "named_tensors", "named_values"]
 
 
-# Nothing stands in these, and they are most of a large state.
+# Most values of a large state are of these classes, and none of them contains others.
 _LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
-    """Each tensor in nested dicts, lists, tuples and dataclasses, with its path joined by dots.
+    """Return each tensor in nested dicts, lists, tuples and dataclasses, with its dotted path.
 
-    A tensor that stands in two places is given twice; a container that contains itself is entered
-    once.
+    A tensor in two places is returned twice; a container that contains itself is entered once.
     """
     return named_values(state, (torch.Tensor,))
 
 
 def named_values(state: Any, wanted: tuple[type, ...]) -> list[tuple[str, Any]]:
-    """Each value of the wanted classes, with its path, as :func:`named_tensors` gives tensors."""
+    """Return each value of the wanted classes with its path, as :func:`named_tensors` does."""
     if isinstance(state, wanted):
         return [("", state)]
     found: list[tuple[str, Any]] = []
@@ -62,7 +61,7 @@ def _find_values(
 
 
 def joined(keys: Iterable[Any]) -> str:
-    """A path in a state."""
+    """Join keys to the dotted path of a value in a state."""
     path = ""
     for key in keys:
         path = f"{path}.{key}" if path else str(key)
@@ -70,7 +69,7 @@ def joined(keys: Iterable[Any]) -> str:
 
 
 def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Members of a dict, list, tuple or dataclass, by their keys; ``None`` for all else."""
+    """Return the keys and members of a dict, list, tuple or dataclass; ``None`` for others."""
     if isinstance(value, dict):
         return iter(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -85,7 +84,7 @@ def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
 def map_tensors(state: Any, replace: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """Copy the containers of ``state``, with each value of type ``leaf`` replaced.
 
-    Values of other types are kept as they are. A container that stands in two places stays one.
+    Values of other types are kept. A container in two places is copied once.
     """
     return _map(state, replace, leaf, {})
 
@@ -111,6 +110,6 @@ def _map(value: Any, replace: Callable[[Any], Any], leaf: type, done: dict[int, 
         result = done[id(value)] = copy.copy(value)
         for field in dataclasses.fields(value):
             child = _map(getattr(value, field.name), replace, leaf, done)
-            # Past __setattr__, because the dataclass may be frozen.
+            # The class's own __setattr__ raises if the dataclass is frozen.
             object.__setattr__(result, field.name, child)
     return result

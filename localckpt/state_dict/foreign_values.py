@@ -1,7 +1,7 @@
-"""Values of numpy and torch that are no tensors: what a skeleton says of them, and back.
+"""Pickling of values of numpy and torch that are not tensors: arrays, generators, constants.
 
-An array lies among the tensors, as fast to save and to load as one of those. It never goes through
-numpy's own way of pickling, unless it holds Python objects.
+A large array is stored among the tensors, so it is saved and loaded as fast as a tensor. numpy
+itself pickles an array only if it holds Python objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "type_of_constant",
 ]
 
-# A smaller one is written into the skeleton: a slot of its own would take more than it does.
+# A smaller array is written into the skeleton: its slot in the header would be larger than it.
 _SMALL_NBYTES = 4096
 
 _TORCH_DTYPES = {
@@ -37,14 +37,14 @@ _TORCH_DTYPES = {
 
 
 class ArrayTensor(torch.Tensor):
-    """The bytes of an array, as a tensor.
+    """Tensor view of an array's bytes.
 
     Attributes:
-        array: As it stands in the state.
-        run: The same values in one run of bytes, which stays alive as long as this does.
+        array: The array in the state.
+        run: Contiguous array with the same values, which owns the memory of the tensor.
     """
 
-    # Beside the attributes of a tensor, which belong to whoever set them.
+    # Slots, because the __dict__ of a tensor holds the user's attributes (marks.py).
     __slots__ = ("array", "run")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     array: numpy.ndarray[Any, Any]
@@ -52,14 +52,14 @@ class ArrayTensor(torch.Tensor):
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a value is an array that lies among the tensors."""
+    """Return whether a value is an array that is stored among the tensors."""
     return (
         type(value) is numpy.ndarray and value.nbytes >= _SMALL_NBYTES and not _has_objects(value)
     )
 
 
 def reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
-    """Reduce an array as ``__reduce__`` does; ``NotImplemented`` leaves it to numpy."""
+    """Reduce an array as ``__reduce__`` does; ``NotImplemented`` if numpy must pickle it."""
     if type(array) is not numpy.ndarray or _has_objects(array):
         return NotImplemented
     order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
@@ -72,7 +72,7 @@ def reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
 
 
 def _has_objects(array: numpy.ndarray[Any, Any]) -> bool:
-    # Text of any length is made of pointers, too.
+    # Kind "T", numpy's variable-length text, is made of pointers, too.
     return bool(array.dtype.hasobject) or array.dtype.kind == "T"
 
 
@@ -96,14 +96,14 @@ def restore_array(
     order: str,
     is_writable: bool,
 ) -> numpy.ndarray[Any, Any]:
-    """Make an array of its bytes; those of a tensor are not copied."""
+    """Make an array from its bytes; a tensor's bytes are not copied."""
     if isinstance(data, torch.Tensor):
         if not data.is_cpu or not data.is_contiguous() or dtype.hasobject:
             raise CorruptShardError("the skeleton makes an array of what is no array")
         flat = data.detach().reshape(-1).view(torch.uint8).numpy()
     else:
         flat = numpy.frombuffer(bytearray(data), dtype=numpy.uint8)
-    # Neither view() nor reshape() takes items without bytes.
+    # Neither view() nor reshape() works with an item size of 0.
     array = numpy.ndarray(shape, dtype, flat, order="F" if order == "F" else "C")
     if array.nbytes != flat.nbytes:
         raise CorruptShardError(
@@ -114,20 +114,20 @@ def restore_array(
 
 
 def reduce_generator(generator: torch.Generator) -> Any:
-    """Reduce a generator of torch as ``__reduce__`` does, with its state."""
+    """Reduce a torch generator and its state as ``__reduce__`` does."""
     state = generator.get_state()
     return restore_generator, (str(generator.device), state.numpy().tobytes())
 
 
 def restore_generator(device: str, state: bytes) -> torch.Generator:
-    """Make a generator of torch on its device, in its state."""
+    """Make a torch generator on a device, with a saved state."""
     generator = torch.Generator(device)
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return generator
 
 
 def type_of_constant(value: Any) -> type:
-    """The class of a constant, which has no name of its own."""
+    """Return the class of a constant, which cannot be pickled by name."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
         raise CorruptShardError("the skeleton asks for the class of another value")
     return type(value)

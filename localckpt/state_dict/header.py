@@ -1,6 +1,6 @@
-"""The image's first bytes: a safetensors header that also says what the shard is.
+"""Header of an image: a safetensors header that also holds the shard's identity.
 
-Written without torch, so that a process that imports none can read what a file is. The format is
+This module does not import torch, so a process without torch can identify files. The format is
 described in ``docs/format.md``; :func:`parse_header` refuses whatever does not follow it.
 """
 
@@ -46,24 +46,24 @@ __all__ = [
 ]
 
 FORMAT_VERSION = "localckpt-1"
-"""The version that is written; :data:`FORMATS` has all that are read."""
+"""Format version of new images; :data:`FORMATS` has all versions that can be read."""
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
-# Ends the key of what a piece of another kind protects; the kind stands before it.
+# Suffix of the key "<kind>_of", under which a piece that is no shard names what it protects.
 _OF = "_of"
 _KIND = re.compile(r"[a-z]{1,32}")
-# Absent from the headers of earlier versions.
+# Key of the lineage, which the headers of earlier versions lack.
 LINEAGE = "lineage"
 _BEGINNING = b'{"%s":' % METADATA.encode()
 RESERVED_NAMES = frozenset({SKELETON, DIGESTS, METADATA})
 
-# The limit of the safetensors library, which must be able to open the file.
+# Limit of the safetensors library, which must be able to open the file.
 _MAX_HEADER_NBYTES = 100_000_000
-# Room that the figures which change at every save may grow into without moving the data.
+# Reserve for numbers that grow from save to save, so that the data's offset stays the same.
 _GROWTH_NBYTES = 512
-# Room for the lineage, whether it is there or not: the size of an image stays the same from epoch
-# to epoch, also if it is asked for before the lineage is known. A long lineage takes more.
+# Reserve for the lineage, taken with or without one, so that the size of an image stays the same
+# from epoch to epoch and is known before the lineage is. A long lineage takes more.
 _LINEAGE_NBYTES = 512
 
 
@@ -71,8 +71,8 @@ class _Format(NamedTuple):
     """Reader of one version of the format.
 
     Attributes:
-        read_claims: Reads from a header's metadata which piece the image is, and, unless it is a
-            shard, what it protects: the text in the metadata, and the group.
+        read_claims: Reads the identity from a header's metadata and, unless the piece is a shard,
+            what the piece protects: the text in the metadata, and the group.
         split_skeleton: Splits the bytes of the skeleton into the table of tensors and the pickle.
     """
 
@@ -82,7 +82,7 @@ class _Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """A parsed header. Offsets count from the start of the image, in bytes."""
+    """Parsed header. Offsets are in bytes, from the start of the image."""
 
     format: _Format
     identity: ShardIdentity
@@ -92,11 +92,11 @@ class ImageHeader:
     digests_start: int
     nbytes: int
     protects: str | None = None
-    """JSON text of what it protects, for its redundancy scheme; ``None`` for a shard."""
+    """JSON text of what the piece protects, for its redundancy scheme; ``None`` for a shard."""
 
 
 def render_slots(layout: Layout) -> bytes:
-    """The part of the header that stays the same from save to save."""
+    """Build the part of the header that stays the same from save to save."""
     entries = (_entry(s.name, s.dtype, s.shape, s.offset, s.nbytes) for s in layout.slots)
     return "".join(f"{entry}," for entry in entries).encode()
 
@@ -112,19 +112,21 @@ def render_header(
     """Build the header.
 
     Args:
-        slots_json: From :func:`render_slots`.
+        slots_json: Result of :func:`render_slots`.
         data_nbytes: Bytes of the tensors.
         skeleton_nbytes: Bytes of the skeleton.
-        identity: What the shard is.
+        identity: Identity of the piece.
         protects: For a piece that is no shard, JSON text of what it protects: a list that begins
-            with the ranks of its group, and how many of them may be lost.
-        at_least_nbytes: The header is not shorter; a multiple of 4096.
+            with the ranks of its group and the number of them that may be lost.
+        at_least_nbytes: Smallest length of the header; a multiple of 4096.
 
     Returns:
-        The header, a multiple of 4096 bytes with its length in front, and the image's size.
+        The header, a multiple of 4096 bytes that begins with the header's length; and the size of
+        the image.
 
     Raises:
-        MismatchError: There are more tensors than a header of the format can describe.
+        MismatchError: A number of the identity is too large, or the tensors' names and shapes
+            exceed the limit of a header.
     """
     numbers = (*identity.generation, identity.iteration, identity.rank, identity.world_size)
     if max(numbers) >= 10**MOST_DIGITS:
@@ -169,7 +171,7 @@ def render_header(
 
 
 def frame_skeleton(table: bytes, pickle: bytes) -> bytes:
-    """Join a table of tensors and a pickle to the bytes of a skeleton."""
+    """Build the bytes of a skeleton from a table of tensors and a pickle."""
     return len(table).to_bytes(8, "little") + table + pickle
 
 
@@ -181,10 +183,10 @@ def _split_skeleton(framed: bytes) -> tuple[bytes, bytes]:
 
 
 def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
-    """Bytes from the start of the image to its tensor data, told by the first 8 bytes.
+    """Read from an image's first 8 bytes the offset of its tensor data.
 
     Raises:
-        CorruptShardError: No image has such a header.
+        CorruptShardError: The offset is impossible.
     """
     if len(first_bytes) < 8:
         _refuse(f"it has {len(first_bytes)} bytes")
@@ -195,10 +197,10 @@ def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
 
 
 def parse_safetensors(header: memoryview | bytes) -> tuple[Any, list[TensorSlot]]:
-    """Read what any safetensors header says: its metadata, and its tensors in order of offset.
+    """Parse any safetensors header into its metadata, and its tensors in order of offset.
 
     Raises:
-        CorruptShardError: It is no such header, or its tensors overlap or leave holes.
+        CorruptShardError: The bytes are no such header, or its tensors overlap or leave holes.
     """
     try:
         entries = json.loads(bytes(header[8:]).decode(), object_pairs_hook=_without_repeats)
@@ -258,12 +260,12 @@ def parse_header(header: memoryview | bytes, image_nbytes: int) -> ImageHeader:
 
 
 def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
-    """Read what a shard is, and not the rest of its header, which may describe 100,000 slots.
+    """Parse a piece's identity, but not the slots in its header, which may be 100,000.
 
-    Arguments as for :func:`parse_header`.
+    The arguments are those of :func:`parse_header`.
 
     Raises:
-        CorruptShardError: The header does not begin as an image's does.
+        CorruptShardError: The header does not begin as an image's header does.
     """
     text = bytes(header[8:])
     if not text.startswith(_BEGINNING):
@@ -277,7 +279,7 @@ def parse_record(header: memoryview | bytes, image_nbytes: int) -> ShardRecord:
 
 
 def kind_of(metadata: dict[str, Any]) -> str:
-    """Kind of the piece whose header has this metadata."""
+    """Return the kind of the piece whose header has this metadata."""
     for key in metadata:
         kind = key.removesuffix(_OF)
         if kind != key and kind != SHARD_KIND and _KIND.fullmatch(kind):
@@ -286,10 +288,10 @@ def kind_of(metadata: dict[str, Any]) -> str:
 
 
 def group_of(protects: Any, kind: str) -> Group:
-    """Group that a piece of a kind protects, of the text in its header.
+    """Parse the group that a piece protects from the JSON text in its header.
 
     Raises:
-        MismatchError: That is no such text, or tells of a group that cannot be.
+        MismatchError: The text has another form, or describes an impossible group.
     """
     try:
         ranks, spare, *_ = json.loads(protects)
@@ -307,7 +309,8 @@ def _parse_entry(name: str, entry: Any) -> TensorSlot:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         nbytes = ITEM_NBYTES[dtype]
-        # JSON's true is an int to Python. A restart waits for this loop.
+        # type() rather than isinstance(): it is faster, and a restart waits for this loop; and
+        # JSON's true, a bool, must not pass for an int.
         good = type(shape) is list and type(begin) is int and type(end) is int and begin >= 0
         for size in shape:
             good = good and type(size) is int and size >= 0
@@ -382,7 +385,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 FORMATS = {"localckpt-1": _Format(_read_claims, _split_skeleton)}
-"""Readers of the versions of the format, by what ``format`` says in the metadata of a header."""
+"""Readers of the format versions, by the value of ``format`` in the metadata of a header."""
 
 
 def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Identity and verification of an image, without making tensors, and without torch."""
+"""Identification and verification of an image, without torch."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ __all__ = [
 
 
 def read_header(source: ShardSource) -> ImageHeader:
-    """Read and check the header; the blocks are not verified.
+    """Read and check an image's header; its blocks are not verified.
 
     Raises:
-        CorruptShardError: It is no shard's.
+        CorruptShardError: The source does not begin with an image's header.
     """
     start = header_length(source.read(0, min(8, source.nbytes)), source.nbytes)
     return parse_header(source.read(0, start), source.nbytes)
 
 
 def read_verified_record(source: ShardSource) -> ShardRecord:
-    """Record of a shard, from a header whose blocks are as they were written.
+    """Read the record of a piece, and verify the blocks that hold its header.
 
     Raises:
         CorruptShardError: The header is damaged.
@@ -49,7 +49,7 @@ def read_verified_record(source: ShardSource) -> ShardRecord:
     try:
         return _read_verified_record(source)
     except CorruptShardError:
-        # It says more exactly what is wrong, if it sees it.
+        # read_header() parses all of the header, so its error may be more exact.
         read_header(source)
         raise
 
@@ -72,15 +72,15 @@ def verify(
     identity: ShardIdentity,
     on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Read a whole image, and check that it is what was saved.
+    """Read a whole image, and verify its identity and all its blocks.
 
     Args:
         source: The image.
-        identity: Identity of the shard that it must be.
-        on_read: Called with the number of bytes, each time that some have been read.
+        identity: Identity that the image must have.
+        on_read: Called with the number of bytes after each read.
 
     Raises:
-        CorruptShardError: It is damaged, or another shard's.
+        CorruptShardError: The image is damaged, or another shard's.
     """
     header = read_header(source)
     if header.identity != identity:
@@ -95,17 +95,17 @@ def verify(
 
 
 def find_bad_blocks(source: ShardSource, identity: ShardIdentity) -> frozenset[int]:
-    """Read a whole image, from several threads, and say which of its blocks cannot be trusted.
+    """Read a whole image, with several threads, and find the blocks that cannot be trusted.
 
-    Where a block does not match its digest, either may be damaged: the block that the digest lies
-    in is given, too. All bytes of all other blocks are what was saved.
+    Where a block does not match its digest, either may be damaged, so the block that holds the
+    digest is included. All other blocks are as they were saved.
 
     Returns:
-        Their numbers, counted in blocks of :data:`BLOCK_NBYTES` to the end of the digests.
+        Indices of the bad blocks, in blocks of :data:`BLOCK_NBYTES` to the end of the digests.
 
     Raises:
-        StorageError: It cannot be read.
-        CorruptShardError: It has another size, or another shard's header.
+        StorageError: The image cannot be read.
+        CorruptShardError: The image has another size, or another shard's header.
     """
     header = read_header(source)
     if header.identity != identity:

@@ -1,8 +1,8 @@
-"""The shard image: a state turned into one run of bytes.
+"""Writing of a shard image: a state turned into one run of bytes.
 
-``capture`` finds the tensors of a state and says how large its image is; ``Capture.write`` copies
-them into a buffer; ``write_digests`` adds the digests. ``docs/format.md`` describes the bytes;
-``restore.py`` reads them.
+``ImagePlanner.capture`` finds the tensors of a state and the size of its image; ``Capture.write``
+copies them into a buffer; ``write_digests`` adds the digests. ``docs/format.md`` describes the
+bytes; ``restore.py`` reads them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Plan:
-    """Results that serve every save as long as the structure of the state stays the same."""
+    """Results that every save reuses as long as the structure of the state stays the same."""
 
     signature: tuple[Any, ...]
     table: TensorTable
@@ -47,7 +47,7 @@ class _Plan:
     slots_json: bytes
     table_json: bytes
     runs: tuple[_Copy, ...]
-    """Sources of the slots that are filled from one run of host memory each."""
+    """Sources of the slots whose bytes are one run of host memory."""
     copies: BlockCopies
     """Copies of ``runs``."""
     others: tuple[_Copy, ...]
@@ -66,9 +66,10 @@ class Written(NamedTuple):
     """Outcome of writing an image.
 
     Attributes:
-        covered_nbytes: How many bytes the digests cover, which follow them.
-        under_way: The copies that are not over yet, those of guarded storages.
-        has_digests: The digests are there; else :func:`write_digests` adds them once all is copied.
+        covered_nbytes: Bytes that the digests cover; the digests follow them.
+        under_way: Copies of guarded storages, which may not have ended yet.
+        has_digests: True if the digests are written; if not, :func:`write_digests` adds them once
+            all copies have ended.
     """
 
     covered_nbytes: int
@@ -77,35 +78,35 @@ class Written(NamedTuple):
 
 
 class ImagePlanner:
-    """Captures of states, whose layout is kept from save to save.
+    """Planner of images; keeps the layout of a state from save to save.
 
     Args:
-        allowed: What the skeleton may name. A state that could not be read back is refused when its
-            structure and its classes are first seen, not at the restart.
+        allowed: Allow-list for the classes in a state. A state that could not be loaded again is
+            refused when its structure and its classes are first seen, not at the restart.
     """
 
     def __init__(self, allowed: SafeGlobals | None = None) -> None:
         self._allowed = allowed or SafeGlobals()
         self._plan: _Plan | None = None
         self._checked: bytes | None = None
-        """The digest of the last skeleton that was looked through."""
+        """Digest of the last skeleton that passed the check."""
         self._rebuilt: frozenset[Name] = frozenset()
         self._warned: set[str] = set()
 
     @collection_paused()
     def capture(self, state: Any) -> Capture:
-        """Find a state's tensors. Copies nothing yet, and leaves the state as it is.
+        """Find a state's tensors, without copying them or changing the state.
 
         Raises:
             CheckpointingException: The state holds something that cannot be saved.
-            UnsafeGlobalError: It holds a class that could not be loaded.
+            UnsafeGlobalError: The state holds a class that a load would refuse.
         """
         skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
         names = names_of(state, tensors)
         found = signature(tensors, names)
         plan = self._plan
         is_new = plan is None or plan.signature != found
-        # Literals and tensors alone can always be loaded.
+        # A state of literals and tensors alone can always be loaded.
         if has_objects:
             self._require_loadable(state, skeleton, tensors, is_new)
         if plan is None or is_new:
@@ -122,7 +123,7 @@ class ImagePlanner:
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
     ) -> None:
-        """Check what a load will check, on the same bytes; make the objects if they are new."""
+        """Run a load's checks on the skeleton; for new classes, also rebuild the objects."""
         digest = xxhash.xxh3_128_digest(skeleton)
         if digest == self._checked and not is_new:
             return
@@ -155,7 +156,7 @@ class ImagePlanner:
 
 @dataclass(frozen=True)
 class Capture:
-    """A state's tensors, and where each belongs in the image."""
+    """Tensors of a state, with the plan of their places in the image."""
 
     plan: _Plan
     skeleton: bytes
@@ -163,16 +164,16 @@ class Capture:
 
     @property
     def data_nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return self.plan.layout.nbytes
 
     @property
     def gpu(self) -> torch.device | None:
-        """A GPU that some of the tensors are on."""
+        """GPU of the first tensor on one; ``None`` if no tensor is on a GPU."""
         return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
     def nbytes(self, identity: ShardIdentity) -> int:
-        """Size of the image."""
+        """Size of the image in bytes."""
         return self._header(identity)[1]
 
     def write(
@@ -183,14 +184,14 @@ class Capture:
         streams: SideStreams,
         guarded: Collection[int] = (),
     ) -> Written:
-        """Copy everything into ``image``, and the digests if nothing is on a GPU.
+        """Copy header, tensors and skeleton into ``image``; without GPU tensors, add the digests.
 
         Args:
-            image: Writable, exactly :meth:`nbytes` long.
-            identity: What the shard is.
-            copier: Does the copying from host memory.
-            streams: Do the copying from GPUs.
-            guarded: Addresses of storages on GPUs that nobody changes until their copies are over.
+            image: Writable buffer of exactly :meth:`nbytes` bytes.
+            identity: Identity of the shard.
+            copier: Copier for host memory.
+            streams: Streams for copies from GPUs.
+            guarded: Addresses of storages on GPUs that nobody changes until their copies end.
         """
         header, nbytes = self._header(identity)
         if len(image) != nbytes:
@@ -223,22 +224,23 @@ class Capture:
             unguarded, under_way = streams.queue(now), streams.queue(later)
             self.plan.copies.copy(image, start, covered, sources, copier, hasher, tensors)
         except BaseException:
-            # The memory is given up now, and nothing may still be written to it.
+            # The caller frees the image now, so no copy into it may still be running.
             streams.synchronize()
             raise
         unguarded.wait()
         return Written(covered, under_way, has_digests)
 
     def fill(self, bucket: torch.Tensor, image: memoryview, data_start: int, start: int) -> None:
-        """Put a part of the image into device memory, without a way through the host.
+        """Fill a bucket in device memory with a part of the image.
 
-        What lies on the bucket's device is copied there; the rest comes from the written image.
+        Tensors on the bucket's device are copied on the device; all other bytes come from the
+        written image.
 
         Args:
-            bucket: uint8, contiguous; receives the bytes from ``start`` on, as many as it has.
-            image: The image, as :meth:`write` left it.
-            data_start: Where the tensor data begins in it.
-            start: First byte to copy.
+            bucket: Contiguous uint8 tensor; receives as many bytes as it has, from ``start`` on.
+            image: The image, written by :meth:`write`.
+            data_start: Offset of the tensor data in the image.
+            start: Offset of the first byte to copy.
         """
         stop, done = start + bucket.numel(), start
         for copy in self.plan.others:
@@ -260,12 +262,12 @@ class Capture:
 
 
 def write_digests(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
-    """Write the digests behind the bytes they cover: the image is complete."""
+    """Write the digests behind the bytes that they cover, which completes the image."""
     BlockHasher(identity).fill(image, covered_nbytes)
 
 
 def pack(state: Any, identity: ShardIdentity, planner: ImagePlanner | None = None) -> MemorySource:
-    """A state's image in new memory."""
+    """Write a state's image into new memory."""
     capture = (planner or ImagePlanner()).capture(state)
     image = memoryview(bytearray(capture.nbytes(identity)))
     written = capture.write(image, identity, Copier(1), SideStreams())
@@ -281,11 +283,11 @@ def unpack(
     allowed: SafeGlobals | None = None,
     map_location: str | torch.device | None = None,
 ) -> Any:
-    """The state of an image, in new tensors, every block verified.
+    """Load the state of an image into new tensors, with every block verified.
 
     Raises:
-        CorruptShardError: The image is damaged, or is not the one that was expected.
-        UnsafeGlobalError: It names something that is not allowed.
+        CorruptShardError: The image is damaged, or is not the expected one.
+        UnsafeGlobalError: The image names a class or function that is not allowed.
     """
     reader = ImageReader(source, allowed or SafeGlobals(), expect)
     return reader.restore(map_location=map_location)
@@ -294,7 +296,7 @@ def unpack(
 def _copies(
     table: TensorTable, layout: Layout, tensors: list[torch.Tensor]
 ) -> tuple[tuple[_Copy, ...], tuple[_Copy, ...]]:
-    """Sources of all slots: runs of host memory, and all others."""
+    """Split the sources of all slots into runs of host memory and others."""
     runs: list[_Copy] = []
     others: list[_Copy] = []
     for slot, source in zip(layout.slots, table.sources, strict=True):

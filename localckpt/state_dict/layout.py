@@ -1,4 +1,4 @@
-"""Layout of the tensors in an image: a pure function of names, dtypes and shapes."""
+"""Layout of the tensors in an image, a pure function of names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ITEM_NBYTES = {
 
 
 class TensorSlot(NamedTuple):
-    """One named run of bytes. ``offset`` counts from the start of the tensor data."""
+    """Named run of bytes in an image; ``offset`` counts from the start of the tensor data."""
 
     name: str
     dtype: str
@@ -44,18 +44,18 @@ class TensorSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slots in the order of the caller, with their offsets, and the bytes they take."""
+    """Slots with their offsets, in the caller's order, and their total size in bytes."""
 
     slots: tuple[TensorSlot, ...]
     nbytes: int
 
 
 def lay_out(slots: Iterable[TensorSlot]) -> Layout:
-    """Place the slots without holes, those of the roundest sizes first.
+    """Place the slots without holes, in descending order of the power of two in their size.
 
-    Before a slot whose size is a multiple of a power of two lie only multiples of that power, so
-    each slot is aligned to its items, and large ones to pages. Copies between memory that is not
-    aligned alike take a fifth longer (``rep movsb`` on the processors we measured).
+    All slots before a slot are then multiples of its power of two, so each slot is aligned to its
+    items, and a slot of whole pages to a page. Copies between memory of different alignment take a
+    fifth longer (``rep movsb`` on the processors we measured).
     """
     slots = tuple(slots)
     order = sorted(range(len(slots)), key=lambda i: -_alignment(slots[i]))
@@ -68,5 +68,5 @@ def lay_out(slots: Iterable[TensorSlot]) -> Layout:
 
 
 def _alignment(slot: TensorSlot) -> int:
-    """The largest power of two that divides the slot's size, up to a page."""
+    """Return the largest power of two that divides the slot's size, at most a page."""
     return gcd(slot.nbytes, PAGE_NBYTES)

@@ -1,8 +1,9 @@
 """Python attributes of tensors, such as ``parameter.tensor_model_parallel``.
 
-Public ones whose values are plain data are saved with the tensor. Others (hooks, functions, other
-tensors) belong to the program that set them, and are left out; so are names with an underscore in
-front, by which torch itself and its frameworks keep notes that are of use together or not at all.
+Public attributes with plain data as values are saved with the tensor. Other values (hooks,
+functions, other tensors) belong to the program that set them and are not saved. Names that begin
+with an underscore are not saved either: torch and its frameworks keep internal state under them,
+which is of use only as a whole.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a tensor that are saved with it."""
-    # Nearly no tensor has any, and training waits for this.
+    """Return the attributes of a tensor that are saved with it."""
+    # A short cut for most tensors, since training waits for this.
     if not tensor.__dict__:
         return {}
     return {name: value for name, value in _attributes(tensor) if _is_data(value)}
 
 
 def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
-    """The attributes of a tensor that are not saved with it, and of what class they are."""
+    """Return the public attributes of a tensor that are not saved, with their classes."""
     if not tensor.__dict__:
         return {}
     saved = marks_of(tensor)
@@ -38,10 +39,10 @@ def unsaved_marks(tensor: torch.Tensor) -> dict[str, type]:
 
 
 def set_marks(tensor: torch.Tensor, marks: Mapping[str, Any]) -> None:
-    """Give a tensor the attributes that it was saved with.
+    """Set a tensor's saved attributes.
 
     Raises:
-        TypeError: These are no attributes of a tensor that :func:`marks_of` tells.
+        TypeError: :func:`marks_of` does not return such attributes.
     """
     if not isinstance(tensor, torch.Tensor) or type(marks) is not dict:
         raise TypeError(f"attributes of a tensor are set on a {type(tensor).__name__}")
@@ -61,7 +62,7 @@ def _is_data(value: Any) -> bool:
         item = waiting.pop()
         if type(item) in _LEAVES or id(item) in seen:
             continue
-        # Once each: a small pickle can describe containers in containers without end.
+        # Each container is visited once: a small pickle can describe endlessly nested ones.
         seen.add(id(item))
         if type(item) is dict:
             waiting += [*item.keys(), *item.values()]

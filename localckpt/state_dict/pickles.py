@@ -1,11 +1,11 @@
-"""Look through pickles without making any object that they describe.
+"""Checks of pickles that make none of the objects in them.
 
-``check_opcodes`` refuses what would take memory or stack beyond all measure, before a pickle is
-read. Most instructions of a pickle can do no harm. A regular expression skips runs of them, so that
-looking through a pickle takes less time than reading it, and training can wait for it.
+``check_opcodes`` runs before a pickle is read, and refuses one that would take unbounded memory or
+stack. Most instructions of a pickle are harmless. A regular expression skips runs of them, so the
+check takes less time than reading the pickle, and training can wait for it.
 
-``place_at`` finds where in a state an object stands, for error messages: slow, and called when
-something has failed.
+``place_at`` finds the place of an object in a state for error messages. It is slow, and called only
+after a failure.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from localckpt.errors import CorruptShardError
 __all__ = ["MAX_DEPTH", "Place", "check_opcodes", "place_at", "unframed"]
 
 MAX_DEPTH = 10_000
-"""Limit of tuples in tuples, which are hashed by a recursion of C without a limit of its own."""
+"""Limit of the depth of tuples in tuples, since C hashes them by an unlimited recursion."""
 
-# Each short text and number has a pattern of its length.
+# Alternatives for texts and numbers of 0 to 63 bytes: a length byte, then as many bytes.
 _SHORT = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(64))
 _NO_ARGUMENT = rb"012()NRQ\]}abdelosu\x81\x88\x89\x8f\x90\x92-\x94"
 _NESTING = rb"t\x85-\x87\x91"
@@ -37,7 +37,7 @@ _HARMLESS, _HARMLESS_OR_NESTING = (
 )
 _STOP = ord(".")
 _NESTING_CODES = frozenset(b"t\x85\x86\x87\x91")
-# How the length of an argument is written that stands behind it.
+# Encoding of the length in front of an instruction's argument.
 _LENGTHS = {
     **dict.fromkeys(b"UC\x8c\x8a", struct.Struct("<B")),
     **dict.fromkeys(b"TXB\x8b", struct.Struct("<i")),
@@ -48,11 +48,11 @@ _PUTS = {ord("q"): struct.Struct("<B"), ord("r"): struct.Struct("<I")}
 
 
 def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
-    """Look at each instruction of a pickle; nothing is made.
+    """Check each instruction of a pickle without making objects.
 
     Args:
         skeleton: The pickle.
-        depth_is_limited: Whether it comes from a pickler that gives up before :data:`MAX_DEPTH`.
+        depth_is_limited: True for the output of a pickler that fails before :data:`MAX_DEPTH`.
 
     Raises:
         CorruptShardError: No pickler writes such a pickle.
@@ -67,10 +67,10 @@ def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
 
 
 def _check(pickle: bytes, harmless: re.Pattern[bytes]) -> int:
-    """The number of instructions that put values into tuples, among those not skipped."""
+    """Check the instructions that ``harmless`` does not skip; count those that make tuples."""
     position, nested, puts = 0, 0, 0
     while True:
-        # It matches nothing, too.
+        # Never None: the pattern also matches the empty text.
         position = cast("re.Match[bytes]", harmless.match(pickle, position)).end()
         code = pickle[position]
         position += 1
@@ -90,7 +90,7 @@ def _check(pickle: bytes, harmless: re.Pattern[bytes]) -> int:
             else:
                 end = pickle.index(b"\n", position)
                 number, position = int(pickle[position:end]), end + 1
-            # The memo is as large as the largest number in it, and picklers count from 0.
+            # An unpickler allocates its memo up to the largest number. Picklers count from 0.
             if number > puts:
                 raise CorruptShardError(f"the skeleton remembers {number} values")
             puts += 1
@@ -111,9 +111,9 @@ _FILLS = frozenset({"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITE
 
 
 def _depth(pickle: bytes) -> int:
-    """Return the greatest depth of tuples, frozen sets and made objects in each other.
+    """Return the greatest nesting depth of tuples, frozen sets and objects.
 
-    Lists, dicts and sets cannot be hashed, so what lies in them counts no further.
+    The depth starts again at 0 inside lists, dicts and sets, which cannot be hashed.
     """
 
     def depth(name: str, _: Any, parts: list[int]) -> int:
@@ -127,13 +127,13 @@ def _depth(pickle: bytes) -> int:
 def _follow(
     pickled: bytes, make: Callable[[str, Any, list[Any]], Any], unknown: Any = None
 ) -> Iterator[tuple[int, Any]]:
-    """Follow a pickle's instructions, with a stand-in for each value.
+    """Interpret a pickle's instructions with a stand-in for each value.
 
     Args:
         pickled: The pickle.
-        make: Gives the stand-in of what an instruction makes or fills, from the name of the
-            instruction, its argument, and the stand-ins of the values that it takes.
-        unknown: Stands for a value that the pickle takes from its memo and never put there.
+        make: Returns the stand-in of the value that an instruction makes or fills, given the
+            instruction's name, its argument, and the stand-ins that it takes from the stack.
+        unknown: Stand-in for a value that the pickle reads from its memo but never stored there.
 
     Yields:
         The position of each instruction that puts a value on the stack, and its stand-in.
@@ -170,9 +170,7 @@ def _follow(
 
 _MARK = object()
 
-# Places.
-
-# Attributes of localckpt's own wrapper around a plain state.
+# Attribute of localckpt's wrapper that holds a plain state.
 _WRAPPER = "state_dict"
 _FRAME_NBYTES = 9
 _CONTAINERS = frozenset({"TUPLE", "LIST", "DICT", "SET", "FROZENSET"})
@@ -182,8 +180,9 @@ class Place(NamedTuple):
     """Place of an object in a state.
 
     Attributes:
-        class_name: Its class, or the function that makes it.
-        path: Keys, indices and attributes that lead to it, joined by dots; empty for the state.
+        class_name: Full name of the object's class, or of the function that makes the object.
+        path: Keys, indices and attributes that lead to the object, joined by dots; empty for the
+            state itself.
     """
 
     class_name: str
@@ -191,20 +190,20 @@ class Place(NamedTuple):
 
 
 def place_at(pickled: bytes, end: int) -> Place | None:
-    """The object that the instruction which ends at byte ``end`` makes or fills.
+    """Find the place of the object that the instruction ending at byte ``end`` makes or fills.
 
     Returns:
-        ``None`` if no instruction that makes or fills an object ends there.
+        The place; ``None`` if that instruction makes or fills no object.
     """
     wanted = None
-    # To the end, since what an object stands in is made after it.
+    # Follow the pickle to its end, since an object's containers may be filled after it is made.
     for position, made in _follow(pickled, _make_node):
         wanted = made if position < end else wanted
     return Place(wanted.class_name, _path_of(wanted)) if isinstance(wanted, _Node) else None
 
 
 def unframed(pickled: bytes) -> bytes:
-    """The same pickle without frames: an unpickler reads it one instruction after the other."""
+    """Remove the frames of a pickle, so that an unpickler reads one instruction at a time."""
     parts, start = [], 0
     for opcode, _, position in pickletools.genops(pickled):
         if opcode.name == "FRAME" and position is not None:
@@ -215,7 +214,7 @@ def unframed(pickled: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A value that may hold others: a container, or an object."""
+    """Stand-in of a value that may hold others: a container, or an object."""
 
     class_name: str
     parent: _Node | None = None
@@ -223,7 +222,7 @@ class _Node:
     count: int = 0
 
     def fill(self, members: Iterable[tuple[Any, Any]]) -> None:
-        """Make values, by their keys, a part of this one, unless they are of another already."""
+        """Record this value as the parent of others, unless these have a parent already."""
         for key, child in members:
             self.count += 1
             if isinstance(child, _Node) and child.parent is None and child is not self:
@@ -231,7 +230,7 @@ class _Node:
 
 
 class _Name(str):
-    """The full name of a class or function, as an item of the stack."""
+    """Stand-in of a class or function: its full name."""
 
     __slots__ = ()
 
@@ -243,7 +242,7 @@ def _make_node(name: str, argument: Any, parts: list[Any]) -> Any:
         if not isinstance(whole, _Node):
             return whole
         if name == "BUILD":
-            # The members of the state become attributes: the dict that holds them has no name.
+            # The state's members become attributes, so the dict around them adds no key to paths.
             whole.fill([(None, members[0])])
         elif name.startswith("SETITEM"):
             whole.fill(zip(members[::2], members[1::2], strict=True))
@@ -253,7 +252,7 @@ def _make_node(name: str, argument: Any, parts: list[Any]) -> Any:
     if name in _MADE_OF_OTHERS and container not in _CONTAINERS:
         called, *arguments = parts
         made = _Node(str(called) if isinstance(called, _Name) else "an object")
-        # What a function is called with stands at the place of what it makes.
+        # A function's arguments get the path of its result.
         made.fill((None, part) for part in arguments)
         made.count = 0
         return made

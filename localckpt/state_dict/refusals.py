@@ -1,6 +1,6 @@
-"""Refusal of a state that could not be loaded again, with the places of the reasons in it.
+"""Refusal of a state that could not be loaded again, with the place of each reason in the state.
 
-The check is that of a load, on the same bytes. Places are looked for only once something is wrong.
+A save runs the checks of a load on the same bytes, and searches for places only when they fail.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_PLACES = 50
 
 
 def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
-    """Split a state that is to be saved.
+    """Split a state that is to be saved into skeleton and tensors.
 
     Raises:
-        CheckpointingException: Something in it cannot be pickled; all such values are named.
-        UnsafeGlobalError: It also holds classes or functions that are not allowed.
+        CheckpointingException: Values cannot be pickled; the error names all of them.
+        UnsafeGlobalError: The state also holds classes or functions that are not allowed.
     """
     try:
         return take_tensors(state)
@@ -38,19 +38,20 @@ def take_or_refuse(state: Any, allowed: SafeGlobals) -> Taken:
 
 
 def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
-    """Check what a load checks.
+    """Check a skeleton as a load does.
 
     Args:
-        state: What is to be saved.
-        skeleton: Its pickle.
-        allowed: What that may name.
+        state: The state that is to be saved; searched for the places of the reasons.
+        skeleton: Pickle of the state.
+        allowed: Allow-list for the pickle.
 
     Returns:
-        The classes and functions that it names.
+        The classes and functions that the pickle names.
 
     Raises:
-        CheckpointingException: It could not be loaded again; all reasons are named, with places.
-        UnsafeGlobalError: Classes or functions that are not allowed are among those.
+        CheckpointingException: The state could not be loaded again; the error names all reasons
+            and their places.
+        UnsafeGlobalError: Classes or functions that are not allowed are among the reasons.
     """
     try:
         return _check(skeleton, allowed)
@@ -59,7 +60,7 @@ def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> froze
 
 
 def _check(skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
-    # A pickler recurses where values lie in each other, until Python 3.14 by this limit.
+    # Before Python 3.14, the recursion limit also bounds how deep a pickler writes nested values.
     limited = sys.version_info < (3, 14) and sys.getrecursionlimit() <= MAX_DEPTH
     return check_skeleton(skeleton, allowed, depth_is_limited=limited)
 
@@ -96,7 +97,7 @@ def _find(
     places: dict[Name | str, str],
     inside: set[int],
 ) -> frozenset[Name | str]:
-    """Note the innermost place of each reason that a value holds; give all that it holds."""
+    """Record the innermost place of each reason inside a value, and return all its reasons."""
     reasons = _reasons(value, allowed)
     if not reasons or id(value) in inside:
         return reasons
@@ -104,21 +105,22 @@ def _find(
     if len(keys) < _MOST_LEVELS:
         inside.add(id(value))
         for key, child in _parts_of(value):
-            # Names are all of the whole; of what cannot be pickled, the first hides the others.
+            # Stop once every reason has a place. A value that cannot be pickled hides all reasons
+            # behind it, so only names are known to be complete.
             is_noted = reasons <= noted and all(isinstance(reason, Name) for reason in reasons)
             if is_noted or len(places) >= _MOST_PLACES:
                 break
             noted |= _find(child, (*keys, key), allowed, places, inside)
         inside.discard(id(value))
     for reason in sorted(reasons - noted, key=str):
-        # What is wrong with a part is what cannot be pickled of the whole.
+        # The text of a part that cannot be pickled is recorded at that part, not again here.
         if isinstance(reason, Name) or not noted:
             places.setdefault(reason, joined(keys).removeprefix("state_dict."))
     return reasons
 
 
 def _reasons(value: Any, allowed: SafeGlobals) -> frozenset[Name | str]:
-    """Why a value could not be loaded again; empty if it could."""
+    """Return the reasons why a value could not be loaded again; empty if it could."""
     try:
         taken = take_tensors(value)
         if taken.has_objects:

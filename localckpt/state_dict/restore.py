@@ -1,7 +1,7 @@
-"""Restoring of a state from an image, every block verified before it is used.
+"""Restoring of a state from an image, with every block verified before it is used.
 
-Bytes are copied piece by piece from where the image lies straight into the tensors, so no second
-copy of the state is made.
+Bytes are copied piece by piece from the source straight into the tensors, without a second copy of
+the state in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["ImageReader"]
 
 
 class ImageReader:
-    """One image, opened.
+    """Reader of one image.
 
     Args:
-        source: Where the image lies; the caller closes it.
-        allowed: What the skeleton may name.
-        expect: What the shard must be, if that is known.
+        source: Source of the image's bytes; the caller closes it.
+        allowed: Allow-list for the skeleton.
+        expect: Identity that the image must have; ``None`` for any.
 
     Raises:
         CorruptShardError: The header is damaged, or belongs to another shard.
@@ -72,19 +72,19 @@ class ImageReader:
 
         Args:
             into: Tensors to fill; ``None`` for new ones.
-            map_location: Device of new tensors; ``None`` for the one that each was saved from.
+            map_location: Device of new tensors; ``None`` for the device that each was saved from.
 
         Returns:
-            The state. With ``into`` it holds the given tensors, which keep their attributes, and
-            its other values are those that were saved.
+            The state. With ``into`` it holds the given tensors, which keep their attributes; all
+            other values are the saved ones.
 
         Raises:
             CorruptShardError: A block is damaged, or the header and the table of tensors contradict
                 each other. Tensors given by ``into`` may be partly filled.
             MismatchError: ``into`` has another structure; nothing was written.
             UnsafeGlobalError: The skeleton names something that is not allowed.
-            RestoreError: The bytes are good, and this program or machine cannot make the state of
-                them. Tensors given by ``into`` may be filled.
+            RestoreError: The bytes are good, but this program or machine cannot rebuild the state.
+                Tensors given by ``into`` may be filled.
         """
         try:
             return self._restore(into, map_location)
@@ -96,11 +96,11 @@ class ImageReader:
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
         entries, skeleton = self._read_skeleton()
         self._require_consistent(entries)
-        # Before anything is allocated, and while the given tensors are as they were.
+        # Checked before anything is allocated and before the given tensors are changed.
         try:
             check_skeleton(skeleton, self._allowed, len(entries))
         except CorruptShardError as error:
-            # Its bytes are those that were saved: another version of this program may read them.
+            # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         if into is not None:
             given, bases = into.match(entries)
@@ -115,7 +115,7 @@ class ImageReader:
             bases = self._make_bases(entries, map_location)
             tensors = [_make_tensor(entry, bases) for entry in entries]
         self._fill(bases)
-        # Tensors that were given keep what the program has marked them with.
+        # Given tensors keep the attributes that the program has set on them.
         marked = into is None
         return insert_tensors(skeleton, tensors.__getitem__, self._allowed, marked=marked)
 
@@ -132,7 +132,7 @@ class ImageReader:
             raise CorruptShardError(f"{header.identity}: {error}") from error
 
     def _require_consistent(self, entries: tuple[TableEntry, ...]) -> None:
-        """The table and the header describe the same bytes; else others' memory is hit."""
+        """Check that table and header describe the same bytes, so no tensor exceeds its slot."""
         for entry in entries:
             if entry.slot is None:
                 entry.torch_dtype()
@@ -215,10 +215,10 @@ class ImageReader:
 
 
 class _Target:
-    """A tensor that is filled from the pieces of the image that it lies in.
+    """Tensor that is filled from pieces of the image.
 
-    Contiguous host memory is written directly, contiguous device memory piece by piece; anything
-    else through a copy of its own size.
+    A contiguous tensor in host memory is written directly, one in device memory piece by piece; a
+    tensor that is not contiguous is filled from a contiguous copy in host memory.
     """
 
     def __init__(self, slot: TensorSlot, data_start: int, tensor: torch.Tensor) -> None:
@@ -230,24 +230,28 @@ class _Target:
                 tensor, memory_format=torch.contiguous_format, device="cpu"
             )
         self.memory: memoryview | None = None
-        """The bytes of the tensor, if they are in host memory."""
+        """Bytes to fill, if they are in host memory."""
         if self._filled.is_cpu:
             self.memory = memory_at(self._filled.data_ptr(), slot.nbytes)
 
     @property
     def device(self) -> torch.device:
-        """Device that the bytes are put on."""
+        """Device of the bytes to fill."""
         return self._filled.device
 
     @property
     def is_on_gpu(self) -> bool:
-        """True if that device is neither the host nor the meta device."""
+        """True if the bytes to fill are neither in host memory nor on the meta device."""
         return self.memory is None and not self._filled.is_meta
 
     def takes(
         self, start: int, parts: list[memoryview]
     ) -> Iterator[tuple[torch.Tensor, memoryview]]:
-        """Parts of the image, from ``start`` on, that belong to the tensor, with their places."""
+        """Yield the tensor's bytes among parts of the image that begin at ``start``.
+
+        Yields:
+            Pairs of a range of the tensor and its bytes in a part.
+        """
         flat = flat_bytes(self._filled)
         for part in parts:
             begin, end = max(start, self.start), min(start + len(part), self.stop)
@@ -256,7 +260,7 @@ class _Target:
             start += len(part)
 
     def finish(self) -> None:
-        """Bring what was filled to where it belongs."""
+        """Copy the contiguous copy, if there is one, into the tensor."""
         if self._filled is not self._tensor:
             copy_values(self._tensor, self._filled)
 

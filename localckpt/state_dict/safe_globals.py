@@ -1,10 +1,10 @@
-"""Allow-list of the classes and functions that a shard may name: reading one never runs other code.
+"""Allow-list of the classes and functions that a shard may name: loading it runs no other code.
 
-Allowed are the value types of Python, numpy and torch listed here, whatever the user passes as
-``safe_globals=`` or to ``torch.serialization.add_safe_globals``, the classes listed here for
-libraries that are imported, and two kinds of class that the running program has already imported:
-named tuples, and subclasses of TensorAwareStateDict. What calls whatever it is given is never
-allowed, whoever asks for it.
+Allowed are the value types of Python, numpy and torch listed here, the user's ``safe_globals=`` and
+``torch.serialization.add_safe_globals``, the classes listed here for libraries that are imported,
+and two kinds of class that the running program has already imported: named tuples, and subclasses
+of TensorAwareStateDict. A function that calls its arguments, or runs code in another way, is never
+allowed, not even by the user.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     ),
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
-    # torch 2.13 allows these by itself, torch 2.15 no longer does.
+    # Part of torch's own defaults (get_safe_globals()) in torch 2.13, but not in torch 2.15.
     "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
     "numpy": ("ndarray", "dtype"),
     "numpy.random._pickle": (
@@ -89,7 +89,7 @@ _MEGATRON = {
     "megatron.core.dist_checkpointing.mapping": (
         *("ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"),
     ),
-    # What the arguments of a run, which Megatron-LM saves with its state, hold beside plain values.
+    # Classes in the command-line arguments, which Megatron-LM saves with its state.
     "megatron.core.enums": ("ModelType", "Fp4Recipe", "Fp8Recipe"),
     "megatron.core.transformer.enums": (
         *("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope"),
@@ -103,23 +103,23 @@ _MEGATRON = {
         "RerunValidationStatus",
     ),
     "signal": ("Signals",),
-    # Transformer Engine's extra state.
+    # Class of Transformer Engine's extra state.
     "_io": ("BytesIO",),
 }
 
-# Python 3.13 moved the classes, and 3.14 moved them back; numpy 1 has no module of this name.
+# Python 3.13 moved pathlib's classes to pathlib._local, and 3.14 moved them back.
 _MOVED = {"pathlib._local": "pathlib"}
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
 class SafeGlobals:
-    """The allow-list of one manager.
+    """Allow-list of one manager.
 
     Args:
         extra: Classes and functions allowed beyond the defaults.
 
     Raises:
-        UnsafeGlobalError: One of them would have a file run code when it is read.
+        UnsafeGlobalError: With one of ``extra``, a file could run any code when it is loaded.
     """
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
@@ -136,10 +136,10 @@ class SafeGlobals:
             )
 
     def find(self, module: str, name: str) -> Any:
-        """The object that a shard calls ``module.name``.
+        """Return the object that a shard names ``module.name``.
 
         Raises:
-            UnsafeGlobalError: It is not allowed; the message says how to allow it.
+            UnsafeGlobalError: The object is not allowed; the message says how to allow it.
         """
         module = _MOVED.get(module, module)
         libraries = _MEGATRON if "megatron.core" in sys.modules else {}
@@ -150,7 +150,7 @@ class SafeGlobals:
         found = _resolve_if_imported(module, name)
         if isinstance(found, type) and _is_value_class(found):
             return found
-        # A memory format is pickled as "torch.channels_last" of some module that imports torch.
+        # A memory format is pickled as "torch.channels_last" in some module that imports torch.
         if module == "torch" or name.startswith("torch."):
             constant = _resolve("torch", name.removeprefix("torch."))
             if isinstance(constant, _TORCH_CONSTANTS):
@@ -158,7 +158,7 @@ class SafeGlobals:
         raise self.refusal([Name(module, name)])
 
     def added(self, module: str, name: str) -> Any | None:
-        """The object that the user allows by this name; ``None`` if there is none."""
+        """Return the object that the user allows under this name; ``None`` if there is none."""
         by_torch = map(_named, torch.serialization.get_safe_globals())
         for full_name, item in (*self._extra, *by_torch):
             if full_name == f"{module}.{name}" and not _why_unsafe(full_name, item):
@@ -166,11 +166,11 @@ class SafeGlobals:
         return None
 
     def refusal(self, names: Sequence[Name], places: Sequence[str] = ()) -> UnsafeGlobalError:
-        """The error that says why a state is refused, and what to do.
+        """Build the error that says why a state is refused, and what to do.
 
         Args:
-            names: What is not allowed.
-            places: Where each is in the state, if that is known.
+            names: Classes and functions that are not allowed.
+            places: For each name, a text with the name and its place; empty if places are unknown.
         """
         placed = places or [str(name) for name in names]
         text = f"the state refers to {', '.join(placed)}, which may not be loaded from a file."
@@ -200,7 +200,7 @@ def _is_value_class(found: type) -> bool:
 
 
 def _named(item: Any) -> tuple[str, Any]:
-    """Return the name of an allow-list's item in a pickle, and the item."""
+    """Return the name under which a pickle stores an item of an allow-list, and the item."""
     if isinstance(item, tuple):
         item, full_name = item
         return str(full_name), item
@@ -227,7 +227,8 @@ def _resolve_if_imported(module: str, name: str) -> Any:
     return _resolve(module, name) if module in sys.modules else None
 
 
-# What is called with arguments from a file is code from the file.
+# Texts for names that are never allowed: an unpickler calls an object with arguments from the file,
+# so with one of these the file could run any code.
 
 _ANOTHER_VALUE = "save the plain values that your program makes the object of, and make it anew"
 _REASONS = {
@@ -270,10 +271,10 @@ _SAFE_OF_THOSE = frozenset(
 
 
 def _why_unsafe(full_name: str, item: Any) -> str | None:
-    """Why something may never be named by a file, and what to save in its place."""
+    """Return why a file may never name an object, and what to save instead; ``None`` if it may."""
     names = [full_name]
     if callable(item) and isinstance(getattr(item, "__qualname__", None), str):
-        # It may go by another name here.
+        # The object may be defined under another name than full_name.
         names.append(f"{item.__module__}.{item.__qualname__}")
     return next((reason for name in names if (reason := _reason(name))), None)
 

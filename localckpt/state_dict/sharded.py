@@ -1,8 +1,8 @@
-"""torch's ShardedTensor, as FSDP1 puts it into sharded and local state dicts, as plain data.
+"""Pickling of torch's ShardedTensor, which FSDP1 puts into sharded and local state dicts.
 
-Its class answers hardly any question of torch about tensors, and pickles its process group, which
-no other process has. Saved are the tensors of its local shards and the figures around them; it
-comes back in the process group of whoever loads it.
+A ShardedTensor supports few tensor operations, and its own pickling includes its process group,
+which is valid in no other process. Saved are the tensors of the local shards and their plain
+metadata. A load makes the ShardedTensor anew in the process group of the loading process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from localckpt.errors import CheckpointingException
 
 __all__ = ["is_sharded", "reduce_sharded", "restore_sharded"]
 
-# Imported when there is one: it takes time, and few states have any.
+# Imported at the first ShardedTensor, since the import takes time and few states hold one.
 _MODULE = "torch.distributed._shard.sharded_tensor"
 _SPECS = "torch.distributed._shard.sharding_spec"
 _GROUPS = "torch.distributed._shard.api"
 
 _Figures = tuple[list[int], list[int], str | None]
-"""Offsets and sizes of a shard, and its placement."""
+"""Offsets, sizes and placement of a shard."""
 _Devices = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.device]
-"""Devices of local tensors, by offsets and sizes."""
+"""Devices of local tensors by their offsets and sizes."""
 
 
 def is_sharded(value: torch.Tensor) -> bool:
@@ -35,10 +35,10 @@ def is_sharded(value: torch.Tensor) -> bool:
 
 
 def reduce_sharded(sharded: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A ShardedTensor for a pickler, made of values that an allow-list lets pass.
+    """Reduce a ShardedTensor, as ``__reduce__`` does, to values that the allow-list accepts.
 
     Raises:
-        CheckpointingException: It is tied to processes by torch's RPC.
+        CheckpointingException: The tensor holds remote references of torch's RPC.
     """
     if sharded._init_rrefs:
         raise CheckpointingException(
@@ -69,10 +69,9 @@ def restore_sharded(
     properties: dict[str, Any],
     spec: tuple[Any, ...],
 ) -> Any:
-    """The ShardedTensor that :func:`reduce_sharded` was given, around new local tensors.
+    """Rebuild the ShardedTensor of :func:`reduce_sharded` around new local tensors.
 
-    Its process group is that of ``load_with_process_group``, if the caller is inside of one, and
-    else the default group.
+    The process group is that of a surrounding ``load_with_process_group``, or the default group.
 
     Raises:
         RuntimeError: There is no process group.
@@ -87,7 +86,7 @@ def restore_sharded(
         requires_grad=properties["requires_grad"],
         pin_memory=properties["pin_memory"],
     )
-    # Where the local tensors are may have changed: load(map_location=) says so.
+    # load(map_location=) may have put the local tensors on other devices.
     devices = {
         (tuple(offsets), tuple(sizes)): tensor.device for tensor, (offsets, sizes, _) in local
     }
@@ -126,7 +125,7 @@ def _spec_figures(spec: Any) -> tuple[Any, ...]:
         return kind, spec.dim, [str(placement) for placement in spec.placements]
     if kind == "EnumerableShardingSpec":
         return kind, [_figures(shard) for shard in spec.shards]
-    # A class of the user's, which must be allowed as any other.
+    # The user's own class, which the allow-list must accept.
     return "", spec
 
 

@@ -1,8 +1,7 @@
-"""Skeletons: object graphs without their tensors, and with the tensors put back.
+"""Skeletons: pickles of object graphs with a number in place of each tensor.
 
-The skeleton is the object's pickle with a number in place of each tensor. Tensors are found while
-pickling, so whatever can be pickled can be saved, and the object is never changed. Reading goes
-through an allow-list (``safe_globals.py``).
+Tensors are found while pickling, so whatever can be pickled can be saved, and the object is never
+changed. Loading uses an allow-list (``safe_globals.py``).
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
 
 
 class Taken(NamedTuple):
-    """An object graph that was split.
+    """Object graph, split into skeleton and tensors.
 
     Attributes:
-        skeleton: A pickle without tensors.
-        tensors: The distinct ones, arrays of numpy among them.
-        has_objects: Whether the pickle holds anything but literals and tensors.
+        skeleton: Pickle without tensors.
+        tensors: The distinct tensors, and large numpy arrays as tensors.
+        has_objects: True if the pickle holds more than literals and tensors.
     """
 
     skeleton: bytes
@@ -59,14 +58,14 @@ class Taken(NamedTuple):
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keep the garbage collector from running while very many objects are made that live on.
+    """Pause the garbage collector while many long-lived objects are made.
 
-    Making 10,000 tensors would set off two full ones, each of which looks at every object of the
-    trainer: 0.1 s with torch alone imported.
+    Making 10,000 tensors would trigger two full collections, each of which visits every object of
+    the trainer: 0.1 s with only torch imported.
     """
     was_enabled = gc.isenabled()
     try:
-        # Inside, so that an interrupt right after it does not leave the collector off.
+        # Inside the try block, so that an interrupt right after it cannot leave the collector off.
         gc.disable()
         yield
     finally:
@@ -75,14 +74,14 @@ def collection_paused() -> Iterator[None]:
 
 
 def take_tensors(state: Any, *, arrays: bool = True) -> Taken:
-    """Split an object graph.
+    """Split an object graph into skeleton and tensors.
 
     Args:
         state: The object.
-        arrays: Whether the bytes of arrays count as tensors; else they are left out.
+        arrays: True to take large numpy arrays as tensors; False to leave them out.
 
     Raises:
-        CheckpointingException: The object holds something that cannot be saved; it is named.
+        CheckpointingException: The object holds a value that cannot be saved.
     """
     buffer = io.BytesIO()
     pickler = _SkeletonPickler(buffer, arrays)
@@ -104,22 +103,22 @@ def check_skeleton(
     *,
     depth_is_limited: bool = False,
 ) -> frozenset[Name]:
-    """Look through a skeleton without making any object that it describes.
+    """Check a skeleton without making any object in it.
 
-    What passes is read back by :func:`insert_tensors`; so this is also done before one is saved.
+    :func:`insert_tensors` can load what passes, so a save runs the same check.
 
     Args:
         skeleton: The pickle.
-        allowed: What it may name.
-        tensors: How many tensors it may refer to; ``None`` for any number.
-        depth_is_limited: Whether it comes from a pickler, which goes no deeper than a reader does.
+        allowed: Allow-list for the classes and functions in the pickle.
+        tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
+        depth_is_limited: True for the output of a pickler that fails before an unpickler's limit.
 
     Returns:
-        The classes and functions that it names.
+        The classes and functions that the pickle names.
 
     Raises:
-        UnsafeGlobalError: It names classes or functions that are not allowed; all are told.
-        CorruptShardError: It is not a skeleton.
+        UnsafeGlobalError: Classes or functions are not allowed; the error names all of them.
+        CorruptShardError: The bytes are not a skeleton.
     """
     pickled = bytes(skeleton)
     check_opcodes(pickled, depth_is_limited=depth_is_limited)
@@ -135,18 +134,18 @@ def insert_tensors(
 ) -> Any:
     """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
 
-    The tensors should hold their values: a class may look at them while it is rebuilt.
+    The tensors should hold their values, since an object may read them while it is rebuilt.
 
     Args:
         skeleton: The pickle.
-        tensor: Gives the tensors.
-        allowed: What the pickle may name.
-        marked: Whether the tensors get the attributes that were saved with them.
+        tensor: Returns the tensor of a number.
+        allowed: Allow-list for the classes and functions in the pickle.
+        marked: True to set the saved attributes on the tensors.
 
     Raises:
-        UnsafeGlobalError: It names a class or function that is not allowed.
-        RestoreError: An object in it cannot be made. Whatever a class raises, its own
-            CheckpointingException too, says nothing about the bytes.
+        UnsafeGlobalError: The pickle names a class or function that is not allowed.
+        RestoreError: An object cannot be made. This holds for any error of a class, even a
+            CheckpointingException, since it does not mean that the bytes are damaged.
     """
 
     def load(file: io.BytesIO) -> Any:
@@ -166,9 +165,10 @@ def insert_tensors(
 
 
 def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], Any]) -> Place | None:
-    """The object whose making raised an error, found by making the state once more.
+    """Find the object that raised an error, by loading the skeleton once more.
 
-    An unpickler does not tell how far it came. Without frames it reads one instruction at a time.
+    An unpickler does not report its position. Without frames it reads one instruction at a time, so
+    the position in the file is that of the failed instruction.
     """
     try:
         pickled = unframed(skeleton)
@@ -177,7 +177,7 @@ def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], An
             load(file)
         except type(error):
             return place_at(pickled, file.tell())
-    except Exception:  # noqa: BLE001 - the error that is to be described is raised in any case
+    except Exception:  # noqa: BLE001 - the caller raises the error, with or without a place
         return None
     return None
 
@@ -191,13 +191,13 @@ class _SkeletonPickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        # Asked for every value, of which most are none.
+        # Called for every value of the state; most values are no tensors.
         kind = type(obj)
         if kind is _Bare:
             obj = obj.tensor
         elif kind not in _PLAIN_TENSORS or not _has_own_bytes(obj) or marks_of(obj):
             return None
-        # The list keeps the tensor alive, so its id() stays its own until the pickle is done.
+        # The list keeps the tensor alive, so its id() stays unique until the pickle is done.
         number = self._numbers.setdefault(id(obj), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(obj)
@@ -229,7 +229,7 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 class _Bare(NamedTuple):
-    """A tensor without its attributes, while they are pickled beside it."""
+    """Wrapper that makes the pickler store a tensor without its attributes."""
 
     tensor: torch.Tensor
 
@@ -265,7 +265,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
-    """Do as torch's function, but refuse an index outside of the tensor."""
+    """Replace torch's function of this name; refuses an index outside of the tensor."""
     if layout == torch.sparse_coo:
         indices, values, size, *coalesced = data
         is_coalesced = coalesced[0] if coalesced else None
@@ -281,7 +281,7 @@ def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:
 def _rebuild_nested_tensor(
     buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
 ) -> Any:
-    """Do as torch's function, but refuse a part that reaches outside of the buffer."""
+    """Replace torch's function of this name; refuses a part that reaches outside of the buffer."""
     if any(t.dtype is not torch.int64 for t in (sizes, strides, offsets)) or buffer.dim() != 1:
         raise CorruptShardError("the skeleton makes a nested tensor of other tensors")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
@@ -293,22 +293,22 @@ def _rebuild_nested_tensor(
 
 
 def _has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's value is what its storage holds, not made of tensors or scales."""
+    """Return whether a tensor is plain: not sparse, quantized or nested."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _dispatches(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a wrapper (a DTensor, say), pickled as the tensors it wraps."""
+    """Return whether a tensor is a wrapper (such as a DTensor), pickled as its inner tensors."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose attributes are set afterwards: it is pickled as a call of this."""
+    """Return the tensor; in the pickle of a tensor with attributes, the call that precedes them."""
     return tensor
 
 
 def _leave_marks(tensor: torch.Tensor, marks: Any) -> None:
-    """Leave the tensor the attributes that it has, in place of ``set_marks``."""
+    """Replace ``set_marks`` where a tensor keeps its present attributes."""
 
 
 def _restore_subclass(

@@ -1,4 +1,4 @@
-"""Sources of the bytes of an image: a buffer, a file, shared memory."""
+"""Interface of the sources of an image's bytes, and the source for a buffer in memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = [
 ]
 
 PIECE_NBYTES = 2 << 20
-"""Bytes that are handled at a time: whole digest blocks, and few enough for the cache."""
+"""Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
 
 
 Places = Callable[[int, int], list[memoryview]]
-"""``places(start, stop)``: writable memory for these bytes of an image, in order, in parts."""
+"""``places(start, stop)``: returns writable memory for these bytes of an image, as parts in
+order."""
 Filled = Callable[[int, list[memoryview]], None]
-"""``filled(start, parts)``: what :data:`Places` gave now holds the image's bytes."""
+"""``filled(start, parts)``: called once the parts that :data:`Places` returned are filled."""
 
 
 def scatter(piece: memoryview, parts: list[memoryview]) -> None:
-    """Copy a piece to the parts it belongs to, with the GIL released."""
+    """Copy a piece into consecutive parts, with the GIL released."""
     source = address_of(piece)
     for part in parts:
         ctypes.memmove(address_of(part), source, len(part))
@@ -38,9 +39,9 @@ def scatter(piece: memoryview, parts: list[memoryview]) -> None:
 
 
 def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -> None:
-    """Call ``handle(start, end)`` for each piece of ``[0, stop)``, from several threads.
+    """Call ``handle(start, end)`` for each piece of ``[0, stop)``, in several threads.
 
-    The caller's is one of them. What it raises first ends the work and is raised here.
+    The calling thread is one of them. The first error of ``handle`` ends the work, and is raised.
     """
 
     def work(starts: Iterator[int]) -> None:
@@ -51,7 +52,7 @@ def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -
 
 
 class ShardSource(Protocol):
-    """Access to one image's bytes; one call at a time."""
+    """Access to one image's bytes, for one call at a time."""
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +60,7 @@ class ShardSource(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)``, valid until the next call.
+        """Return bytes ``[start, stop)``, valid until the next call.
 
         Raises:
             StorageError: The medium failed.
@@ -68,29 +69,30 @@ class ShardSource(Protocol):
         ...
 
     def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        """Copy ``[0, stop)`` piece by piece to where the reader wants it.
+        """Copy bytes ``[0, stop)`` piece by piece into memory that the reader chooses.
 
-        Pieces begin at multiples of :data:`PIECE_NBYTES` and come in any order, from several
+        Pieces begin at multiples of :data:`PIECE_NBYTES`, and are copied in any order by several
         threads.
 
         Args:
-            stop: End of what is wanted.
-            places: Asked for the memory that the bytes ``[start, stop)`` are to be copied to.
-            filled: Told that they have been. What it raises ends the stream and is raised here.
+            stop: End of the bytes to copy.
+            places: Returns the memory for a piece.
+            filled: Called after the copy of a piece. Its first error ends the stream, and is
+                raised.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the source holds open. May be called twice."""
+        """Release the resources of the source. May be called twice."""
         ...
 
 
 class MemorySource:
-    """An image that lies in this process's memory.
+    """Source of an image in this process's memory.
 
     Args:
-        view: The bytes of the image; not copied.
-        threads: How many threads share the work of :meth:`stream`.
+        view: Bytes of the image; not copied.
+        threads: Number of threads that share the work of :meth:`stream`.
     """
 
     def __init__(self, view: memoryview, threads: int = 2) -> None:

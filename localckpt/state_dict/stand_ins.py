@@ -1,9 +1,8 @@
-"""Check of each call that a skeleton makes, before any is made.
+"""Check of each call in a skeleton, before any of these calls is made.
 
-The skeleton is read once with a stand-in for every class, function and object that it names. A
-stand-in knows which arguments its real one may be called with, and refuses all others, so the real
-constructors are called only with what a pickler writes. Functions that are allowed by the user may
-be called with anything.
+The skeleton is unpickled once with a stand-in for every class, function and object that it names. A
+stand-in refuses all arguments but those that a pickler writes, so the real constructor later gets
+no others. Functions that the user allows may be called with anything.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ __all__ = ["check_calls"]
 def check_calls(
     skeleton: bytes | memoryview, allowed: SafeGlobals, tensors: int | None = None
 ) -> frozenset[Name]:
-    """Look through a skeleton without making any object that it describes.
+    """Check a skeleton without making any object in it.
 
     Args:
-        skeleton: A pickle whose instructions have been checked.
-        allowed: What it may name.
-        tensors: How many tensors it may refer to; ``None`` for any number.
+        skeleton: A pickle that has passed :func:`~localckpt.state_dict.pickles.check_opcodes`.
+        allowed: Allow-list for the classes and functions in the pickle.
+        tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
 
     Returns:
-        The classes and functions that it names.
+        The classes and functions that the pickle names.
 
     Raises:
-        UnsafeGlobalError: It names classes or functions that are not allowed; all are told.
-        CorruptShardError: It is not a skeleton, or makes a value in a way that no pickler does.
+        UnsafeGlobalError: Classes or functions are not allowed; the error names all of them.
+        CorruptShardError: The bytes are not a skeleton, or no pickler makes a value so.
     """
     unpickler = _CheckingUnpickler(io.BytesIO(skeleton), allowed, tensors)
     try:
@@ -48,7 +47,7 @@ def check_calls(
             raise allowed.refusal(unpickler.refused) from None
         raise
     except Exception as error:
-        # A damaged pickle can raise anything; the caller needs to know only that it is one.
+        # A damaged pickle can raise any exception; callers expect one for all of them.
         if unpickler.refused:
             raise allowed.refusal(unpickler.refused) from None
         raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
@@ -81,7 +80,7 @@ class _CheckingUnpickler(pickle.Unpickler):
             if named not in self.refused:
                 self.refused.append(named)
             return _Any
-        # numpy 1 and 2 keep the same functions in different modules.
+        # numpy 1 has the same functions in numpy.core, numpy 2 in numpy._core.
         full_name = f"{module.replace('numpy._core', 'numpy.core')}.{name}"
         if full_name == "numpy.dtype":
             return self._dtype
@@ -102,7 +101,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Any:
-    """Stand-in for a class, a function or an object of which only the name matters."""
+    """Stand-in for a class, function or object that accepts any call and any state."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
@@ -127,7 +126,7 @@ class _Any:
 
 
 class _Fixed(_Any):
-    """Stand-in for an object that no pickle changes once it is made."""
+    """Stand-in for an object that a pickle never changes after making it."""
 
     def __setstate__(self, state: Any) -> None:
         _refuse("gives a state to a value that has none")
@@ -150,14 +149,14 @@ class _Tensor(_Fixed):
 
 
 class _Named(_Fixed):
-    """Stand-in for a class that is a value itself, and is not called."""
+    """Stand-in for a class that a pickle uses as a value and never calls."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         _refuse("calls a class that is not called")
 
 
 class _MadeOfLiterals(_Any):
-    """Stand-in for a class that is called with containers and text that stand in the pickle."""
+    """Stand-in for a class that a pickle calls with plain containers and texts only."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, _Any) for value in args):
@@ -167,14 +166,14 @@ class _MadeOfLiterals(_Any):
 
 class _Fraction(_MadeOfLiterals):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Text with an exponent could name a number that takes for ever to write out.
+        # Converting a text with an exponent, such as "1e999999999", could take for ever.
         if any(isinstance(value, str) and "e" in value.lower() for value in args):
             _refuse("makes a fraction")
         return super().__new__(cls, *args, **kwargs)
 
 
 def _conversion(*kinds: type) -> type[_Any]:
-    """Stand-in for a class that a ``__reduce__`` calls with one value of these types, or none."""
+    """Make a stand-in for a class that is called with one value of these types, or none."""
 
     class Conversion(_Any):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +185,7 @@ def _conversion(*kinds: type) -> type[_Any]:
 
 
 def _function(check: Callable[..., Any]) -> type[_Any]:
-    """Stand-in for a function; ``check`` gets its arguments, and gives its result's stand-in."""
+    """Make a stand-in for a function; ``check(*args)`` returns the stand-in of the result."""
 
     class Function(_Named):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -200,11 +199,11 @@ def _function(check: Callable[..., Any]) -> type[_Any]:
     return Function
 
 
-# Tensors that are made of others.
+# Tensors made from other tensors.
 
 
 class _TensorMaker(_Fixed):
-    """Stand-in for a function that makes a tensor of others, and checks its arguments itself."""
+    """Stand-in for a function that makes a tensor from others, and checks its own arguments."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _Tensor()
@@ -234,25 +233,25 @@ def _check_marks(tensor: Any, marks: Any) -> None:
         _refuse("gives attributes to what is no tensor")
 
 
-# numpy. What is made with another's state is checked against what numpy itself would make.
+# numpy's dtypes and arrays. A dtype's state is compared with that of a dtype which numpy makes.
 
 _DTYPE = re.compile(r"[biufcmMOSUV][0-9]{0,10}")
-# The flag of a dtype whose fields are aligned as those of C are.
+# Flag of a dtype whose fields are aligned as in C (NPY_ALIGNED_STRUCT).
 _ALIGNED = 0x80
 _UNIT = re.compile(r"[A-Za-zμ]{1,7}")
 
 
 class _Dtype(_Fixed):
-    """Stand-in for a dtype; ``value`` is one that is made of what is known to be right."""
+    """Stand-in for a dtype; ``value`` is a real dtype, made from checked parts."""
 
     made: ClassVar[list[_Dtype]]
-    """All of one skeleton."""
+    """All dtypes of one skeleton."""
     value: Any
     _is_final = False
     _fields: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # The last says that it is a copy, which may be changed.
+        # Picklers call dtype(text, align=False, copy=True); a copy may be changed by __setstate__.
         if kwargs or len(args) != 3 or type(args[0]) is not str or args[1:] != (False, True):
             _refuse("makes a dtype")
         if not _DTYPE.fullmatch(args[0]):
@@ -263,13 +262,13 @@ class _Dtype(_Fixed):
         return made
 
     def use(self) -> numpy.dtype[Any]:
-        """Return the dtype that this stands for; from here on it stays as it is."""
+        """Return the real dtype, and refuse all later changes of it."""
         self._is_final = True
         self.require_unchanged()
         return cast("numpy.dtype[Any]", self.value)
 
     def require_unchanged(self) -> None:
-        """Refuse a skeleton that changes the fields of a dtype which has them already."""
+        """Refuse a skeleton that has changed a dtype's dict of fields after ``__setstate__``."""
         if self._fields is not None and self._fields[0] != self._fields[1]:
             _refuse("changes the fields of a dtype")
 
@@ -295,7 +294,7 @@ class _Dtype(_Fixed):
                 value = _with_unit(value, state[8] if len(state) == 9 else None)
         own: Any = value.__reduce__()
         own_sizes = own[2][5:8]
-        # numpy 1 takes the flags for a signed byte; whether there are references is one of them.
+        # numpy 1 writes the flags as a signed byte. One flag marks items that are references.
         flags = (own_sizes[2], own_sizes[2] - 256)
         if (
             value.itemsize != self.value.itemsize
@@ -376,7 +375,7 @@ class _Array(_Fixed):
         if type(is_fortran) not in (bool, int):
             _refuse("makes an array of an order that is none")
         items = math.prod(self.shape)
-        # References are a list of objects, never bytes.
+        # The items of an object array are a list; bytes would become pointers.
         if self.dtype.hasobject:
             good = type(data) is list and len(data) == items
         else:
@@ -420,13 +419,13 @@ def _check_restored(data: Any, dtype: Any, shape: Any, order: Any, is_writable: 
 
 
 def _check_generator_of_torch(device: Any, state: Any) -> _Fixed:
-    # Of a number, bytearray() would make as many bytes.
+    # restore_generator() calls bytearray(state), which allocates n bytes if the state is a number.
     if type(device) is not str or type(state) is not bytes:
         _refuse("makes a generator")
     return _Fixed()
 
 
-# numpy's generators. Their states are numbers that they go by without looking at them again.
+# numpy's generators. They use the positions in their states as indices without a check.
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _PLACES = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1}
@@ -447,7 +446,7 @@ class _BitGenerator(_Fixed):
 
 
 class _Generator(_Fixed):
-    """Stand-in for a generator, or for one of the old kind."""
+    """Stand-in for numpy's Generator or RandomState."""
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is tuple and len(state) in (3, 5):
@@ -485,14 +484,14 @@ def _check_generator(bits: Any = "MT19937", make: Any = None) -> _Generator:
 
 
 class _SeedSequence(_Fixed):
-    """Stand-in for what seeds come from."""
+    """Stand-in for a SeedSequence."""
 
     def __setstate__(self, state: Any) -> None:
         _check_seeds(state)
 
 
 class _SeedSequenceClass(_Named):
-    """Stand-in for the class of those."""
+    """Stand-in for the class SeedSequence."""
 
 
 def _check_seed_sequence(kind: Any, checksum: Any, state: Any) -> _SeedSequence:

@@ -1,4 +1,4 @@
-"""The tensors of a state that is to be filled, matched with those that were saved."""
+"""Matching of the tensors of a state that is loaded into with the saved tensors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Targets:
     """Tensors that are to be filled.
 
     Attributes:
-        tensors: Distinct ones, in the order in which the state's skeleton numbers them.
-        names: ``id(tensor)`` to its path in the state, where known.
-        optional: Beginnings of paths below which tensors may be missing here that were saved.
+        tensors: Distinct tensors, in the order in which the state's skeleton numbers them.
+        names: ``id(tensor)`` to the tensor's path in the state, where known.
+        optional: Beginnings of paths; a saved tensor with such a path may be missing here.
     """
 
     tensors: list[torch.Tensor]
@@ -42,14 +42,14 @@ class Targets:
     def match(
         self, saved: Sequence[TableEntry]
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Find what is given for each tensor that was saved.
+        """Find the given tensor for each saved tensor.
 
         Returns:
-            The tensors, with ``None`` for those that are to be made: arrays, and what may be
-            missing; and what the slots of the others are to be copied to.
+            For each saved tensor the given one, or ``None`` if a new one is needed (arrays, and
+            optional tensors that are missing); and for each slot of a given tensor its target.
 
         Raises:
-            MismatchError: Other tensors were saved; it lists them.
+            MismatchError: The saved tensors differ from the given ones; the error lists them.
         """
         if self.optional:
             given = self._given_by_name(saved)
@@ -72,7 +72,7 @@ class Targets:
             if name not in of_slot
             and not (name or "").removeprefix("shared:").startswith(self.optional)
         ]
-        # Those that share bytes are given all together, or not at all.
+        # Tensors that share a slot are given all together, or not at all.
         wrong += [
             f"{name}: given, not saved so" for name, of in of_slot.items() if uses[name] != len(of)
         ]
@@ -85,18 +85,19 @@ class Targets:
         ]
 
     def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
-        """Target of each slot of an image.
+        """Return the target of each slot of an image.
 
         Raises:
-            MismatchError: Other tensors were saved; it lists them.
+            MismatchError: The saved tensors differ from the given ones; the error lists them.
         """
-        # Nearly always there are, and a restart waits for it.
+        # A short cut that nearly always applies, since a restart waits for this.
         if (targets := self._plain_targets(saved)) is not None:
             return targets
         table = build_table(self.tensors, self.names)
         _require_same_structure(saved, table.entries)
         targets = {
-            # In the order of the slot that was saved, which may not be that of what is given.
+            # With the saved strides, since the given tensor may have its dimensions in another
+            # order in memory.
             slot.name: source._replace(strides=saved[source.number].strides).value(
                 self.tensors[source.number]
             )
@@ -106,7 +107,7 @@ class Targets:
         return targets
 
     def _plain_targets(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor] | None:
-        """Target of each slot, if each tensor has its own, shares no bytes, and lies as it did."""
+        """Return the targets if all tensors are alike and none share bytes; ``None`` if not."""
         tensors, names = self.tensors, self.names
         if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
             return None
@@ -129,23 +130,23 @@ class Targets:
 
 @collection_paused()
 def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
-    """The tensors of a state that is to be filled.
+    """Find the tensors of a state that is to be filled.
 
     Args:
         state: The state.
-        optional: Beginnings of paths below which it may lack tensors that were saved.
+        optional: Beginnings of paths; a saved tensor with such a path may be missing in the state.
 
     Raises:
-        CheckpointingException: The state holds something that cannot have been saved.
+        CheckpointingException: The state holds a value that cannot have been saved.
     """
     tensors = take_tensors(state, arrays=False).tensors
     return Targets(tensors, names_of(state, tensors), optional)
 
 
 def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Return ``id(tensor)`` to its path in a state, for those in its containers.
+    """Map ``id(tensor)`` to the tensor's path, for the tensors in a state's containers.
 
-    The tensors that a DTensor, a ShardedTensor or another wrapper is made of have its path.
+    The inner tensors of a DTensor, a ShardedTensor or another wrapper get paths from the wrapper's.
     """
     root = vars(state) if isinstance(state, TensorAwareStateDict) else state
     names: dict[int, str] = {}
@@ -159,7 +160,7 @@ def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
 
 
 def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Paths of a tensor and of the tensors inside of it."""
+    """Yield the paths of a tensor and of its inner tensors."""
     yield path, value
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return
@@ -175,7 +176,7 @@ def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:
-    """Arrays of numpy share memory without sharing a storage; each would undo what another got."""
+    """Refuse targets that share memory, as numpy arrays can: each would overwrite another."""
     flat = [(name, target) for name, target in targets.items() if is_flat(target)]
     if overlap := _find_overlap(flat):
         raise MismatchError(
@@ -186,7 +187,7 @@ def _require_apart(targets: dict[str, torch.Tensor]) -> None:
 
 
 def _find_overlap(flat: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Names of two flat tensors that share bytes, if there are any."""
+    """Return the names of two flat tensors that share bytes, if there are any."""
     runs = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + nbytes, name)
         for name, tensor in flat

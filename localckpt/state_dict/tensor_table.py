@@ -1,9 +1,9 @@
-"""Table of a state's tensors: the place of each in an image's slots, aliases and strides included.
+"""Table of a state's tensors: the slot of each in an image, and its place and strides in the slot.
 
-Tensors that share bytes share a slot and come back sharing bytes; a view that overlaps another is
-described by its place in the slot that covers both. A dense tensor is stored in the order in which
-its items lie in memory, whatever the order of its dimensions (channels_last). The table stands in
-the skeleton as JSON.
+Tensors that share bytes share a slot, and share bytes again after a load. Views that overlap are
+described by their places in one slot that covers all of them. A dense tensor is stored in memory
+order, whatever the order of its dimensions (channels_last). The table is stored in the skeleton as
+JSON.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ _SHARED = "shared:"
 _View = tuple[int, tuple[int, ...]]
 """Offset in bytes, and strides in items."""
 ARRAY = "array"
-"""The kind of a row that is an array of numpy, which lies in host memory wherever it is loaded."""
+"""Kind of an entry that is a numpy array, which is in host memory whatever the map_location."""
 
-# A blob of shared bytes starts on this boundary of its storage, which suits every dtype.
+# Blobs of shared bytes start at multiples of this offset in their storage, aligned for any dtype.
 _BLOB_ALIGN = 16
 
 
 class TableEntry(NamedTuple):
-    """One tensor: where its bytes are, and what it is.
+    """Description of one tensor, and the place of its bytes.
 
-    ``slot`` is ``None`` for a tensor without data (on the meta device). ``view`` is ``None`` for
-    the whole slot, contiguous, else (offset in bytes, strides in items).
+    ``slot`` is ``None`` for a tensor without data (on the meta device). ``view`` is ``None`` for a
+    contiguous tensor that fills its slot; for others it is (offset in bytes, strides in items).
     """
 
     slot: str | None
@@ -92,10 +92,10 @@ class TableEntry(NamedTuple):
         return dtype
 
     def reach_nbytes(self) -> int:
-        """Bytes of its slot that the tensor needs, from the slot's first byte on.
+        """Return the bytes that the tensor needs in its slot, from the slot's first byte on.
 
         Raises:
-            CorruptShardError: No tensor has such a dtype, or lies so.
+            CorruptShardError: There is no such dtype, or the tensor begins within an item.
         """
         itemsize = self.torch_dtype().itemsize
         if self.view is None:
@@ -110,12 +110,12 @@ class TableEntry(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """The strides in its slot; ``None`` if it is contiguous."""
+        """Strides of the tensor in its slot; ``None`` if it is contiguous."""
         return None if self.view is None else self.view[1]
 
     @property
     def is_blob(self) -> bool:
-        """True if the slot is a range of bytes of a storage, and no tensor's value."""
+        """True if the slot is a range of bytes of a storage rather than one tensor's value."""
         return self.slot is not None and self.slot.startswith(_SHARED)
 
 
@@ -123,10 +123,11 @@ class Source(NamedTuple):
     """Source of a slot: a tensor's value, or a range of bytes of its storage.
 
     Attributes:
-        number: Of the tensor.
-        span: The range, for a blob that several views share; ``None`` for the tensor's value.
-        strides: The tensor's in the slot, which tell the order of the items; ``None`` for its own
-            order.
+        number: Number of the tensor.
+        span: The range of bytes, for a blob that several views share; ``None`` for the tensor's
+            value.
+        strides: Strides of the tensor in the slot, which give the order of its items; ``None`` if
+            it is contiguous in the slot.
     """
 
     number: int
@@ -134,7 +135,7 @@ class Source(NamedTuple):
     strides: tuple[int, ...] | None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that is contiguous in the slot."""
+        """Return the view of the tensor whose contiguous bytes fill the slot."""
         if self.span is not None:
             return storage_bytes(tensor, self.span)
         return packed(tensor, self.strides)
@@ -144,7 +145,7 @@ class Source(NamedTuple):
 class TensorTable:
     """All tensors of a state, and the slots that hold their bytes.
 
-    ``sources[i]`` says what fills ``slots[i]``.
+    ``sources[i]`` is the source of the bytes of ``slots[i]``.
     """
 
     entries: tuple[TableEntry, ...]
@@ -160,7 +161,7 @@ class TensorTable:
 
 
 def parse_entries(text: bytes) -> tuple[TableEntry, ...]:
-    """Read the table's entries back.
+    """Parse the JSON text of a table.
 
     Raises:
         CorruptShardError: The text is no table.
@@ -189,9 +190,9 @@ def _parse_row(row: list[Any]) -> TableEntry:
 
 
 def signature(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> tuple[Any, ...]:
-    """All that :func:`build_table` depends on, cheap to compare with that of the last save."""
+    """Collect all that :func:`build_table` depends on, for a quick comparison between saves."""
     offsets = [int(t.storage_offset()) for t in tensors]
-    # Column by column takes half the time of row by row, and training waits for it.
+    # Lists per property take half the time of tuples per tensor, and training waits for this.
     storages = [
         (address := t.data_ptr()) and address - offset * t.itemsize
         for t, offset in zip(tensors, offsets, strict=True)
@@ -217,7 +218,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
 
     Args:
         tensors: Distinct tensor objects; strided, on any device.
-        names: ``id(tensor)`` to its path in the state, where known.
+        names: ``id(tensor)`` to the tensor's path in the state, where known.
     """
     slots: list[TensorSlot] = []
     sources: list[Source] = []
@@ -225,9 +226,9 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
     taken: set[str] = set(RESERVED_NAMES)
 
     def add_slot(number: int, span: tuple[int, int] | None) -> tuple[str, _View | None]:
-        """Add a slot; return its name, and the tensor's view of it, if it is the tensor's own."""
+        """Add a slot; return its name, and the tensor's view unless it is contiguous or a blob."""
         tensor = tensors[number]
-        # A name that is no text (half of a surrogate pair) would keep other tools from the file.
+        # A lone surrogate in a name would make the header invalid for other tools.
         wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
         strides = None
         if span is not None:
@@ -249,7 +250,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
             for number in cluster:
                 entries[number] = _entry(tensors[number], None, (0, tensors[number].stride()))
             continue
-        # Nearly every tensor is alone and flat, and a restart waits for this.
+        # A short cut for nearly every tensor, since a restart waits for this.
         is_flat_alone = len(cluster) == 1 and is_flat(first)
         base = cluster[0] if is_flat_alone else _covering_tensor(tensors, cluster)
         whole = None
@@ -259,7 +260,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
         else:
             spans = [byte_span(tensors[number]) for number in cluster]
             start = min(s for s, _ in spans) // _BLOB_ALIGN * _BLOB_ALIGN
-            # Storages that begin at the same byte (two arrays of numpy) may differ in length.
+            # Storages that begin at the same address (of two numpy arrays) may differ in length.
             longest = max(cluster, key=lambda n: tensors[n].untyped_storage().nbytes())
             name, _ = add_slot(longest, (start, max(e for _, e in spans)))
         for number in cluster:
@@ -273,9 +274,9 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
 
 
 def structures(entries: Sequence[TableEntry]) -> list[tuple[Any, ...]]:
-    """Properties that two states share, tensor by tensor, if one can be restored into the other.
+    """Return the properties that must be equal for one state to be loaded into another.
 
-    A tensor that has a slot for itself may have any strides on either side.
+    The strides of a tensor that is alone in its slot may differ.
     """
     views: dict[str | None, set[Any]] = {}
     for entry in entries:
@@ -297,19 +298,19 @@ def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
     offset, strides = entry.view
     sized = [(n, s) for n, s in zip(entry.shape, strides, strict=True) if n > 1]
     if views_of_slot > 1:
-        # Dimensions of 1 alone make no other view.
+        # The strides of dimensions of size 1 do not matter.
         contiguous = zip(entry.shape, _contiguous_strides(entry.shape), strict=True)
         return offset == 0 and sized == [(n, s) for n, s in contiguous if n > 1]
-    # What repeats its items cannot take the values of a tensor that does not.
+    # A tensor that repeats items (stride 0) cannot take the values of one that does not.
     return all(s > 0 for _, s in sized)
 
 
 def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The items of a tensor in the order in which they lie in its slot, none of them twice.
+    """View a tensor in the order of its items in the slot, with repeated items left out.
 
     Args:
         tensor: The tensor.
-        strides: Those in the slot; ``None`` for the tensor itself.
+        strides: Strides in the slot; ``None`` to return the tensor itself.
     """
     if strides is None:
         return tensor
@@ -323,19 +324,19 @@ def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tenso
 
 
 def _stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides that a tensor's value has in a slot of its own; ``None`` if it is contiguous.
+    """Choose the strides of a tensor's value in its own slot; ``None`` if contiguous.
 
-    Those of the tensor, unless there are gaps between its items or some lie in each other.
+    They are the tensor's own strides, unless its items have gaps between them or overlap.
     """
     shape, strides = tuple(tensor.shape), tensor.stride()
     if strides == _contiguous_strides(shape) or 0 in shape:
         return None
-    # Only a lazy tensor comes here with items that it repeats; they are stored once.
+    # Repeated items (stride 0), which only a lazy tensor can have here, are stored once.
     once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
     expected = 1
     for size, stride in sorted(zip(once, strides, strict=True), key=lambda pair: pair[::-1]):
         if size > 1 and stride != expected:
-            # Not dense.
+            # Not dense: stored contiguous.
             apart = zip(shape, once, _contiguous_strides(once), strict=True)
             strides = tuple(0 if n > 1 and m == 1 else stride for n, m, stride in apart)
             return None if once == shape else strides
@@ -344,7 +345,7 @@ def _stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a new, contiguous tensor, as torch makes them."""
+    """Return the strides that torch gives a new, contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -369,12 +370,12 @@ def _kind(tensor: torch.Tensor) -> str:
         return "parameter"
     if type(tensor) is ArrayTensor:
         return ARRAY
-    # What makes a buffer is an attribute, and asking torch for it takes ten times as long.
+    # An nn.Buffer is marked by an attribute; isinstance() alone takes ten times as long.
     return "buffer" if tensor.__dict__ and isinstance(tensor, torch.nn.Buffer) else "tensor"
 
 
 def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Numbers of tensors that share bytes, in the order of their first member."""
+    """Group the numbers of tensors that share bytes, in the order of the first members."""
     by_storage: dict[tuple[str, int], list[int]] = {}
     clusters: list[list[int]] = []
     for number, tensor in enumerate(tensors):
@@ -402,12 +403,12 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) -> int | None:
-    """The member whose own value holds all bytes of the cluster, if there is one."""
+    """Return the member whose value holds all bytes of the cluster, if there is one."""
     if all(same_view(tensors[n], tensors[cluster[0]]) for n in cluster):
         tensor = tensors[cluster[0]]
         start, stop = byte_span(tensor)
-        # A tensor that repeats its own bytes (expanded) is smaller as a view of them, unless they
-        # are not its value.
+        # An expanded tensor is stored smaller as a view of its bytes, unless it is lazy: then the
+        # bytes are not its value.
         repeats = tensor.numel() * tensor.itemsize > stop - start
         return None if repeats and not is_lazy(tensor) else cluster[0]
     spans = [byte_span(tensors[n]) for n in cluster]

@@ -30,6 +30,7 @@ from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
 from localckpt.managers.look import Finder
 from localckpt.managers.parts import Parts
+from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.managers.restoring import LoadOptions, restore, verify_again
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.replication.exchange import ExchangePlan
@@ -298,8 +299,12 @@ class Load:
                 opened.callback(source.close)
             if not all_well("open what peers need"):
                 return None
+            nbytes = sum(source.nbytes for source in sources.values())
+            progress = ReadProgress(f"sending {len(sources)} shards to peers", nbytes)
             try:
-                self._strategy.retrieve_image(plan, sources.__getitem__, reserve, timeout_s)
+                self._strategy.retrieve_image(
+                    plan, lambda id_: CountedSource(sources[id_], progress), reserve, timeout_s
+                )
             except PeerLostError:
                 raise
             except CheckpointingException:

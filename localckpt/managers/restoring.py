@@ -10,11 +10,12 @@ import torch
 
 from localckpt.errors import CorruptShardError, RestoreError, StorageError
 from localckpt.ids import ShardIdentity
+from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.state_dict.basic import TensorAwareStateDict, stateful_keys, wrapped
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
-from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
@@ -76,7 +77,9 @@ def _read(
     options: LoadOptions,
     allowed: SafeGlobals,
 ) -> tuple[Any, int]:
-    source = store.open(identity) if arrived is None else MemorySource(arrived)
+    source: ShardSource = MemorySource(arrived) if arrived is not None else store.open(identity)
+    if arrived is None:
+        source = CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
     try:
         into = None if options.into is None else find_targets(options.into, options.optional)
         reader = ImageReader(source, allowed, identity)

@@ -476,3 +476,23 @@ def test_a_request_that_is_frozen_twice_is_written_once(tmp_path: Path) -> None:
         for finalize in first.finalize_fns:
             finalize()
         assert manager.find_latest() == 1
+
+
+def test_a_long_load_logs_its_progress(
+    kind: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    state = {"w": torch.zeros(3 << 20)}
+    with make_manager(kind, root) as manager:
+        manager.save(state, 1)
+        assert manager.find_latest() == 1
+        manager.load()
+        quick = list(caplog.messages)
+        # No load of a test takes ten seconds.
+        monkeypatch.setattr("localckpt.managers.progress._EVERY_S", 0.0)
+        manager.load(into=state)
+
+    assert not [text for text in quick if text.startswith("reading")]
+    lines = [text for text in caplog.messages if text.startswith("reading")]
+    assert lines
+    assert all(" of 0.0 GB after " in text and "iteration 1" in text for text in lines)

@@ -93,7 +93,14 @@ class MismatchError(CheckpointingException):
 
 
 class PeerLostError(CheckpointingException):
-    """A rank did not answer before the deadline, or its connection broke."""
+    """A rank did not answer before the deadline, or its connection broke.
+
+    Attributes:
+        outcome_unknown: True if the other ranks may have agreed on an outcome that this one did not
+            hear, because the job's store did not answer.
+    """
+
+    outcome_unknown = False
 
 
 class NoReplicasAvailableError(CheckpointingException):

@@ -171,7 +171,7 @@ class Save:
             report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
             judge_fn=judge_save if is_judged else None,
             verdict_fn=self._take_verdict if is_judged else None,
-            failure_fns=[self.roll_back],
+            failure_fns=[self._fail],
             stop_fns=[self._stop_waiting],
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
@@ -358,8 +358,16 @@ class Save:
             )
         self._note_end("failed", error=error)
 
+    def _fail(self, error: BaseException) -> None:
+        """End the save in the place of :meth:`finalize`, after the error that its queue raises."""
+        if isinstance(error, PeerLostError) and error.outcome_unknown:
+            self.leave()
+        else:
+            self.roll_back(error)
+
     def leave(self) -> None:
         """Leave the save as it is: other ranks may have found it complete. Nobody finalizes it."""
+        self._await_exchanged()
         self._end()
         self._parts.store.release(self._all_slots())
         self._parts.known.forget(self.identity.iteration)

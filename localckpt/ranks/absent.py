@@ -73,9 +73,10 @@ class Absences:
         return _lost(
             f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
             f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "
-            f"saved before stands. find_latest() will tell"
+            f"saved before stands. find_latest() will tell",
+            outcome_unknown=True,
         )
 
 
-def _lost(text: str) -> Failure:
-    return Failure(PeerLostError.__name__, text)
+def _lost(text: str, **fields: bool) -> Failure:
+    return Failure(PeerLostError.__name__, text, dict(fields))

@@ -94,8 +94,10 @@ def store_errors(phase: str, limit_s: float = 0.0) -> Iterator[None]:
 
 def store_is_silent(phase: str, why: str) -> PeerLostError:
     """The error for a job's store that does not answer."""
-    return PeerLostError(
+    error = PeerLostError(
         f"could not {phase}: the job's key-value store does not answer ({why}). The process that "
         f"hosts it, most often on the first node, has probably died, or cannot be reached from "
         f"here; restart the job. What was saved before stands."
     )
+    error.outcome_unknown = True
+    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import localckpt
 from localckpt import CheckpointingException, PeerLostError, StorageError
+from localckpt.ranks.round import Round
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -231,6 +234,70 @@ def test_a_save_whose_peer_was_lost_is_not_found_and_goes_with_older_ones(node_d
     # Other ranks may have found it complete, so what was written is not removed at once.
     assert left == [{1, 2}, {1}]
     assert kept == [{4}, {4}]
+
+
+def _cut_off_from_the_store(store: dist.TCPStore) -> None:
+    """Shut this process's connections to the job's store down, as a network that fails does."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.getpeername()[1] == store.port:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _lose_the_store_before_the_verdict(rank: int, world_size: int) -> tuple[str, set[int]]:
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        announce("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", await_announced("port"), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    manager = make_manager("disk", node_store(), "job", keep_last=1)
+    queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
+    save(manager, state_of(rank, 1), 1, queue)
+    request, told = manager.save(state_of(rank, 2), 2, is_async=True), ""
+    if rank == 1:
+        report = Round.report
+
+        def report_and_be_cut_off(round_: Round, *args: Any, **options: Any) -> None:
+            report(round_, *args, **options)
+            # The last word of this rank: that it will not pass a certain poll.
+            if threading.current_thread() is not threading.main_thread() and round_.number == 3:
+                _cut_off_from_the_store(store)
+
+        Round.report = report_and_be_cut_off  # type: ignore[method-assign]
+    queue.schedule_async_request(request)
+    poll = lambda: queue.maybe_finalize_async_calls(blocking=True)  # noqa: E731
+    if rank == 1:
+        told = error_of(poll, PeerLostError)
+        announce("cut off")
+    else:
+        poll()
+        await_announced("cut off")
+    queue.close()
+    manager.close()
+    return told, iterations_on(node_store())
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_save_of_which_one_rank_heard_no_verdict_is_whole_if_the_others_completed_it(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+
+    (_, kept), (told, left) = run_ranks(
+        _lose_the_store_before_the_verdict, 2, init_group=False, store_per_node=nodes
+    )
+
+    assert "key-value store does not answer" in told
+    assert (kept, left) == ({2}, {1, 2})
+    assert run_ranks(_resume_newest, 2, store_per_node=nodes) == [2, 2]
+
+
+def _resume_newest(rank: int, world_size: int) -> int:
+    with make_manager("disk", node_store(), "job") as manager:
+        newest: int = manager.find_latest()
+        assert resume(manager, rank, newest) == "own node"
+        return newest
 
 
 def _two_under_way_and_the_first_fails(rank: int, world_size: int, kind: str) -> None:

@@ -375,6 +375,7 @@ def save_state_dict_async_finalize(
                     Written(storage_writer.retrieve_unnamed_results(), {})
                 ),
                 finish,
+                kind="finish the checkpoint",
             )
     except BaseException as error:
         storage_writer.give_up(error)

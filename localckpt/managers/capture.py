@@ -112,7 +112,8 @@ class StateCapture:
         with Attempt() as checking:
             state = wrapped(state)
             self.planner.capture(state)
-        ranks.settle(f"save iteration {iteration}", checking, grace_s=ranks.timeout_s)
+        phase = f"save iteration {iteration}"
+        ranks.settle(phase, checking, grace_s=ranks.timeout_s, kind="check the state")
         self._states_are_good = True
         return state
 

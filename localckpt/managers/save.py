@@ -140,7 +140,7 @@ class Save:
             self.protect()
             outcome = self.outcome().to_json()
         try:
-            self._agree(f"save iteration {self.identity.iteration}", keeping, outcome)
+            self._agree("save", keeping, outcome)
         except PeerLostError:
             # Others may have found it complete.
             self.leave()
@@ -291,7 +291,7 @@ class Save:
         if (verdict := self._verdict) is None:
             # Its queue is of another library, or has not asked the other ranks.
             outcome = self.outcome().to_json()
-            verdict = self._agree(f"finalize iteration {identity.iteration}", Attempt(), outcome)
+            verdict = self._agree("finalize", Attempt(), outcome)
         self._parts.known.remove(identity.checkpoint)
         if verdict.reached is None:
             # Not below its own count: a later save may be under way, and no number is used twice.
@@ -310,9 +310,10 @@ class Save:
         self._complete(verdict.reached)
         return verdict.reached
 
-    def _agree(self, phase: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
-        self._is_reported = self._parts.ranks.world_size > 1
-        self._take_verdict(self._parts.ranks.settle(phase, attempt, outcome, judge_save))
+    def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
+        ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
+        self._is_reported = ranks.world_size > 1
+        self._take_verdict(ranks.settle(phase, attempt, outcome, judge_save, kind=step))
         assert self._verdict is not None
         return self._verdict
 

@@ -172,7 +172,7 @@ class Deciding:
             heard = round_.hear(time.monotonic() + _AFTER_FIRST_S)
             heard = heard or self._give_up(round_, call.what, call.deadline.timeout_s)
             return Verdict.heard(heard, round_.part)
-        for rank, (*_, nbytes) in enumerate(reports):
+        for rank, (_, _, _, nbytes, _) in enumerate(reports):
             if nbytes and rank != self._rank:
                 data[rank] = round_.take_data(rank)
         return reports

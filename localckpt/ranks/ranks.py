@@ -168,6 +168,7 @@ class Ranks:
         *,
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
+        kind: str = "",
     ) -> Any:
         """As :meth:`decide`, for work that is done.
 
@@ -176,8 +177,9 @@ class Ranks:
             judge: As for :meth:`decide`; by default there is nothing to judge.
             attempt: How it ended here.
             result: What came of it, if it succeeded.
+            kind: What all ranks must do alike, where that is less than ``what``.
         """
-        return self._settle(what, attempt, result, judge, deadline, grace_s)
+        return self._settle(what, attempt, result, judge, deadline, grace_s, kind=kind)
 
     def merge(
         self,
@@ -197,13 +199,16 @@ class Ranks:
         )
         return dict(told)
 
-    def gather(self, what: str, record: Any, *, deadline: Deadline | None = None) -> list[Any]:
+    def gather(
+        self, what: str, record: Any, *, deadline: Deadline | None = None, kind: str = ""
+    ) -> list[Any]:
         """Give every rank's record to every rank: for few ranks, or short records.
 
         Args:
             what: What is being done, for the error message of whoever waits in vain.
             record: Anything that JSON can carry.
             deadline: As for :meth:`decide`.
+            kind: As for :meth:`settle`.
 
         Returns:
             The records in rank order.
@@ -211,10 +216,14 @@ class Ranks:
         Raises:
             PeerLostError, MismatchError: As :meth:`decide`.
         """
-        records: list[Any] = self.settle(what, Attempt(), record, _all, deadline=deadline)
+        records: list[Any] = self.settle(
+            what, Attempt(), record, _all, deadline=deadline, kind=kind
+        )
         return records
 
-    def act(self, what: str, work: Callable[[], T], act: Callable[[list[T]], V]) -> V:
+    def act(
+        self, what: str, work: Callable[[], T], act: Callable[[list[T]], V], *, kind: str = ""
+    ) -> V:
         """Do a part on each rank, and then one thing on the root for all, such as a commit.
 
         As :meth:`decide`, for work that may take long: a rank is seen to be in the call from its
@@ -226,6 +235,7 @@ class Ranks:
             what, work: As for :meth:`decide`.
             act: Called on the root with the results in rank order, once all are there. What it
                 returns is JSON, or :class:`PerRank`.
+            kind: As for :meth:`settle`.
         """
         self._part.require_same_world()
         if not self._part.is_alone:
@@ -240,7 +250,7 @@ class Ranks:
                 with suppress(PeerLostError):
                     self.post_failure(what, error)
             raise
-        verdict: V = self._settle(what, attempt, result, act, None, 0.0, acts=True)
+        verdict: V = self._settle(what, attempt, result, act, None, 0.0, acts=True, kind=kind)
         return verdict
 
     def see_off(self) -> None:
@@ -259,14 +269,16 @@ class Ranks:
         call = Call(what, Failure.of(failure), None, _nothing, Deadline.after(self.timeout_s))
         self._deciding.post(self._next_round(), call)
 
-    def attend(self, what: str, result: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """As :meth:`decide`, for work that is done, in a thread of its own and with no deadline.
+    def attend(
+        self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
+    ) -> Any:
+        """As :meth:`settle`, for work that is done, in a thread of its own and with no deadline.
 
         It waits on a connection of its own, until all ranks have reported, or another thread, of
         whichever rank, calls :meth:`give_up` or :meth:`leave`.
         """
         self._part.require_same_world()
-        call = Call(what, None, result, judge, Deadline(inf, inf))
+        call = Call(what, None, result, judge, Deadline(inf, inf), kind=kind)
         verdict = self._deciding.attend(self._next_round(), call)
         self._raise_failure(what, verdict, None)
         return verdict.value
@@ -293,13 +305,14 @@ class Ranks:
         grace_s: float,
         *,
         acts: bool = False,
+        kind: str = "",
     ) -> Any:
         failure, attempt.failure = attempt.failure, None
         mine = None if failure is None else Failure.of(failure)
         try:
             self._part.require_same_world()
             deadline = deadline or Deadline.after(self.timeout_s)
-            return self._meet(Call(what, mine, result, judge, deadline, grace_s, acts))
+            return self._meet(Call(what, mine, result, judge, deadline, grace_s, acts, kind))
         except CheckpointingException as error:
             if failure is None or mine is None:
                 raise

@@ -6,7 +6,6 @@ Reports and verdicts are JSON; nothing that a peer sends is executed.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +76,8 @@ class Call:
         deadline: Of the wait for other ranks.
         grace_s: The longest wait for them once some rank has failed, in seconds.
         acts: Whether ``judge`` does what is decided, too.
+        kind: What all ranks must do alike; empty for ``what``. Where that has numbers in it which
+            ``judge`` compares, this has none.
     """
 
     what: str
@@ -86,6 +87,7 @@ class Call:
     deadline: Deadline
     grace_s: float = 0.0
     acts: bool = False
+    kind: str = ""
 
     @property
     def data(self) -> bytes | None:
@@ -93,7 +95,7 @@ class Call:
         return self.result.data if isinstance(self.result, Message) else None
 
     def report(self) -> list[Any]:
-        """Describe the call, its failure, its result, and the number of bytes beside the report.
+        """Describe the call: name, failure, result, number of bytes beside the report, and kind.
 
         In a large report texts are cut; one that is too large to be sent is a failure.
         """
@@ -101,7 +103,8 @@ class Call:
         record = self.result if data is None else self.result.record
         nbytes = None if data is None else len(data)
         failure = self.failure and self.failure.to_json()
-        report = [short(self.what), failure, record, nbytes]
+        what, kind = short(self.what), short(self.kind or self.what)
+        report = [what, failure, record, nbytes, kind]
         if (size := len(json.dumps(report))) > _LARGE_NBYTES:
             report = with_short_texts(report)
             size = len(json.dumps(report))
@@ -111,7 +114,7 @@ class Call:
             f"could not {self.what}: this rank has {size} bytes to tell the others, and "
             f"{_MOST_NBYTES} can be sent. What was saved before stands"
         )
-        return [report[0], Failure(MismatchError.__name__, text).to_json(), None, None]
+        return [what, Failure(MismatchError.__name__, text).to_json(), None, None, kind]
 
 
 def judge_reports(
@@ -129,8 +132,7 @@ def judge_reports(
     Returns:
         The verdict, and the error of ``call.judge`` if it raised one.
     """
-    # Numbers tell which one of its kind a call is; whoever judges compares those.
-    if len({re.sub(r"\d+", "", said) for said, *_ in reports}) > 1:
+    if len({kind for *_, kind in reports}) > 1:
         at = said_by({rank: report[0] for rank, report in zip(ranks, reports, strict=True)})
         text = (
             f"the ranks do not do the same: {at}. All "

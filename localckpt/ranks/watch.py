@@ -33,6 +33,7 @@ _MARGIN = 1
 # The root gives up first, so that it is the one to say who did not come.
 _AFTER_ROOT = 1.1
 _LAST_WORDS_S = 3.0
+_AGREE = "agree on async call"
 _LEAVING_S = 1.0
 
 
@@ -244,11 +245,14 @@ class Watch:
     def _agree(self) -> None:
         """Agree on the calls that are over on all ranks; on one at least."""
         over = list(takewhile(lambda call: call.ending.done(), tuple(self._calls)))
-        what, since = f"agree on async call {over[0].number}", over[0].since
+        # The numbers are compared by the judge.
+        what, since = f"{_AGREE} {over[0].number}", over[0].since
         try:
             ends = [call.end().to_json() for call in over]
-            judged = self._ranks.attend(what, ends, lambda told: self._judge(over, told))
-            due = since + 1 + self._ranks.attend(what, self._promise() - since, max)
+            judged = self._ranks.attend(
+                what, ends, lambda told: self._judge(over, told), kind=_AGREE
+            )
+            due = since + 1 + self._ranks.attend(what, self._promise() - since, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])
             return

@@ -159,6 +159,7 @@ class MemberStrategy(ReplicationStrategy):
             f"announce iteration {ckpt_id.iteration} for replication",
             asdict(mine),
             deadline=Deadline.after(timeout_s),
+            kind="announce for replication",
         )
         announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
         _require_agreement(announced)

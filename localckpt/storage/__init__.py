@@ -1,1 +1,1 @@
-"""Image to this node's disk or memory and back: no torch.distributed."""
+"""Storage of images on this node's disk or in its memory, without torch.distributed."""

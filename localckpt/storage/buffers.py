@@ -1,8 +1,8 @@
-"""Memory that images are staged in: made once, faulted in once, used again at every save.
+"""Staging buffers for images: allocated and faulted in once, and reused by every save.
 
-Private buffers lie on 2 MiB pages, which a thread of the trainer writes out fastest. Shared buffers
-are files in shared memory, for a writer in another process, which is given their name. Forks of the
-trainer (data loader workers) have neither: a fork that is to write finds shared memory by its name.
+Private buffers are on 2 MiB pages, which a thread of the trainer writes to disk fastest. Shared
+buffers are files in shared memory, for a writer in another process, which opens them by path. Forks
+of the trainer (data loader workers) inherit neither; a fork that writes maps shared buffers anew.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class Buffer(ABC):
-    """Page-aligned memory of a fixed size, and whether a save is using it."""
+    """Page-aligned memory of a fixed size that saves reserve and give back."""
 
     owner: Hashable = None
-    """Last owner: tells a slot whether the buffer is still its own."""
+    """Last owner; a slot compares it to know whether the buffer is still its own."""
     is_being_sent = False
-    """True while other ranks still get the bytes; the buffer is not free before they have them."""
+    """True while the bytes are being sent to other ranks; the buffer then counts as in use."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -51,47 +51,47 @@ class Buffer(ABC):
 
     @property
     def view(self) -> memoryview:
-        """All bytes, writable; a whole number of pages. Empty once it is closed."""
+        """All bytes, writable; a whole number of pages. Empty once the buffer is closed."""
         if os.getpid() != self._process:
             self._map_in_fork()
         return self._view
 
     @abstractmethod
     def _map_in_fork(self) -> None:
-        """Map the bytes in this process, which is a fork of the one that made the buffer.
+        """Map the bytes in this process, a fork of the process that made the buffer.
 
         Raises:
-            CheckpointingException: Only the process that made it has them.
+            CheckpointingException: The memory is private to the process that made it.
         """
 
     @property
     @abstractmethod
     def in_use(self) -> bool:
-        """True if a save has taken the buffer, and nobody has given it back."""
+        """True if a save has taken the buffer, and it was not given back since."""
 
     def take(self, owner: Hashable = None) -> None:
-        """Reserve it for an owner, which can be named."""
-        # The owner first: memory that is in use always has one.
+        """Reserve the buffer, and record its owner."""
+        # Set before the buffer is in use, so that an interrupt leaves none in use without owner.
         self.owner = owner
 
     @abstractmethod
     def give_back(self) -> None:
-        """Release the buffer, from whatever process is done with the bytes."""
+        """Release the buffer; any process that maps it may do so."""
 
     @abstractmethod
     def close(self) -> None:
         """Free the memory. May be called twice."""
 
     def pin(self, device: torch.device) -> None:
-        """Lock the pages for CUDA, so that copies from a GPU run at full speed and behind its work.
+        """Page-lock the memory for CUDA, so that copies from a GPU are fast and asynchronous.
 
-        Without CUDA, or where the driver refuses, copies are slower and as correct.
+        Without CUDA, or where the driver refuses, copies are slower but correct.
         """
         import torch
 
         if self._pinned or self._pin_refused or not torch.cuda.is_available():
             return
-        # The device's context is there already; another's would take memory on its GPU.
+        # On the tensors' device, which has a CUDA context; a new context would take GPU memory.
         with torch.cuda.device(device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = runtime.cudaHostRegister(address_of(self.view), len(self.view), 0)
@@ -99,7 +99,7 @@ class Buffer(ABC):
         if not self._pinned:
             self._pin_refused = True
             logger.warning("CUDA cannot pin %d bytes (error %s)", len(self.view), int(code))
-            # CUDA keeps the refusal, and the next kernel of this thread would raise it: this one.
+            # CUDA reports the refusal again at this thread's next kernel, so launch one here.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=device)
 
@@ -121,12 +121,12 @@ _ONLY_HERE = (
 
 
 class PrivateBuffer(Buffer):
-    """Memory of this process alone, on 2 MiB pages where the system gives them."""
+    """Memory of this process alone, on 2 MiB pages if the kernel has them."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
         size = round_up(max(nbytes, 1), HUGE_PAGE_NBYTES)
-        # One page more, to start on a 2 MiB boundary.
+        # One huge page more, so that the buffer can start at a 2 MiB boundary.
         whole = map_memory(size + HUGE_PAGE_NBYTES)
         skip = -address_of(whole) % HUGE_PAGE_NBYTES
         self._view = whole[skip : skip + size]
@@ -147,7 +147,7 @@ class PrivateBuffer(Buffer):
 
     def close(self) -> None:
         self._unpin()
-        # The memory itself goes when the last slice of it that is still referred to does.
+        # The memory is freed with the last view of it.
         self._view = memoryview(b"")
 
     def _map_in_fork(self) -> NoReturn:
@@ -158,14 +158,15 @@ class PrivateBuffer(Buffer):
 
 
 class SharedBuffer(Buffer):
-    """A file in shared memory, mapped; in another process it is found by its path.
+    """Mapped file in shared memory, which other processes open by its path.
 
-    The byte after the buffer's own says whether it is in use, for every process that maps it.
+    The byte after the buffer's bytes is 1 while the buffer is in use, for all processes that map
+    it.
 
     Args:
         path: The file.
-        nbytes: Bytes to hold.
-        create: Make the file, which must not exist; else map the one that is there.
+        nbytes: Size of the buffer.
+        create: True to make the file, which must not exist; False to map an existing one.
         to_read: As for :func:`map_shared`.
     """
 
@@ -193,7 +194,7 @@ class SharedBuffer(Buffer):
 
     def close(self) -> None:
         self._unpin()
-        # Whoever was still using it may give it back later.
+        # A dummy flag, since give_back() may still be called after this.
         self._view, self._whole = memoryview(b""), memoryview(bytearray(1))
         self._remove()
 
@@ -207,7 +208,7 @@ class SharedBuffer(Buffer):
         self._process = os.getpid()
 
     def _flag(self) -> memoryview:
-        """The byte that says whether it is in use."""
+        """Return the byte that is 1 while the buffer is in use."""
         return self._whole[len(self.view) :][:1]
 
     def __reduce__(self) -> tuple[Callable[..., SharedBuffer], tuple[Path, int]]:
@@ -228,13 +229,13 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
 
     Args:
         path: The file.
-        nbytes: How much of it to map.
-        create: Make it; it must not exist.
-        to_read: Map pages only as they are read, which comes cheaper than having all of them ready
-            to be written to.
+        nbytes: Size of the mapping.
+        create: True to make the file, which must not exist.
+        to_read: True to map pages as they are read, which is cheaper than to fault in all of them
+            for writing.
 
     Raises:
-        StorageError: There is no room, or the file cannot be had.
+        StorageError: There is no room, or the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
     with storage_errors("map shared memory in", path):
@@ -246,14 +247,15 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
                     os.ftruncate(fd, nbytes)
                 memory = map_memory(nbytes, fd)
                 try:
-                    # Pages come in the size that a mapping asks for only if they come through it.
+                    # Before posix_fallocate, which would allocate small pages.
                     prefer_huge_pages(address_of(memory), nbytes)
                     if not to_read:
                         populate(address_of(memory), nbytes)
-                    # Pages that are only promised are a SIGBUS when there is no memory left.
+                    # Without reserved pages, a write to the mapping is a SIGBUS once memory is
+                    # full.
                     os.posix_fallocate(fd, 0, nbytes)
                 except BaseException:
-                    # Else the error would keep the pages by this variable.
+                    # The error's traceback keeps this variable, which would keep the pages.
                     del memory
                     raise
         except BaseException:

@@ -1,7 +1,7 @@
-"""View of a store from outside, while a job uses it or long after: nothing is changed, or locked.
+"""Read-only view of a store, which takes no locks; a job may use the store at the same time.
 
-Files come, go and are recycled meanwhile. What was read of one counts only if it still has its name
-afterwards, and is the same file: one that a job retires loses its name first.
+Files may appear, vanish or be recycled during a read. The result of a read counts only if the path
+still names the same file afterwards: a job renames a file before overwriting it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LOOKS = 4
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file that holds a shard, as far as its header says."""
+    """File that holds a piece, identified by its header."""
 
     path: Path
     record: ShardRecord
@@ -63,7 +63,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class UncountedFile:
-    """A file that is named like a shard, and is none of this session that can be read."""
+    """File that is named like a shard but cannot be used as one of this session."""
 
     path: Path
     nbytes: int
@@ -71,30 +71,30 @@ class UncountedFile:
 
     @property
     def description(self) -> str:
-        """Text of the problem, with what the file says that it is."""
+        """Text of the problem, with the identity that the file claims."""
         claim, text = self.problem.claim, self.problem.text
         return f"it claims to be {claim}, and {text}" if claim else text
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file that may go: one that is being written, waits to be overwritten, or is in quarantine.
+    """File that can be removed: unfinished, recycled, in quarantine, or a staging buffer.
 
-    A shard is one only if it is asked for, by its epoch.
+    Shards are leftovers only in the result of :meth:`SessionFolder.of_epoch`.
     """
 
     path: Path
     nbytes: int
     kind: LeftoverKind
     is_live: bool
-    """True if the process that it belongs to still runs."""
+    """True if the process that owns the file still runs."""
 
 
 class SessionFolder:
-    """One training run's part of a store.
+    """Directory of one session (training run) in a store.
 
     Args:
-        folder: Its directory.
+        folder: Path of the directory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class SessionFolder:
         self.session_id = session_of(folder.name)
 
     def shards(self) -> tuple[list[ShardFile], list[UncountedFile]]:
-        """All files named like shards, judged by their headers.
+        """Read the headers of all files that are named like shards.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -113,7 +113,7 @@ class SessionFolder:
             for _ in range(_LOOKS):
                 paths = _files(folder, SHARD)
                 files = [self._examine(path, read_verified_record) for path in paths]
-                # In place of one that was retired, another came that was not seen yet.
+                # A file vanished: a new one, not listed yet, may have taken its place.
                 if None not in files:
                     break
             found += [file for file in files if isinstance(file, ShardFile)]
@@ -121,21 +121,21 @@ class SessionFolder:
         return found, uncounted
 
     def verify_again(self, path: Path) -> ShardFile | UncountedFile | None:
-        """Read a file in quarantine, and check every block, as :meth:`verify` does."""
+        """Verify header and blocks of a file in quarantine; returns as :meth:`verify` does."""
         file = self._examine(path, read_verified_record)
         return self.verify(file, lambda _: None) if isinstance(file, ShardFile) else file
 
     def verify(
         self, shard: ShardFile, on_read: Callable[[int], None]
     ) -> ShardFile | UncountedFile | None:
-        """Read a shard whole, and check every block.
+        """Read a whole shard, and verify every block.
 
         Args:
-            shard: From :meth:`shards`.
-            on_read: Told how many bytes have been read, each time that some have.
+            shard: A file from :meth:`shards`.
+            on_read: Called with the number of bytes after each read.
 
         Returns:
-            What it is; ``None`` if it has lost its name meanwhile.
+            The shard if it is good; ``None`` if the file was renamed or removed during the read.
         """
 
         def examine(source: FileSource) -> ShardRecord:
@@ -144,13 +144,13 @@ class SessionFolder:
 
         found = self._examine(shard.path, examine)
         if isinstance(found, UncountedFile):
-            # Its header is verified, and no mere claim.
+            # The header is verified, so the identity is part of the text rather than a claim.
             problem = replace(found.problem, text=str(found.problem), claim="")
             return replace(found, problem=problem)
         return found
 
     def noted_lineages(self) -> list[Lineage]:
-        """Lineages of the attempts that began here last, as far as their notes can be read.
+        """Return the lineages in the epoch notes of all ranks' folders, where readable.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -163,7 +163,7 @@ class SessionFolder:
         return found
 
     def of_epoch(self, epoch: EpochId) -> list[Leftover]:
-        """The shards of one epoch; live are those that a running process saved, or may have.
+        """List the shards of one epoch; live are those that a running process may have saved.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -173,7 +173,7 @@ class SessionFolder:
         for folder in _folders(self.folder):
             with _readable(folder / OWNER_NAME):
                 number, lineage = epoch_note(folder)
-                # An attempt that has not saved yet may still want anything.
+                # An attempt that has not saved yet may still load any shard.
                 has_begun = lineage is not None and number == str(lineage.epoch.number)
                 is_own = not has_begun or (lineage is not None and lineage.epoch == epoch)
                 is_live[folder] = is_own and owner_of(folder) in running
@@ -184,7 +184,7 @@ class SessionFolder:
         ]
 
     def leftovers(self) -> list[Leftover]:
-        """Files that are no shards, in the folders of all ranks.
+        """List unfinished, recycled and quarantined files in the folders of all ranks.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -202,7 +202,7 @@ class SessionFolder:
         return found
 
     def corrupt_files(self) -> list[Path]:
-        """Files in quarantine, in the folders of all ranks.
+        """List the files in quarantine in the folders of all ranks.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -239,7 +239,7 @@ class SessionFolder:
 
 
 def find_sessions(root: Path) -> list[SessionFolder]:
-    """The sessions of a store.
+    """List the sessions of a store.
 
     Raises:
         StorageError: The directory is no store, or cannot be read.
@@ -256,7 +256,7 @@ def find_sessions(root: Path) -> list[SessionFolder]:
 
 
 def node_token(root: Path) -> str | None:
-    """The name of the node that a store belongs to; ``None`` if it has none that can be read."""
+    """Read the token that names a store's node; ``None`` if there is none or it is unreadable."""
     try:
         return read_note(root / TOKEN_NAME).strip() or None
     except OSError:
@@ -264,21 +264,21 @@ def node_token(root: Path) -> str | None:
 
 
 def uncounted_file(path: Path, error: CheckpointingException) -> UncountedFile:
-    """Description of a file that cannot be used."""
+    """Describe a file that cannot be used because of an error."""
     status = _status(path)
     return UncountedFile(path, 0 if status is None else status.st_size, Problem.of(error, path))
 
 
 def find_staging() -> list[Leftover]:
-    """Staging buffers in this node's shared memory, whatever store they are for.
+    """List the staging buffers in this node's shared memory, of all stores.
 
-    Those of other users are left out, unless this is root.
+    Only root sees the buffers of other users.
     """
     running = Running()
     found = []
     for path in find_buffers():
         live, status = is_live(path, running), _status(path)
-        # A lock that a dead process has left is removed with its buffers, or without any.
+        # The lock file of a live process is no leftover; that of a dead process is one.
         if live and not is_buffer(path):
             continue
         if live is None or status is None or os.geteuid() not in (0, status.st_uid):

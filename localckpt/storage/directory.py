@@ -1,9 +1,9 @@
-"""A store in a directory: the folders of all ranks of a node, read by all, each written by one.
+"""Store in a directory with a folder for each rank of the node.
 
-``root/<session>/<rank>/`` holds a file for each (iteration, owner) that the rank keeps. A file's
-name only tells files apart; what a shard is, is read from its header. Files leave by losing their
-name and becoming recycled files, which later saves overwrite. Where slots have their memory, the
-subclasses say.
+Every rank reads all folders and writes only its own. ``root/<session>/<rank>/`` holds one file for
+each piece that the rank keeps. File names only need to differ; a piece's identity is read from its
+header. A retired file is renamed to a recycled file, which a later save overwrites. Subclasses
+choose the memory of slots.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 def one_at_a_time(
     method: Callable[Concatenate[StoreT, P], T],
 ) -> Callable[Concatenate[StoreT, P], T]:
-    """A method of a store that several threads may call."""
+    """Decorate a method of a store so that only one thread at a time runs it."""
 
     @wraps(method)
     def guarded(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -63,20 +63,20 @@ def one_at_a_time(
 
 
 class DirectoryStore(Store):
-    """The shards of one session on this node, seen by one rank.
+    """Store of one rank for the pieces of one session on this node.
 
     Args:
-        root: The store's directory; made, for this user alone, where it is not there.
+        root: The store's directory; made with access for this user alone if it is missing.
         session_id: The training run.
-        rank: Whose folder this process writes.
-        timeout_s: How long to wait for another process that is starting here.
+        rank: Rank whose folder this process writes.
+        timeout_s: Deadline, in seconds, of a wait for another process that starts or ends here.
 
     Raises:
         StorageError: The directory cannot be used, or a live process of another job owns the
             rank's folder.
 
     Attributes:
-        on_quarantine: Called with each file that is put in quarantine, and what is wrong with it.
+        on_quarantine: Called with the path and the problem of each file put in quarantine.
     """
 
     claim: SeenFolder
@@ -103,7 +103,7 @@ class DirectoryStore(Store):
     @property
     def image_nbytes(self) -> Mapping[Piece, int]:
         """Size of the last image of each piece that this rank keeps."""
-        # A copy: other threads reserve slots as well.
+        # A copy, since other threads reserve slots at the same time.
         return dict(self._sizes)
 
     def reserve(
@@ -136,13 +136,13 @@ class DirectoryStore(Store):
             final=self._free_path(slot.identity),
             **options,
         )
-        # Here, since it is the thread that reserves such slots.
+        # Prepared here, in the thread that also reserves slots of this piece.
         self.prepare(slot.identity.piece, slot.nbytes, slot.gpu)
 
     @one_at_a_time
     def _remove(self, identity: ShardIdentity) -> None:
         path = self._path(identity)
-        # First: who still writes it cannot give it its name any more.
+        # The dirty file first, so that a writer that is still running cannot commit it.
         with storage_errors("remove", path):
             self._dirty(identity).unlink(missing_ok=True)
         self._recycle(identity, path)
@@ -152,9 +152,9 @@ class DirectoryStore(Store):
         path = self._path(identity)
         with storage_errors("clean up", self.folder):
             if path.is_file():
-                # So that it is retired with others of its age.
+                # Listed, so that prune() retires the file later.
                 self._shards[identity] = path
-            # Most are committed by then: nothing is asked of the disk for them.
+            # Most pieces are committed by then, and need no write to the disk here.
             is_there = os.path.lexists(self._dirty(identity))
             if is_there:
                 self._dirty(identity).unlink(missing_ok=True)
@@ -166,36 +166,38 @@ class DirectoryStore(Store):
 
     @abstractmethod
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
-        """Have memory for the next saves made in the background, if it is not there.
+        """Make memory for the next saves of a piece in the background, if it is missing.
 
         Args:
-            piece: What it is for.
-            nbytes: Their size.
-            gpu: The GPU that they are copied from; ``None`` for none.
+            piece: The piece.
+            nbytes: Size of its image.
+            gpu: GPU that tensors are copied from; ``None`` for none.
         """
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Return whether a save would have to wait for an older one."""
+        """Return whether a new save would have to wait for an older one's memory."""
 
     @abstractmethod
     def planned_nbytes(self) -> tuple[int, int, bool]:
-        """Bytes of staging memory and of what is kept in memory, once all of it is in use.
+        """Compute the memory that this rank uses at most.
 
-        The last value says whether that is shared memory.
+        Returns:
+            Bytes of staging buffers, bytes of checkpoints kept in memory, and True if both are
+            shared memory.
         """
 
     @abstractmethod
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
-        """A shard's file has become a recycled file."""
+        """Note that a shard's file has become a recycled file."""
 
-    # What is kept.
+    # Stored pieces.
 
     @one_at_a_time
     def list_stored(self) -> list[Stored]:
-        """All shards of the session on this node, whoever wrote them, with intact headers.
+        """List all ranks' pieces of the session on this node, and the files that cannot be used.
 
-        Beside them, files that cannot be used, those in quarantine among them.
+        A damaged file is put in quarantine; files in quarantine are listed with their problem.
         """
         with storage_errors("read", self._session):
             os.scandir(self._session).close()
@@ -209,13 +211,13 @@ class DirectoryStore(Store):
                 stored.append(Stored(shard.path.name, shard.record))
         for file in bad:
             if file.problem.kind == "damaged":
-                # Under its name it would be read at every start, and never be retired. A file of
-                # another version keeps its name: whoever wrote it can read it.
+                # With its name, a damaged file would be read at every start and never be retired.
+                # A file of another version keeps its name, since that version can read it.
                 self._quarantine(file.path, file.problem)
             else:
                 logger.warning("%s is not counted: %s", file.path, file.problem)
                 stored.append(Stored(file.path.name, problem=file.problem))
-        # Only now: an interrupt must not leave shards out, which nobody would retire then.
+        # Assigned at the end: after an interrupt, pieces missing here would never be retired.
         self._shards = shards
         quarantined = session.corrupt_files()
         return stored + [Stored(path.name, problem=why_quarantined(path)) for path in quarantined]
@@ -223,7 +225,7 @@ class DirectoryStore(Store):
     @one_at_a_time
     def open(self, identity: ShardIdentity) -> FileSource:
         if identity not in self._shards:
-            # Another rank may have written it since this one looked.
+            # Another rank may have written the piece since the last listing.
             self.list_stored()
         path = self._shards.get(identity)
         if path is None:
@@ -243,12 +245,12 @@ class DirectoryStore(Store):
         """Turn shards of this rank that are no longer wanted into recycled files.
 
         Args:
-            is_over: Says of a shard whether it goes.
-            adopted_ranks: Ranks whose folders nobody on this node writes any more; their old shards
-                go with this rank's.
+            is_over: Returns True for a shard that is no longer wanted.
+            adopted_ranks: Ranks whose folders nobody on this node writes any more; their unwanted
+                shards and recycled files are removed.
 
         Returns:
-            How many shards are over that were here.
+            Number of unwanted shards on this node.
         """
         old = [(identity, path) for identity, path in self._shards.items() if is_over(identity)]
         for identity, path in old:
@@ -259,7 +261,7 @@ class DirectoryStore(Store):
             folder = self._session / str(rank)
             there = [(identity, path) for identity, path in old if path.parent == folder]
             with storage_errors("clean up", folder):
-                # No save of this rank needs its recycled files: it has those of its own.
+                # This rank's saves overwrite recycled files of this rank's folder only.
                 recycled = list(folder.glob(f"*{RECYCLED}"))
                 if (there or recycled) and owner_of(folder) not in running:
                     for path in (*(path for _, path in there), *recycled):
@@ -269,18 +271,20 @@ class DirectoryStore(Store):
 
     @one_at_a_time
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
-        """Rename a bad shard, so that it is not found again but can be looked at."""
+        """Rename a bad shard, so that it is never read again but kept for inspection."""
         path = self._shards.pop(identity, None)
         if path is not None:
             self._quarantine(path, problem)
 
     @contextmanager
     def replacing(self, identity: ShardIdentity, problem: Problem | None) -> Iterator[None]:
-        """Inside, a shard is written; a bad one that is here is found until the new one is.
+        """Context in which a good copy of a shard is written to replace a bad one.
+
+        The bad copy can be found until the good one is committed.
 
         Args:
-            identity: Of the shard.
-            problem: What is wrong with the one that is here; ``None`` if there is none.
+            identity: Identity of the shard.
+            problem: Problem of the bad copy; ``None`` if there is no bad copy.
         """
         if problem is None:
             yield
@@ -288,7 +292,7 @@ class DirectoryStore(Store):
         with self._lock:
             bad = self._shards.get(identity)
             if bad == self._path(identity):
-                # Under its second name it is there when the new one has taken the first.
+                # A second name keeps the bad file when the good one takes the first name.
                 self._quarantine(bad, problem, stays=True)
         yield
         with self._lock:
@@ -296,29 +300,29 @@ class DirectoryStore(Store):
                 self._quarantine(bad, problem)
 
     def images(self) -> list[Path]:
-        """Files of this rank's folder that hold an image, will hold one, or did."""
+        """List the image files of this rank's folder: committed, unfinished and recycled."""
         with storage_errors("read", self.folder):
             return [path for path in self.folder.iterdir() if path.name.endswith(_IMAGES)]
 
     def check_space(self, checkpoints: int, ranks: int) -> None:
-        """Compare what is going to be kept with what there is; see :func:`preflight.check_space`.
+        """Check that checkpoints fit on the file system; see :func:`preflight.check_space`.
 
         Args:
-            checkpoints: How many there will be at once, of images as large as the last.
-            ranks: How many ranks of the job share the file system.
+            checkpoints: Number of checkpoints kept at once, with images as large as the last.
+            ranks: Number of ranks of the job that share the file system.
 
         Raises:
-            StorageError: There is no room for what this rank alone will keep.
+            StorageError: There is no room for the checkpoints of this rank alone.
         """
         with storage_errors("look at", self.folder):
-            # First: what is being made ahead of time meanwhile counts as there, not as missing.
+            # Before the files: a file made between the two calls then counts twice, not never.
             status = os.statvfs(self.folder)
-        # Twice, since a file that is renamed meanwhile may be missed.
+        # Listed twice, since one listing may miss a file that is renamed meanwhile.
         there = {**self._nbytes_by_inode(), **self._nbytes_by_inode()}
         check_space(self.folder, status, there, self.image_nbytes.values(), checkpoints, ranks)
 
     def _nbytes_by_inode(self) -> dict[int, int]:
-        """The disk space of all files of the session with images, or room for them."""
+        """Return the disk space of each image file of the session, by inode."""
         found = {}
         with storage_errors("read", self._session):
             for path in self._session.glob("*/*"):
@@ -329,10 +333,7 @@ class DirectoryStore(Store):
         return found
 
     def close(self) -> None:
-        """Remove recycled files, and what was begun of shards that are not written, and leave.
-
-        In a fork it does nothing.
-        """
+        """Remove recycled and unfinished files, and release the folder. Does nothing in a fork."""
         if self._process != os.getpid():
             return
         self._closed = True
@@ -353,9 +354,9 @@ class DirectoryStore(Store):
         return self.folder / shard_name(identity)
 
     def _free_path(self, identity: ShardIdentity) -> Path:
-        """:meth:`_path`, for a shard that is about to be written.
+        """Return :meth:`_path` of a shard that is about to be written, which it may overwrite.
 
-        Another shard that somebody gave this name gets one of its own: it may be the only copy.
+        Another shard that has this name is renamed, since it may be the only copy.
         """
         path = self._path(identity)
         misnamed = [i for i, held in self._shards.items() if held == path and i != identity]
@@ -371,10 +372,13 @@ class DirectoryStore(Store):
         return self._path(identity).with_suffix(f"{SHARD}{DIRTY}")
 
     def _claim_recycled(self, identity: ShardIdentity, nbytes: int) -> str | None:
-        """Give a recycled file a shard's dirty name; its old name, or ``None`` without any.
+        """Rename a recycled file to a shard's dirty name.
 
-        Of several it is the one that comes nearest in size: a shard and a piece that is
-        far smaller are not to change places at every save.
+        The file nearest in size is chosen, so that a shard and a much smaller piece do not exchange
+        files at every save.
+
+        Returns:
+            The old name of the file; ``None`` if there is no recycled file.
         """
         sizes = {}
         for path in sorted(self.folder.glob(f"*{RECYCLED}")):
@@ -383,7 +387,7 @@ class DirectoryStore(Store):
         for path, status in sorted(sizes.items(), key=lambda s: abs(s[1].st_size - nbytes)):
             try:
                 if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                    # It has another name, a backup's perhaps, under which it must not change.
+                    # The file has a second name, perhaps a backup's, whose bytes must not change.
                     path.unlink()
                     continue
                 if stat.S_ISFIFO(status.st_mode):
@@ -398,7 +402,7 @@ class DirectoryStore(Store):
         recycled = self.folder / f"{path.stem}.{secrets.token_hex(4)}{RECYCLED}"
         with storage_errors("retire", path):
             if self._closed:
-                # No save of this rank will want it.
+                # No later save of this rank could overwrite it.
                 path.unlink(missing_ok=True)
             else:
                 with suppress(FileNotFoundError):

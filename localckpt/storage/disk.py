@@ -1,6 +1,6 @@
-"""Stores of files on the node's own disk, whose slots have their memory in a pool of buffers.
+"""Stores on the node's disk, with a pool of staging buffers.
 
-``ReadOnlyStore`` is for a process that only reads: nothing is made, renamed or claimed in its
+``ReadOnlyStore`` is for a process that only reads: it makes, renames and claims nothing in the
 directory.
 """
 
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class PooledStore(DirectoryStore):
-    """A directory, and buffers.
+    """Directory store whose slots use a pool of staging buffers.
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        make_buffer: Makes a buffer that holds a number of bytes.
-        num_buffers: How many saves can be under way.
+        make_buffer: Makes a buffer of at least a number of bytes.
+        num_buffers: Number of saves that can be under way at once.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PooledStore(DirectoryStore):
         super().close()
 
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
-        # For a load, the buffer that this rank's next save will want anyway.
+        # A load also takes a staging buffer, since this rank's next save needs one anyway.
         return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
 
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
@@ -82,17 +82,18 @@ class PooledStore(DirectoryStore):
             self._drop_memory(slot)
 
     def _drop_memory(self, slot: Slot) -> None:
-        # By its owner: an interrupt may have come before the slot knew what it has.
+        # By owner, since an interrupt may have come before slot.take() recorded the buffer.
         self._pool.release(slot)
 
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
-        """Do nothing: files on disk are found again by name."""
+        """Do nothing: recycled files on disk are found by name."""
 
 
 class ReadOnlyStore(PooledStore):
-    """Shards of a session on this node, on disk or in shared memory, beside whoever writes them.
+    """Store for reading a session's pieces on this node, on disk or in shared memory.
 
-    A file that the job of this session retires while it is read is an error of that read.
+    A job may write the session at the same time; a read of a file that the job retires meanwhile
+    raises.
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`; the directory may be
@@ -110,7 +111,7 @@ class ReadOnlyStore(PooledStore):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
-        # Also a shard that is computed is for this load alone.
+        # Never kept: a shard recovered from redundancy serves this load alone.
         return super().reserve(identity, nbytes, timeout_s, is_kept=False)
 
     def list_stored(self) -> list[Stored]:
@@ -124,13 +125,13 @@ class ReadOnlyStore(PooledStore):
 
 
 class DiskStore(PooledStore):
-    """A directory on the node's disk.
+    """Store in a directory on the node's disk.
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        writer: Who writes: a ``"thread"`` of this process, from private memory, or another
-            ``"process"``, from shared memory.
-        num_buffers: How many saves can be under way.
+        writer: ``"thread"`` for writes by a thread of this process, from private memory;
+            ``"process"`` for writes by another process, from shared memory.
+        num_buffers: Number of saves that can be under way at once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Errors of the operating system, as errors that say what to do."""
+"""Conversion of errors of the operating system into errors that say what to do."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ADVICE = {
 
 
 class storage_errors:
-    """Raise :class:`StorageError` for any OSError inside.
+    """Context that raises :class:`StorageError` for any OSError inside.
 
-    Not a generator with ``contextmanager``: since Python 3.12 an error that passes through one is
-    part of a reference cycle, which keeps the variables of all its calls, memory of the store
-    among them, until the garbage collector runs.
+    Not a generator with ``contextmanager``: since Python 3.12, an error that passes through one is
+    part of a reference cycle, which keeps the variables of all frames in its traceback, and with
+    them memory of the store, until the garbage collector runs.
 
     Args:
-        what: What is being done, as in "could not <what> <path>".
-        path: On which file or directory.
+        what: Verb for the message "could not <what> <path>".
+        path: File or directory for that message.
     """
 
     __slots__ = ("_path", "_what")

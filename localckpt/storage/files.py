@@ -1,4 +1,4 @@
-"""Images in files: cold ones are read past the page cache, warm ones out of it."""
+"""Reading of images in files: with O_DIRECT, or from the page cache if the file is cached."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from localckpt.storage.open_file import OpenFile, close_read
 
 __all__ = ["FileSource"]
 
-# A disk is busy with 4 requests under way, and half of these threads are copying and hashing; warm
-# reads are bound by the cores.
+# 4 requests keep a disk busy, and half of these threads copy and hash at any time. Reads from the
+# page cache are bound by the cores.
 _THREADS_COLD = 8
 _THREADS_WARM = 2
-# The kernel takes at most this many parts in one read (IOV_MAX).
+# Limit of the kernel for the parts of one read (IOV_MAX).
 _MAX_PARTS = 1024
 
 
 class FileSource:
-    """One image in a file; owns the open file.
+    """Source of an image in a file; owns the open file.
 
     Args:
         path: The file. Symbolic links are refused.
 
     Raises:
-        StorageError: It cannot be opened.
-        CorruptShardError: It is no regular file.
+        StorageError: The file cannot be opened.
+        CorruptShardError: The path is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class FileSource:
             slot = free.get()
             try:
                 nbytes = sum(map(len, parts))
-                # Past the end of the file the last page is not filled, nor looked at.
+                # O_DIRECT reads whole pages; the bytes past the end of the file are not used.
                 pages = slot[: round_up(nbytes, PAGE_NBYTES)]
                 self._file.read_into(start, pages, nbytes, fd=direct.fileno())
                 scatter(slot[:nbytes], parts)
@@ -77,7 +77,7 @@ class FileSource:
             try:
                 bounce = PrivateBuffer(nbytes)
             except OSError as error:
-                # It says nothing about the file, of which another copy would not help.
+                # No StorageError, which would make the caller try another copy of the file.
                 raise MemoryError(f"{nbytes} bytes to read through: {error}") from error
             opened.callback(bounce.close)
             for i in range(_THREADS_COLD):
@@ -104,12 +104,12 @@ class FileSource:
         handle_pieces(stop, threads, handle)
 
     def _fill(self, start: int, parts: list[memoryview]) -> None:
-        """Read through the page cache, straight to where the bytes belong."""
+        """Read from the page cache straight into the parts."""
         for first in range(0, len(parts), _MAX_PARTS):
             batch = parts[first : first + _MAX_PARTS]
             done = os.preadv(self._file.fd, batch, start)
             for part in batch:
-                # After a short read, what is missing comes one part at a time.
+                # After a short read, read the missing bytes of each part on its own.
                 have = min(done, len(part))
                 self._file.read_into(start + have, part[have:])
                 start, done = start + len(part), done - have

@@ -1,6 +1,6 @@
-"""A store behind the five hooks of a user's own manager.
+"""Store behind the five hooks of a user's own manager.
 
-The hooks deal in states, the other ranks in images; here the one is turned into the other.
+Hooks save and load states, and other ranks exchange images, so the store converts between the two.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Hooks(Protocol):
 
 
 def commit_here(store: Store, hooks: Hooks, slots: Sequence[Slot]) -> None:
-    """Commit what is in slots in this process, by the hook that saves."""
+    """Commit filled slots in this process by calling the ``_save`` hook."""
     for piece, ckpt_id in store.commit(slots).pieces:
         hooks._save(piece, ckpt_id)
 
 
 class HookStore(Store):
-    """One rank's shards, wherever its manager's hooks keep them.
+    """Store of one rank that keeps shards by its manager's hooks.
 
-    The hooks know no generations, no epochs and no failure domains: a shard is what its ID says,
-    and every rank is taken to fail alone. They remove by themselves what is old or failed.
+    Hooks have no generations, epochs or failure domains: the ID alone identifies a shard, and each
+    rank counts as a failure domain of its own. Hooks remove old and failed shards themselves.
 
     Args:
-        hooks: Keep and find shards.
+        hooks: The manager with the hooks.
         session_id: The training run.
-        rank, world_size: Of this process in the job.
-        allowed: What an image may name.
+        rank, world_size: Rank of this process, and number of ranks in the job.
+        allowed: Allow-list for the classes and functions in an image.
     """
 
     keeps_images = False
@@ -86,21 +86,21 @@ class HookStore(Store):
         return identity.ckpt_id in {CkptID(*i) for i in self._hooks._my_ckpt_ids()}
 
     def load(self, identity: ShardIdentity) -> TensorAwareStateDict:
-        """The state that the hooks have for a shard; raises as :meth:`open`."""
+        """Load a shard's state by the ``_load`` hook; raises as :meth:`open`."""
         ckpt_id = identity.ckpt_id
         try:
             return self._hooks._load(ckpt_id)
         except (MemoryError, RestoreError):
             raise
         except Exception as error:
-            # Whatever it was, another copy may do.
+            # A StorageError makes the load try another copy, whatever the hook raised.
             raise StorageError(f"{ckpt_id} cannot be read: {error!r}") from error
 
     def open(self, identity: ShardIdentity) -> MemorySource:
         return pack(self.load(identity), identity)
 
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
-        """Do nothing: the hooks have no call for it; this run does not ask for the copy again."""
+        """Do nothing: there is no hook for it, and this run does not read the copy again."""
 
     def close(self) -> None:
         self.release(self.slots)

@@ -1,7 +1,7 @@
-"""Shards in shared memory, which outlives the process: the buffer is the store.
+"""Store in shared memory, which outlives the process.
 
-An image is staged straight into the file that will hold it, so committing is a hash and a rename.
-Retired files stay mapped and are staged into again.
+An image is staged straight into the file that will hold it, so a commit is a hash and a rename.
+Retired files stay mapped, and later saves are staged into them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _PREPARING_S = 60.0
 
 
 def default_root() -> Path:
-    """The store of this user on this node."""
+    """Default directory of this user's store on this node."""
     return Path(f"/dev/shm/localckpt-{os.getuid()}")
 
 
 class MemoryStore(DirectoryStore):
-    """A directory in shared memory.
+    """Store in a directory in shared memory.
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        num_buffers: How many saves can be under way.
-        keep_last: How many checkpoints are kept; one more has its memory made ahead of time.
+        num_buffers: Number of saves that can be under way at once.
+        keep_last: Number of checkpoints that are kept. Memory for one more is made ahead of time.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MemoryStore(DirectoryStore):
         self._num_buffers = num_buffers
         self._keep_last = keep_last
         self._preparing: Task[None] | None = None
-        # Files by their name as dirty or committed (by identity) or as recycled (by name).
+        # Mapped files: dirty and committed ones by identity, recycled ones by file name.
         self._staged: dict[ShardIdentity, _MappedFile] = {}
         self._recycled: dict[str, _MappedFile] = {}
 
@@ -95,7 +95,7 @@ class MemoryStore(DirectoryStore):
             else:
                 buffer.resize(path, nbytes)
         except StorageError:
-            # Its space goes back to the node, which has too little.
+            # Free the file's memory, since the node has too little.
             if buffer is not None:
                 buffer.close()
             with storage_errors("remove", path):
@@ -114,7 +114,7 @@ class MemoryStore(DirectoryStore):
         if len(self.images()) < wanted:
             preparing = Task(lambda: self._make_ahead(nbytes, gpu))
             preparing.start("localckpt-prepare", daemon=True)
-            # Once it runs: one that an interrupt kept from starting could not be waited for.
+            # Assigned once the task runs: a task whose start was interrupted would never end.
             self._preparing = preparing
 
     def is_busy(self) -> bool:
@@ -127,7 +127,7 @@ class MemoryStore(DirectoryStore):
 
     def planned_nbytes(self) -> tuple[int, int, bool]:
         total_nbytes = sum(self.image_nbytes.values())
-        # What is staged is what is kept; each save under way has a file of its own.
+        # Each save under way is staged into the file that is kept.
         return self._num_buffers * total_nbytes, self._keep_last * total_nbytes, True
 
     def _write_options(self, slot: Slot) -> dict[str, bool]:
@@ -144,7 +144,7 @@ class MemoryStore(DirectoryStore):
         if not slot.is_kept:
             self._give_back(slot, was_unfinished=True)
             return
-        # Not by what the slot knows: an interrupt may have come before it knew.
+        # By identity, since an interrupt may have come before slot.take() recorded the buffer.
         if (buffer := self._staged.pop(slot.identity, None)) is not None:
             buffer.close()
         with storage_errors("remove", self._dirty(slot.identity)):
@@ -175,9 +175,9 @@ class MemoryStore(DirectoryStore):
         try:
             if gpu is not None:
                 buffer.pin(gpu)
-            # Who closed the store may not have waited for this.
+            # close() may have stopped waiting for this thread.
             if not self._closed:
-                # At once, or a save that claims it meanwhile would map it a second time.
+                # Both under the lock, or a save that claims the file between would map it again.
                 with self._lock, storage_errors("keep memory ready in", self.folder):
                     os.rename(path, ready)
                     self._recycled[ready.name] = buffer
@@ -192,7 +192,7 @@ class MemoryStore(DirectoryStore):
     def _finish_preparing(self) -> None:
         preparing = self._preparing
         if preparing is not None:
-            # A file that comes later still is mapped by the save that claims it.
+            # After a timeout, the save that claims the file maps it.
             preparing.wait(_PREPARING_S)
 
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
@@ -202,7 +202,7 @@ class MemoryStore(DirectoryStore):
 
 
 class _MappedFile(Buffer):
-    """A shard's file in shared memory, mapped. Closing it leaves the file."""
+    """Mapped file of a shard in shared memory. Closing the buffer keeps the file."""
 
     _path: Path
     _nbytes: int
@@ -214,28 +214,28 @@ class _MappedFile(Buffer):
 
     @classmethod
     def made(cls, path: Path, nbytes: int) -> _MappedFile:
-        """A new one, if the node has the memory; raises StorageError if not."""
+        """Make a new file, or raise StorageError if the node lacks the memory."""
         check_memory(nbytes)
         return cls(path, nbytes, create=True)
 
     @property
     def in_use(self) -> bool:
-        # Whoever commits it, in whatever process, takes this name from it.
+        # A commit, in any process, renames the file from this name.
         with storage_errors("look at", self._path):
             return self._path.exists()
 
     def give_back(self) -> None:
-        """Losing its name tells that it is free."""
+        """Do nothing: the commit's rename marks the buffer as free."""
 
     def resize(self, path: Path, nbytes: int) -> None:
-        """Make it the image of another shard, of another size, under another name."""
+        """Adapt the buffer to another image: a new path, and a new size."""
         if self._map is None or nbytes > len(self._map):
             self.close()
             self._open(path, nbytes, create=False)
             return
         before = self._nbytes
         if nbytes != before:
-            # CUDA would go on to use the pages that the file had when it was pinned.
+            # CUDA would go on to copy into the pages that the file had when it was pinned.
             self._unpin()
         self._path, self._nbytes = path, nbytes
         with (
@@ -243,7 +243,7 @@ class _MappedFile(Buffer):
             open_owned(path, os.O_RDWR | os.O_NOFOLLOW) as file,
         ):
             if nbytes > before:
-                # Only what is new: the kernel looks at every page that it is asked for.
+                # Only the new range, since the kernel visits every page of the range.
                 os.posix_fallocate(file.fileno(), before, nbytes - before)
             os.ftruncate(file.fileno(), nbytes)
         self._view = self._map[:nbytes]
@@ -251,12 +251,12 @@ class _MappedFile(Buffer):
     def close(self) -> None:
         self._unpin()
         self._view = memoryview(b"")
-        # The pages go with the last view of them, however long this object is referred to.
+        # The pages are unmapped with the last view, even if this object lives longer.
         self._map = None
 
     def _open(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         self._path, self._nbytes = path, nbytes
-        # Whole pages, so that an image that is a little larger fits the next time.
+        # Whole pages, so that a slightly larger image fits the next time.
         mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read)
         self._map, self._view = mapped, mapped[:nbytes]
         try:

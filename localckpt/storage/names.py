@@ -1,7 +1,8 @@
 """Names of the files and folders of a store.
 
-Names only tell files apart: what a shard is, is read from its header. ``root/<session>/<rank>/``
-holds what a rank keeps; what is unfinished, retired or damaged ends differently.
+File names only need to differ: a piece's identity is read from its header. The folder
+``root/<session>/<rank>/`` holds the files of a rank; the suffix marks unfinished, recycled and
+quarantined files.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ __all__ = [
 
 SHARD = ".safetensors"
 DIRTY = ".dirty"
-"""Ending of whatever is being written; what a dead process left of it is removed."""
+"""Suffix of a file that is being written; such files of dead processes are removed."""
 RECYCLED = ".recycled"
-"""Ending of a file that no shard needs, and a later save overwrites."""
+"""Suffix of a retired file that a later save overwrites."""
 RECYCLED_BEFORE = ".spare"
-"""Ending that such files had in earlier versions; no save overwrites those any more."""
+"""Suffix of recycled files in earlier versions; such files are removed, not overwritten."""
 CORRUPT = ".corrupt"
-"""Ending of a file in quarantine."""
+"""Suffix of a file in quarantine."""
 
 TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
-"""Files of the root: the node's own name, and the lock of whoever starts or cleans up."""
+"""Files of the root: the node's name, and the lock of a process that starts or cleans up."""
 OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
 """Files of a rank's folder: the process that writes there, and the epoch that last began."""
 
 STAGING_PREFIX = "localckpt-staging-"
-"""Beginning of the names of staging buffers in shared memory."""
-# So that no session's name can be empty, "." or "..".
+"""Prefix of the names of staging buffers in shared memory."""
+# With the prefix, no folder of a session is named "", "." or "..".
 SESSION_PREFIX = "session-"
 
 _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """Return ``given`` as a path, unless it is a URL, which would become a directory here.
+    """Return ``given`` as a path, and refuse a URL, which would become a local directory.
 
     Raises:
-        StorageError: It is a URL.
+        StorageError: ``given`` is a URL.
     """
     path = Path(given)
-    # A path has lost one of the two slashes.
+    # Path() has merged the two slashes of a URL.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise StorageError(
             f"{os.fspath(given)} is a URL, and localckpt keeps checkpoints in directories: mount "
@@ -75,26 +76,26 @@ def local_path(given: str | os.PathLike[str]) -> Path:
 
 
 def session_name(session_id: str) -> str:
-    """The folder of a session."""
+    """Return the name of a session's folder."""
     return f"{SESSION_PREFIX}{quote(session_id, safe='')}"
 
 
 def session_of(folder: str) -> str:
-    """The inverse of :func:`session_name`."""
+    """Undo :func:`session_name`."""
     return unquote(folder.removeprefix(SESSION_PREFIX))
 
 
 def shard_name(identity: ShardIdentity) -> str:
-    """The file of a shard, or of another piece, whose kind stands before :data:`SHARD`."""
+    """Return the file name of a piece; the kind of a piece that is no shard precedes the suffix."""
     epoch, sequence = identity.generation
     kind = "" if identity.is_shard else f".{identity.kind}"
     return f"{identity.iteration:012d}.{identity.rank}.{epoch}.{sequence}{kind}{SHARD}"
 
 
 def shard_named(name: str) -> tuple[int, int, Generation] | None:
-    """Iteration, rank and generation that the beginning of a file's name speaks of.
+    """Parse iteration, rank and generation from the beginning of a file's name.
 
-    For people who ask about a file that can no longer tell what it was; nothing is decided by it.
+    Only for messages about files without a readable header: no decision depends on file names.
     """
     match = _SHARD_NAME.match(name)
     if match is None:

@@ -1,4 +1,4 @@
-"""A file that is read: past the page cache where its bytes are not in it, and out of it else."""
+"""Opening and reading of files, from the page cache or past it, safe from interrupts."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _PROBES = 16
 
 
 def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
-    """Open a file as an object that closes the descriptor when nothing refers to it any more.
+    """Open a file as an object that closes its descriptor when it is garbage collected.
 
-    An interrupt that comes right after ``os.open`` would lose the descriptor, and with it the space
-    of a file that is removed.
+    An interrupt right after ``os.open`` would leak the descriptor, and with it the space of a file
+    that is removed later.
 
     Args:
         path: The file, which is no directory.
         flags, mode: As for ``os.open``; close-on-exec is added.
 
     Raises:
-        OSError: It cannot be opened; ``IsADirectoryError`` if it is a directory.
+        OSError: The file cannot be opened; ``IsADirectoryError`` for a directory.
     """
     descriptors: list[int] = []
     files: list[io.FileIO] = []
     try:
-        # Iterators, because an interrupt can come between any two instructions of Python: what is
-        # opened is in its list before one can. Audit hooks, which are Python, run in both.
+        # An interrupt can come between any two Python instructions. extend(map(...)) is one: the
+        # descriptor, and then the object, is in its list before an interrupt can come. (Audit
+        # hooks are Python code, and run inside both calls.)
         descriptors.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
-        # The mode that the object is given changes nothing about the descriptor.
+        # FileIO's mode "rb" does not change how the descriptor was opened.
         files.extend(map(io.FileIO, descriptors, ("rb",)))
     except BaseException:
-        # The object has refused the descriptor, as that of a directory, or an interrupt came.
+        # FileIO refused the descriptor (of a directory), or an interrupt came.
         if not files and descriptors:
             os.close(descriptors[0])
         raise
@@ -49,14 +50,14 @@ def open_owned(path: Path, flags: int, mode: int = 0o600) -> io.FileIO:
 
 
 class OpenFile:
-    """Open file, and its owner. Everything but making it raises OSError.
+    """Regular file opened for reading; its methods raise OSError.
 
     Args:
         path: The file. Symbolic links are refused.
 
     Raises:
-        StorageError: It cannot be opened.
-        CorruptShardError: It is no regular file.
+        StorageError: The file cannot be opened.
+        CorruptShardError: The path is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +75,7 @@ class OpenFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor."""
+        """File descriptor of the open file."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -86,13 +87,13 @@ class OpenFile:
         """Read into a view.
 
         Args:
-            offset: Of the first byte in the file.
-            view: Where they go.
-            wanted: How many must come; all that fit by default.
-            fd: Another descriptor of the file, as :meth:`open_direct` gives.
+            offset: Offset of the first byte in the file.
+            view: Memory for the bytes.
+            wanted: Number of bytes that must be read; ``None`` for ``len(view)``.
+            fd: Another descriptor of the file, such as that of :meth:`open_direct`.
 
         Raises:
-            CorruptShardError: The file ends before.
+            CorruptShardError: The file ends before ``wanted`` bytes.
         """
         wanted = len(view) if wanted is None else wanted
         done = 0
@@ -105,18 +106,19 @@ class OpenFile:
             done += count
 
     def is_cached(self) -> bool:
-        """Return whether the file is in the page cache, by looking at a few pages of it."""
+        """Return whether the file is in the page cache, judged by a sample of its pages."""
         probe = bytearray(1)
         for i in range(_PROBES):
             try:
                 os.preadv(self.fd, [probe], i * self.nbytes // _PROBES, os.RWF_NOWAIT)
             except OSError as error:
-                # EAGAIN: the page is not there. EOPNOTSUPP: the file system cannot tell.
+                # EAGAIN: the page is not cached. EOPNOTSUPP: the file system does not support the
+                # flag, and the file counts as cached.
                 return error.errno == errno.EOPNOTSUPP
         return True
 
     def open_direct(self) -> io.FileIO | None:
-        """Open the file again, to read past the page cache; ``None`` where that cannot be."""
+        """Open the file again with O_DIRECT; ``None`` if the file system refuses it."""
         try:
             file = open_owned(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
             try:
@@ -133,6 +135,6 @@ class OpenFile:
 
 
 def close_read(file: io.FileIO) -> None:
-    """Close a file that was read: whatever closing says, what was read is verified."""
+    """Close a file that was only read, and ignore errors: the bytes read are verified anyway."""
     with contextlib.suppress(OSError):
         file.close()

@@ -1,8 +1,8 @@
-"""Owners of files, in a form that a later process can check, and the notes that name them.
+"""Owners of files, identified so that a later process can check them, and small note files.
 
-A process is identified by the machine's boot, its pid and its start time, so neither a reused
-pid nor a changed clock takes a dead owner for a live one. Notes are small files beside the shards:
-the node's name, a folder's owner, its epoch.
+A process is identified by the boot ID of the machine, its pid and its start time, so neither a
+reused pid nor a changed clock makes a dead owner look alive. Notes are small files beside the
+shards: the node's name, a folder's owner, a folder's epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBER = re.compile("[0-9]{1,20}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One process, for ever."""
+    """Identity of a process that no later process shares."""
 
     boot: str
     pid: int
@@ -38,9 +38,9 @@ class Owner:
 
     @classmethod
     def of(cls, pid: int) -> Owner | None:
-        """The live process with this pid, if there is one."""
+        """Return the live process with this pid, if there is one."""
         try:
-            # The second field, the command's name, may hold spaces and brackets.
+            # Split after the last bracket: the second field, "(command)", may hold spaces.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
@@ -50,21 +50,21 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        """This process."""
+        """Return the owner that is this process."""
         owner = cls.of(os.getpid())
         assert owner is not None
         return owner
 
     def is_alive(self) -> bool:
-        """Return whether the process still runs, among those that share pids with this one."""
+        """Return whether the process still runs in this process's pid namespace."""
         return Owner.of(self.pid) == self
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """Read what ``str()`` of an owner gave; ``None`` for anything else."""
+        """Parse the output of ``str()``; return ``None`` for any other text."""
         boot, _, rest = text.partition("-")
         pid, _, started = rest.partition("-")
-        # No kernel counts further; what is longer is no process, nor a name in /proc.
+        # Numbers of more than 20 digits exceed 64 bits, so no process has them.
         if not (boot and _NUMBER.fullmatch(pid) and _NUMBER.fullmatch(started)):
             return None
         return cls(boot, int(pid), int(started))
@@ -74,10 +74,10 @@ class Owner:
 
 
 class Running:
-    """The owners that run on this node, be it in a container with pids of its own.
+    """Set of the owners that run on this node, including those in containers.
 
-    From inside a container, processes outside of it cannot be seen. Containers are looked at once,
-    and only when some owner is not found outside of them.
+    Processes outside of this process's own container cannot be seen. Inner pid namespaces are read
+    once, and only when an owner is not found without them.
     """
 
     def __init__(self) -> None:
@@ -98,30 +98,30 @@ def _boot() -> str:
 
 
 def _contained() -> Iterator[Owner]:
-    """Processes in containers of this node, as they know themselves."""
+    """Yield the processes in inner pid namespaces, with their pids there."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status = (folder / "status").read_text(errors="replace")
             _, *inner = status.partition("\nNSpid:")[2].partition("\n")[0].split() or [""]
             process = Owner.of(int(folder.name)) if inner else None
         except OSError:
-            # It ended meanwhile.
+            # The process has ended meanwhile.
             continue
         if process is not None:
             yield from (Owner(process.boot, int(pid), process.started) for pid in inner)
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """The process that has taken a rank's folder, alive or not."""
+    """Read the process, alive or not, that has claimed a rank's folder."""
     process, _, _ = read_note(folder / OWNER_NAME).partition("\n")
     return Owner.parse(process)
 
 
 def epoch_note(folder: Path) -> tuple[str, Lineage | None]:
-    """The number of the last epoch that began in a rank's folder, as text, and its lineage.
+    """Read the number of the last epoch in a rank's folder, as text, and its lineage.
 
-    Earlier versions noted the number alone. A lineage that cannot be read counts as none: headers
-    tell it, too.
+    Earlier versions wrote the number alone. An unreadable lineage counts as none, since the headers
+    of shards hold the lineage as well.
     """
     number, _, lineage_json = read_note(folder / EPOCH_NAME).partition("\n")
     try:
@@ -131,12 +131,12 @@ def epoch_note(folder: Path) -> tuple[str, Lineage | None]:
 
 
 def write_note(path: Path, text: str) -> None:
-    """Replace a note; never written through a link in its place."""
+    """Replace a note, or a symbolic link in its place, by a new file."""
     replace_file(path, text.encode(), 0o600)
 
 
 def read_note(path: Path) -> str:
-    """The text of a note; empty for what is no plain file, or not there."""
+    """Read the text of a note; empty if it is missing or no regular file."""
     try:
         file = open_owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Pool of staging buffers: those there are, who has them, and the wait when all are busy."""
+"""Pool of staging buffers, with the wait when all of them are busy."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _CLOSE_S = 60.0
 
 
 class BufferPool:
-    """Buffers by what they are for; each purpose has at most ``depth`` of them.
+    """Pool of at most ``depth`` buffers for each purpose.
 
-    One thread takes them. They are made in that thread, or before they are wanted in another.
+    One thread takes buffers. They are made in that thread, or ahead of time in another.
 
     Args:
-        make: Makes a buffer that holds a number of bytes.
-        depth: How many saves can be under way.
+        make: Makes a buffer of at least a number of bytes.
+        depth: Number of saves that can be under way at once.
     """
 
     def __init__(self, make: Callable[[int], Buffer], depth: int = 2) -> None:
@@ -47,12 +47,12 @@ class BufferPool:
         self._process = os.getpid()
 
     def prepare(self, purpose: Hashable, nbytes: int, pin: torch.device | None = None) -> None:
-        """Make the buffers that are missing in the background, so that no save waits for them.
+        """Make missing buffers in the background, so that no save waits for them.
 
         Args:
             purpose: As for :meth:`take`.
-            nbytes: Size of the images that they are to hold.
-            pin: The GPU whose copies they are to take; ``None`` for none.
+            nbytes: Size of the images.
+            pin: GPU for whose copies the buffers are page-locked; ``None`` for none.
         """
         with self._lock:
             count = len(self._buffers.setdefault(purpose, []))
@@ -62,7 +62,7 @@ class BufferPool:
             try:
                 preparing.start("localckpt-prepare", daemon=True)
             except RuntimeError as error:
-                # The save that wants it makes it itself.
+                # The next save makes its buffer itself.
                 logger.warning("a staging buffer could not be made ahead of time: %s", error)
             else:
                 self._preparing[purpose] = preparing
@@ -76,13 +76,13 @@ class BufferPool:
     def take(
         self, purpose: Hashable, nbytes: int, timeout_s: float, owner: Hashable = None
     ) -> Buffer:
-        """Take a free buffer of at least ``nbytes``; waits for an older save when all are busy.
+        """Take a free buffer, or wait for an older save when all buffers are busy.
 
         Args:
-            purpose: What the buffer is for.
-            nbytes: How many bytes it has to hold.
-            timeout_s: The longest wait, in seconds.
-            owner: Who takes it; see :meth:`release`.
+            purpose: Key of the buffers that may be taken, such as a piece.
+            nbytes: Bytes that the buffer must hold.
+            timeout_s: Deadline of the wait, in seconds.
+            owner: Owner of the buffer; see :meth:`release`.
 
         Raises:
             CheckpointingException: The older saves did not finish in time.
@@ -98,16 +98,16 @@ class BufferPool:
                 free[0].close()
         buffer = large[0] if large else self._new(nbytes)
         if not large:
-            # Before it is taken, so that an interrupt loses no buffer that is in use.
+            # In the pool before take(), so that release() finds the buffer after an interrupt.
             with self._lock:
                 buffers.append(buffer)
         buffer.take(owner)
         return buffer
 
     def release(self, owner: Hashable) -> None:
-        """Take out the buffers that an owner has taken and did not give back.
+        """Remove the buffers that an owner took and did not give back from the pool.
 
-        An interrupt can come between taking a buffer and telling the owner which one it is.
+        The owner may not know its buffers, since an interrupt can come before :meth:`take` returns.
         """
         with self._lock:
             taken = [
@@ -120,12 +120,12 @@ class BufferPool:
             self.drop(buffer)
 
     def drop(self, buffer: Buffer) -> None:
-        """Take out a buffer that somebody may still be using; a later save gets another one."""
+        """Remove a buffer that may still be in use from the pool, and close it."""
         if self.forget(buffer):
             buffer.close()
 
     def forget(self, buffer: Buffer) -> bool:
-        """Take out a buffer and leave it as it is; whether it was there."""
+        """Remove a buffer from the pool without closing it; return whether it was there."""
         with self._lock:
             for buffers in self._buffers.values():
                 if buffer in buffers:
@@ -134,7 +134,7 @@ class BufferPool:
         return False
 
     def close(self) -> None:
-        """Free all buffers. In a fork, which has none of them, it does nothing."""
+        """Free all buffers. Does nothing in a fork, which has none of them."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -153,7 +153,7 @@ class BufferPool:
             buffers = self._buffers.get(purpose, [])
             free = [len(buffer.view) for buffer in buffers if not buffer.in_use]
             if purpose in self._preparing:
-                # What is being made comes sooner than what would be begun now.
+                # Wait for the buffer that is being made rather than make one more.
                 return not any(size >= nbytes for size in free)
             return not free and len(buffers) >= self._depth
 
@@ -170,7 +170,7 @@ class BufferPool:
                     if pin is not None:
                         buffer.pin(pin)
                     with self._lock:
-                        # Who closed the pool may not have waited for this one.
+                        # close() may have stopped waiting for this thread.
                         kept = not self._closed
                         if kept:
                             buffers.append(buffer)
@@ -178,11 +178,11 @@ class BufferPool:
                     if not kept:
                         buffer.close()
         except StorageError as error:
-            # The save that wants it tries again, and raises.
+            # The next save tries again, and raises the error.
             logger.warning("a staging buffer could not be made ahead of time: %s", error)
         finally:
             with self._lock:
-                # Whoever started this thread may have been interrupted before it was noted.
+                # With a default, since prepare() may have been interrupted before it set the key.
                 self._preparing.pop(purpose, None)
 
     def _new(self, nbytes: int) -> Buffer:
@@ -190,15 +190,15 @@ class BufferPool:
 
 
 def buffer_nbytes(image_nbytes: int) -> int:
-    """Size of a buffer for images of a size: a skeleton that grows from save to save fits in."""
+    """Return the size of a buffer for an image, with room for a skeleton that grows."""
     return round_up(image_nbytes + image_nbytes // 64, HUGE_PAGE_NBYTES)
 
 
 def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
-    """Wait for older saves to be done with their memory.
+    """Wait until older saves have released their memory.
 
     Raises:
-        CheckpointingException: They were not in time.
+        CheckpointingException: The deadline passed first.
     """
     if is_free():
         return
@@ -212,10 +212,10 @@ def wait_until_free(is_free: Callable[[], bool], timeout_s: float) -> None:
 
 
 def check_memory(nbytes: int) -> None:
-    """Refuse more than the node has: touching it would have the kernel kill a process.
+    """Refuse more memory than is available, whose use would make the kernel kill a process.
 
     Raises:
-        StorageError: There is less.
+        StorageError: Less memory is available.
     """
     available = psutil.virtual_memory().available
     if nbytes > available:
@@ -226,10 +226,10 @@ def check_memory(nbytes: int) -> None:
 
 
 def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
-    """A new buffer, if the node has the memory.
+    """Make a new buffer.
 
     Raises:
-        StorageError: It has not.
+        StorageError: The node lacks the memory.
     """
     check_memory(nbytes)
     try:

@@ -1,4 +1,4 @@
-"""Checks, before the first save, that a directory can keep checkpoints, and how many."""
+"""Checks before the first save: that a directory can be written, and has room for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["IN_MEMORY", "check_shared_memory", "check_space", "file_system", "tr
 
 logger = logging.getLogger(__name__)
 
-# No whole page, as most images are none.
+# Not a whole page, as the size of most images is no multiple of a page.
 _PROBE_NBYTES = 1000
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -27,20 +27,20 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def try_out(folder: Path, suffix: str) -> bool:
-    """Do once what every save does with a file, by the same functions.
+    """Write and remove a probe file with the same functions as a save.
 
-    It reserves space, writes, cuts the file to its size, fsyncs it, renames it, and fsyncs the
+    The functions reserve space, write, truncate, fsync and rename the file, and fsync the
     directory.
 
     Args:
-        folder: Where saves will do it.
-        suffix: Ends the name of the file, so that it is removed later if this process is killed.
+        folder: Directory of the saves.
+        suffix: Suffix of the file's name, by which it is removed later if this process is killed.
 
     Returns:
-        Whether files there can be written past the page cache.
+        True if files there can be written with O_DIRECT.
 
     Raises:
-        StorageError: The directory does not take it.
+        StorageError: The directory cannot be written.
     """
     path, renamed = folder / f"probe{suffix}", folder / f"probed{suffix}"
     with storage_errors("write to", folder):
@@ -62,7 +62,7 @@ def try_out(folder: Path, suffix: str) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that a path is on, as mount names it; empty if it is not known."""
+    """Return the type of a path's file system, as mount names it; empty if unknown."""
     with storage_errors("look at", path):
         device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -82,25 +82,25 @@ def check_space(
     checkpoints: int,
     ranks: int,
 ) -> None:
-    """Compare what a rank is going to keep with what its file system has.
+    """Check that a file system has room for a rank's checkpoints.
 
     Args:
-        folder: Where it keeps it.
-        status: What its file system had before ``there`` was looked at.
-        there: What the session has there by now, of all ranks: bytes by inode. Saves use it again,
-            or remove it.
-        images: Sizes of the images that it keeps of each checkpoint, in bytes.
-        checkpoints: How many there will be at once.
-        ranks: How many ranks of the job share the file system; if they save as much together as
-            there is no room for, this is logged.
+        folder: Folder of the rank.
+        status: Status of the file system, taken before ``there``.
+        there: Bytes by inode of the image files of all ranks of the session; later saves reuse or
+            remove these files.
+        images: Sizes, in bytes, of the images that the rank keeps of each checkpoint.
+        checkpoints: Number of checkpoints kept at once.
+        ranks: Number of ranks of the job that share the file system. If there is no room for the
+            checkpoints of that many ranks, a warning is logged.
 
     Raises:
-        StorageError: There is no room for what this rank alone will keep.
+        StorageError: There is no room for the checkpoints of this rank alone.
     """
     needed, files = checkpoints * sum(images), checkpoints * len(images)
     free = status.f_bavail * status.f_frsize
     had = sum(there.values())
-    # Some file systems have no fixed number of files, and say 0.
+    # f_files is 0 on file systems without a fixed number of inodes.
     if status.f_files and files > len(there) + status.f_favail:
         raise StorageError(
             f"{folder} has room for {status.f_favail} more files, and {checkpoints} checkpoints of "
@@ -128,17 +128,17 @@ def check_space(
 def check_shared_memory(
     folder: Path, status: os.statvfs_result, had: int, sizes: Collection[int], buffers: int
 ) -> None:
-    """Compare the staging buffers of a rank with the shared memory there is.
+    """Check that shared memory has room for a rank's staging buffers.
 
     Args:
-        folder: Where they are.
-        status: What it had before ``had`` was looked at.
-        had: The bytes of those that are there by now.
-        sizes: The bytes of one buffer for each image of a checkpoint.
-        buffers: How many there will be of each.
+        folder: Directory of the buffers.
+        status: Status of its file system, taken before ``had``.
+        had: Bytes of the buffers that exist already.
+        sizes: Size of one buffer, in bytes, for each image of a checkpoint.
+        buffers: Number of buffers for each image.
 
     Raises:
-        StorageError: There is no room for all.
+        StorageError: There is no room for all buffers.
     """
     free = status.f_bavail * status.f_frsize
     if buffers * sum(sizes) > free + had:
@@ -155,7 +155,7 @@ def _write_page(path: Path, flag: int) -> None:
         fd = file.fileno()
         direct = bool(flag & os.O_DIRECT)
         reserve(fd, _PROBE_NBYTES)
-        # Not closed by hand: an error holds views of it until it has been handled.
+        # Freed with its last view: closing it raises while an error's traceback holds views.
         page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
         write_range(fd, page, 0, _PROBE_NBYTES, direct=direct)
         os.ftruncate(fd, _PROBE_NBYTES)

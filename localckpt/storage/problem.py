@@ -1,7 +1,7 @@
 """Problems of files in a store, and the quarantine of bad copies.
 
-A bad copy is renamed, never deleted, and carries along what was wrong with it. One that is found to
-be good after all gets its name back.
+A bad copy is renamed, never deleted, and its problem is stored in its extended attributes. A copy
+that proves to be good gets its name back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ProblemKind = Literal["damaged", "other version", "other session", "unreadable"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a file cannot be used.
+    """Reason why a file cannot be used.
 
     Attributes:
-        kind: The class of the problem.
-        text: What is wrong with the file.
-        claim: What the file says that it is, where that may be a part of the damage.
-        path: The file; ``None`` where that is not known yet.
+        kind: Class of the problem.
+        text: Description of the problem.
+        claim: Identity of the shard from an unverified header, in words; empty if there is none.
+        path: The file; ``None`` if not known yet.
     """
 
     kind: ProblemKind
@@ -49,7 +49,7 @@ class Problem:
 
     @classmethod
     def of(cls, error: CheckpointingException, path: Path | None = None) -> Problem:
-        """The problem that an error tells of."""
+        """Make the problem of a file from the error of its read."""
         if isinstance(error, FormatVersionError):
             return cls("other version", str(error), path=path)
         if isinstance(error, CorruptShardError):
@@ -67,19 +67,19 @@ _QUARANTINED_AGAIN = re.compile(rf"(?<={re.escape(SHARD)})\.[0-9a-f]{{8}}$")
 
 
 def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
-    """Rename a bad file, so that it is not found again but can be looked at.
+    """Rename a bad file, so that it is never read again but kept for inspection.
 
     Args:
         path: The file.
-        problem: What is wrong with it.
-        stays: Give it a second name instead, since a good one is about to take its name.
+        problem: Problem of the file.
+        stays: True to add the new name and keep the old one, which a good copy is about to take.
 
     Returns:
-        Whether it was done; if not, the log says why.
+        True if the file was renamed; if not, the log says why.
     """
     renamed = Path(f"{path}{CORRUPT}")
     if renamed.exists():
-        # A shard that got a new copy, which is bad too.
+        # The new copy of a quarantined shard is bad, too.
         renamed = Path(f"{path}.{secrets.token_hex(4)}{CORRUPT}")
     try:
         if stays:
@@ -89,11 +89,11 @@ def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
     except FileNotFoundError:
         logger.info("%s is gone: another rank quarantined it, or it was removed", path)
     except OSError as error:
-        # The copy is not used in any case; one rank that raised here would leave the others alone.
+        # Logged only: the copy is not used in any case, and an error would end this rank alone.
         logger.error("%s is bad (%s), and could not be quarantined: %s", path, problem, error)
     else:
         logger.warning("%s is in quarantine as *%s: %s", path, CORRUPT, problem)
-        # Not every file system has attributes, and the log has it in any case.
+        # Not every file system has extended attributes; the log has the problem in any case.
         with suppress(OSError):
             for name, text in ((_WHY, problem.text), (_SHARD, problem.claim)):
                 value = text.encode(errors="replace")[:_WHY_NBYTES]
@@ -103,7 +103,7 @@ def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
 
 
 def why_quarantined(path: Path) -> Problem:
-    """Read what was wrong with a file in quarantine; earlier versions noted it in one text."""
+    """Read the problem of a file in quarantine; earlier versions stored it as one text."""
     text = _attribute(path, _WHY) or "it was quarantined as damaged"
     return Problem("damaged", text, _attribute(path, _SHARD), path)
 
@@ -116,19 +116,19 @@ def _attribute(path: Path, name: str) -> str:
 
 
 def put_back(path: Path) -> Path:
-    """Give a file in quarantine its name again, or one like it if that is taken.
+    """Give a file in quarantine its old name, or a similar one if that is taken.
 
     Returns:
-        The name.
+        The new path.
 
     Raises:
-        StorageError: It cannot be renamed; it is where it was.
+        StorageError: The file cannot be renamed, and stays in quarantine.
     """
     name = _QUARANTINED_AGAIN.sub("", path.name.removesuffix(CORRUPT))
     back = path.with_name(name)
     with storage_errors("put back", path):
         try:
-            # Unlike a rename, this never takes the place of another shard.
+            # Unlike a rename, a link never replaces an existing file.
             os.link(path, back)
         except FileExistsError:
             back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")

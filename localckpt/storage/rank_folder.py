@@ -1,6 +1,6 @@
-"""Claims on ranks' folders: taken at the start, left at the end, never two jobs' at once.
+"""Claims on ranks' folders: taken at the start, released at the end, held by one job at a time.
 
-The folder's owner and the epochs that began are noted in small files beside the shards.
+The folder's owner and its last epoch are noted in small files beside the shards.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = ["RankFolder", "SeenFolder", "lock_store"]
 
 logger = logging.getLogger(__name__)
 
-# A process that was killed is there until the kernel has taken back its memory.
+# A killed process exists until the kernel has freed its memory.
 _LEAVING_S = 10.0
 _SHORTEST_PAUSE_S = 0.05
 
 
 class SeenFolder(Claim):
-    """A rank's folder as a process sees it that only reads: nothing is made, claimed or noted.
+    """Read-only view of a rank's folder, which makes, claims and notes nothing.
 
     Args:
         root: The store's directory, which may be missing.
         session_id: The training run.
-        rank: Whose folder this is.
+        rank: Rank of the folder.
 
     Attributes:
         path: The folder.
-        session: The directory that all ranks' folders are in.
-        token: The name of this node, the same for all that use the store.
+        session: Directory of all ranks' folders.
+        token: Name of this node, the same for all ranks that use the store.
     """
 
     def __init__(self, root: Path, session_id: str, rank: int) -> None:
@@ -67,14 +67,14 @@ class SeenFolder(Claim):
 
     @property
     def is_ours(self) -> bool:
-        """True if this process has the folder, and nobody has taken it since."""
+        """True if this process has claimed the folder, and no other claim has replaced that."""
         return False
 
     def leave(self) -> None:
-        """Let others have it."""
+        """Release the folder for others."""
 
     def ranks(self) -> set[int]:
-        """Ranks that have ever written here in this session."""
+        """Return the ranks that have a folder in this session."""
         if not self.session.is_dir():
             return set()
         with storage_errors("read", self.session):
@@ -89,7 +89,7 @@ class SeenFolder(Claim):
         with storage_errors("read", self.session):
             for rank in self.ranks():
                 text, _ = epoch_note(self.session / str(rank))
-                # Longer than any header can have.
+                # Ignore a number that is longer than a header can have.
                 if text.isdecimal() and text.isascii() and len(text) < 19:
                     epochs.append(int(text))
         return max(epochs)
@@ -104,18 +104,20 @@ class SeenFolder(Claim):
         with storage_errors("read", self._root):
             if (self._root / TOKEN_NAME).exists():
                 token = read_note(self._root / TOKEN_NAME).strip()
-        # All ranks of a node without a store agree on its name.
+        # Without a store, a name that is the same for all ranks of the node.
         return token or f"{self._process.boot} without {self._root}"
 
 
 class RankFolder(SeenFolder):
-    """A rank's folder on this node, taken by this process; what the dead left is removed.
+    """A rank's folder on this node, claimed by this process.
+
+    The constructor also removes the unfinished files of dead processes.
 
     Args:
-        root: The store's directory; made, for this user alone, where it is not there.
+        root: The store's directory; made with access for this user alone if it is missing.
         session_id: The training run.
-        rank: Whose folder this is.
-        timeout_s: How long to wait for another process that is starting here.
+        rank: Rank of the folder.
+        timeout_s: Deadline, in seconds, of a wait for another process that starts or ends here.
 
     Raises:
         StorageError: The directory cannot be used, or a live process of another job owns the
@@ -134,9 +136,9 @@ class RankFolder(SeenFolder):
         (self.path / OWNER_NAME).unlink()
 
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
-        """Note, durably, that an epoch has begun; see :class:`Claim`.
+        """Note durably that an epoch has begun; see :class:`Claim`.
 
-        The lineage of the epoch before stays noted until this one has its own.
+        The lineage of the previous epoch stays in the note until the new epoch has one.
         """
         with storage_errors("read", self.session):
             for rank in sorted(self.ranks()):
@@ -156,8 +158,8 @@ class RankFolder(SeenFolder):
             sync_folder(self.path)
 
     def _find_token(self) -> str:
-        """Take the folder, under the lock that keeps others from naming the node."""
-        # A process may have several: the last one that was opened has the folder.
+        """Read or make the node's name, and claim the folder, under the lock of the store."""
+        # Unique for each claim: of several claims of one process, the last one has the folder.
         self._claim = f"{self._process}\n{secrets.token_hex(8)}"
         with storage_errors("use", self.path):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -172,7 +174,7 @@ class RankFolder(SeenFolder):
     def _read_token(self) -> str:
         path = self._root / TOKEN_NAME
         if not path.exists():
-            # Nobody else is here: the lock is held.
+            # The lock of the store is held, so no other process writes a name.
             write_note(path, secrets.token_hex(16))
         token = read_note(path).strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
@@ -183,7 +185,7 @@ class RankFolder(SeenFolder):
 
     def _take(self, timeout_s: float) -> None:
         _await_leaving(self.path, lambda owner: owner == self._process, timeout_s)
-        # All folders, because the rank of a dead process may start on another node now.
+        # In all folders, because the rank of a dead process may now run on another node.
         running = Running()
         for entry in os.scandir(self.session):
             if entry.is_dir(follow_symlinks=False):
@@ -192,10 +194,10 @@ class RankFolder(SeenFolder):
 
 
 def lock_store(root: Path, timeout_s: float) -> AbstractContextManager[object]:
-    """Lock a store, so that nobody else starts or cleans up there until the end of the ``with``.
+    """Lock a store, so that no other process starts or cleans up there inside the ``with``.
 
     Raises:
-        StorageError: Another process holds the lock for so long, or there can be none.
+        StorageError: Another process held the lock until the deadline, or locking failed.
     """
     path = root / LOCK_NAME
     with storage_errors("lock", path):
@@ -221,7 +223,7 @@ def _require_our_own(folder: Path) -> None:
 
 
 def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: float) -> None:
-    """Return when nobody but us owns a rank's folder; raises StorageError when somebody stays."""
+    """Wait until no other live process owns a rank's folder; raise StorageError if one stays."""
     owner = owner_of(folder)
     if owner is None or is_ours(owner):
         return

@@ -1,7 +1,7 @@
-"""Memory reserved in a store for one piece, from its reservation until it is given back.
+"""Slot: memory reserved in a store for one piece.
 
-A slot is reserved by a store, then filled: from a state of this rank, or by a peer. It is committed
-once, and in the end released, or discarded with what was written of it.
+A store reserves a slot. The slot is filled from a state of this rank, or by a peer, and committed
+once. In the end it is released, or discarded together with the files written from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Digests", "Slot"]
 
 Digests = Literal["compute", "check", "done"]
-"""Work on the digests of an image that is left for its writer."""
+"""Work on an image's digests that is left for its writer."""
 
 
 class Slot:
@@ -35,16 +35,17 @@ class Slot:
     Args:
         identity: Identity of the piece.
         nbytes: Size of its image.
-        plan: Called when the slot is filled, by whoever fills it: sets :attr:`write`.
-        is_kept: Whether it may be committed. Else it is a bounce buffer for an image that is only
+        plan: Called with the slot once it is filled; sets :attr:`write`.
+        is_kept: True if the slot may be committed. False for a bounce buffer, whose image is only
             read into a state.
 
     Attributes:
         covered_nbytes: Bytes of the image that the digests cover, once the slot is filled.
-        gpu: The GPU that the memory was locked for; ``None`` for none.
-        reserved_at: When the store had the memory, by ``time.monotonic()``.
-        source: The image, for ranks that keep a replica; ``None`` before it is filled.
-        write: What commits the slot, for a store of files.
+        gpu: GPU that the memory is page-locked for; ``None`` for none.
+        reserved_at: Time when the slot got its memory, by ``time.monotonic()``.
+        source: Source of the image for ranks that keep a replica; ``None`` before the slot is
+            filled.
+        write: Write that commits the slot, in a store of files.
     """
 
     def __init__(
@@ -74,19 +75,19 @@ class Slot:
     # Reserved.
 
     def take(self, buffer: Buffer) -> None:
-        """Have this memory, which the store gives."""
+        """Record the memory that the store gives to the slot."""
         self._buffer = buffer
         self.reserved_at = time.monotonic()
 
     @property
     def buffer(self) -> Buffer | None:
-        """The memory, for the store; ``None`` when another slot has it, or none has."""
+        """Memory of the slot; ``None`` if it has none, or another slot has taken it over."""
         buffer = self._buffer
         return buffer if buffer is not None and buffer.owner is self else None
 
     @property
     def image(self) -> memoryview:
-        """The bytes of the image, writable.
+        """Writable bytes of the image.
 
         Raises:
             StorageError: The slot was given back.
@@ -94,17 +95,17 @@ class Slot:
         return self.required().view[: self.nbytes]
 
     def pin(self, gpu: torch.device | None) -> None:
-        """Lock the memory for copies from a GPU, if there is one."""
+        """Page-lock the memory for copies from a GPU, if there is one."""
         if gpu is not None:
             self.gpu = gpu
             self.required().pin(gpu)
 
     def begin_filling(self, stop: Callable[[], None]) -> None:
-        """Note who writes into the memory from here on.
+        """Note that writes into the memory begin.
 
         Args:
-            stop: Returns when nothing is written any more. Raises CheckpointingException if that
-                cannot be had; the memory is then neither freed nor used again.
+            stop: Returns once all writes have ended. Raises CheckpointingException if they cannot
+                be ended; the memory is then neither freed nor reused.
         """
         self._stop_filling = stop
 
@@ -119,14 +120,15 @@ class Slot:
         copies: CopiesUnderWay | None = None,
         computing: Task[None] | None = None,
     ) -> None:
-        """Note that the image is here but for what is still under way.
+        """Note that the image is complete, except for work that is still under way.
 
         Args:
             covered_nbytes: Bytes that the digests cover.
-            source: Gives the image to other ranks.
-            is_complete: Whether the digests are there.
+            source: Source of the image for other ranks.
+            is_complete: True if the digests are written.
             copies: Copies of tensors that are still under way.
-            computing: Computes the digests; whoever writes without it computes them as well.
+            computing: Task that computes the digests. A writer that does not wait for the task
+                computes them again.
         """
         self.covered_nbytes, self.source = covered_nbytes, source
         self._copies, self._computing = copies, computing
@@ -134,9 +136,9 @@ class Slot:
         self._plan(self)
 
     def arrived(self) -> None:
-        """Note that a peer has sent the image, which is checked when it is written.
+        """Note that the image is complete, sent by a peer or computed here from peers' data.
 
-        The digests of a piece that was computed here are computed here, too.
+        The writer verifies a shard's digests, and computes those of any other piece.
 
         Raises:
             MismatchError: The image is another shard's.
@@ -152,29 +154,29 @@ class Slot:
         self._plan(self)
 
     def await_copied(self) -> None:
-        """Return when all values are in the slot.
+        """Wait until all copies of tensors into the slot have ended.
 
         Raises:
-            CheckpointingException: They are not in time.
+            CheckpointingException: The deadline passed first.
         """
         if self._copies is not None:
             self._copies.wait()
 
     def await_digests(self) -> None:
-        """Return when the image can be committed as it is; raises what computing them raised."""
+        """Wait for the copies and for the task that computes the digests; raises their errors."""
         self.await_copied()
         if self._computing is not None:
             self._computing.result()
 
     def begin_sending(self) -> None:
-        """Have the memory not used again before :meth:`sent`, whoever has written it by then."""
+        """Keep the memory from being reused before :meth:`sent`, even once the slot is written."""
         self.required().is_being_sent = True
 
     def sent(self) -> None:
-        """Note that other ranks have the image, or will not get it. May be called again."""
-        # Another process may have written it, with digests of its own, before those are here that
-        # nobody got to send: they would be put into the next image. Computing them waits for
-        # nothing but copies of a GPU, which have a deadline.
+        """Note that the image is no longer being sent. May be called again."""
+        # The task may still write digests into the memory, even if another process has already
+        # written the image with its own digests; the next image in this memory would get them.
+        # The task waits only for copies from a GPU, which have a deadline.
         if self._computing is not None:
             self._computing.wait()
         if (buffer := self.buffer) is not None:
@@ -184,14 +186,14 @@ class Slot:
 
     @property
     def digests(self) -> Digests:
-        """Work that is left for whoever writes the image."""
+        """Work on the digests that is left for the image's writer."""
         computing = self._computing
         if computing is not None and computing.done() and computing.error is None:
             return "done"
         return self._digests
 
     def required(self) -> Buffer:
-        """The memory, of a slot that can be filled or committed.
+        """Return the memory of a slot that can be filled or committed.
 
         Raises:
             StorageError: The slot was given back.
@@ -204,17 +206,17 @@ class Slot:
     # Released, or discarded.
 
     def give_up(self) -> None:
-        """Let no job be made of it any more."""
+        """Refuse all further filling and committing."""
         self._is_over = True
 
     def end_filling(self) -> None:
-        """Return when nothing writes into the memory any more; raises as ``stop`` does."""
+        """Wait until all writes into the memory have ended; raises as ``stop`` does."""
         self._stop_filling()
 
     def forget_content(self) -> None:
-        """Refer to no state any more. The buffer stays known: it may still be being sent."""
+        """Drop all references to the state. The buffer is kept: it may still be being sent."""
         self.source, self._copies, self._stop_filling = None, None, _nothing
 
 
 def _nothing() -> None:
-    """Do nothing: the slot is filled by nobody."""
+    """Do nothing: no writes into the slot's memory have begun."""

@@ -1,9 +1,8 @@
-"""Staging buffers in shared memory, and whether somebody still uses them.
+"""Files of staging buffers in shared memory, and the removal of those of dead processes.
 
-The name of a buffer tells the process that made it. Shared memory may be common to containers whose
-processes do not see each other, or outlive them: so the maker also holds a lock on a file beside
-its buffers while it lives. The lock is the process's own: forks of the maker that outlive it do not
-have it.
+The name of a buffer identifies the process that made it. Containers may share shared memory without
+seeing each other's processes, so the maker also holds a lock on a file beside its buffers while it
+lives. It is a POSIX lock (``lockf``), which forks of the maker do not inherit.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _LOCK = ".lock"
 
 
 class StagingFolder:
-    """Staging buffers of one store, or writer, in shared memory.
+    """Names of the staging buffers of one store or writer in shared memory.
 
     Attributes:
-        path: The directory they are in.
+        path: Directory of the buffers.
     """
 
     def __init__(self) -> None:
@@ -44,28 +43,28 @@ class StagingFolder:
         self._release: Callable[[], object] | None = None
 
     def new_path(self) -> Path:
-        """A name for a buffer that is about to be made; no other process takes it for a dead one's.
+        """Return a path for a new buffer, and make the lock that marks its maker as alive.
 
         Raises:
-            OSError: Nothing can be made there.
+            OSError: The lock file cannot be made.
         """
         if self._release is None:
             lock = self.path / f"{self._owner}{_LOCK}"
-            # Also when nobody closes this: the owner is gone with the object.
+            # A finalizer, so that the lock is released even if close() is never called.
             self._release = weakref.finalize(self, _let_go, os.getpid(), lock, _make_locked(lock))
         return self.path / f"{self._owner}.{next(self._numbers)}"
 
     def nbytes(self) -> int:
-        """Bytes of the buffers that are there."""
+        """Return the bytes of the buffers that exist."""
         found = 0
         for path in self.path.glob(f"{self._owner}.*"):
-            # One that could not be made ahead of time goes again.
+            # A buffer whose making failed may be removed meanwhile.
             with suppress(FileNotFoundError):
                 found += path.lstat().st_blocks * 512
         return found
 
     def close(self) -> None:
-        """Say that the owner is gone, when all buffers are. May be called twice."""
+        """Release the lock; call it after all buffers are closed. May be called twice."""
         if self._release is not None:
             self._release()
             self._release = None
@@ -80,12 +79,12 @@ def is_live(path: Path, running: Running) -> bool | None:
 
 
 def is_buffer(path: Path) -> bool:
-    """Return whether a file of a staging folder is a buffer, and not the lock beside buffers."""
+    """Return whether a file is a buffer rather than the lock file beside buffers."""
     return path.suffix != _LOCK
 
 
 def find_buffers() -> list[Path]:
-    """Staging buffers of all users on this node, and the locks beside them."""
+    """List the staging buffers of all users on this node, and their lock files."""
     return sorted(SHARED_MEMORY.glob(f"{STAGING_PREFIX}*"))
 
 
@@ -106,13 +105,13 @@ def remove_orphans() -> None:
 
 
 def _make_locked(path: Path) -> int:
-    """Make the file that says that its maker lives; the descriptor that holds the lock."""
+    """Make and lock a lock file; return the descriptor that holds the lock."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Somebody who does not see this process may have removed it before it was locked.
+            # A process that cannot see this one may have removed the file before it was locked.
             if os.fstat(fd).st_nlink:
                 return fd
         except BaseException:
@@ -137,6 +136,6 @@ def _is_locked(path: Path) -> bool:
         finally:
             os.close(fd)
     except OSError as error:
-        # Unless it is gone, or is a link: somebody has it, or the system does not say.
+        # A missing file, or a link, is no lock. After any other error it may be held: count it so.
         return error.errno not in (errno.ENOENT, errno.ELOOP)
     return False

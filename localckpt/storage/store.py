@@ -1,7 +1,7 @@
-"""Interface of a node's checkpoint storage, and the life of its slots.
+"""Interface of a node's checkpoint storage, and the life cycle of its slots.
 
-Managers know this module and ``slot.py``. Implementations: ``disk.py``, ``memory.py``, and
-``hooks.py`` for a user's own.
+Managers use this module and ``slot.py``. Implementations are ``disk.py``, ``memory.py``, and
+``hooks.py`` for a user's own storage.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Claim", "CommitJob", "Store", "Stored", "run_commit"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A piece in a store, or a file that cannot be used.
+    """Piece in a store, or a file that cannot be used.
 
     Attributes:
-        name: Name of the file, for people; empty where there is none.
-        record: The piece; ``None`` for a file that cannot be used.
-        problem: Why it cannot.
+        name: Name of the file, for messages; empty if there is no file.
+        record: Record of the piece; ``None`` for a file that cannot be used.
+        problem: Problem of a file that cannot be used; else ``None``.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class CommitJob:
-    """Pieces that are to be committed, in plain data.
+    """Pieces that are to be committed, as plain data for another thread or process.
 
     Attributes:
-        commit: Commits one of them, given what ``pieces`` holds for it.
-        pieces: In their order.
+        commit: Function that commits one piece, called with an item of ``pieces``.
+        pieces: The data and the ID of each piece, in the order of the commits.
     """
 
     commit: Callable[[Any, CkptID], None]
@@ -54,57 +54,57 @@ class CommitJob:
 
 
 def run_commit(job: CommitJob) -> None:
-    """Commit the pieces of a job one after another, in whatever process this is."""
+    """Commit the pieces of a job one after another, in the calling process."""
     for piece, ckpt_id in job.pieces:
         job.commit(piece, ckpt_id)
 
 
 class Claim:
-    """One rank's hold on its part of a store, and the notes that it keeps there: here none."""
+    """One rank's claim on its part of a store, and the notes in it; this base class keeps none."""
 
     owner = ""
-    """The process that has it; empty where nobody asks."""
+    """Process that holds the claim; empty if the store has no owners."""
 
     def newest_epoch(self) -> int:
-        """The highest epoch that began here, whether or not a shard of it is left; 0 for none."""
+        """Return the highest epoch that began here, even if no shard of it is left; 0 for none."""
         return 0
 
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
-        """Note that an epoch has begun, even if none of its shards will be left.
+        """Note that an epoch has begun, so that its number is known without any of its shards.
 
         Args:
-            epoch: Its number.
-            owners: The owners of the job's ranks that share this store.
-            timeout_s: How long the owner of another job that is ending may take.
+            epoch: Number of the epoch.
+            owners: Owners of the job's ranks that share this store.
+            timeout_s: Deadline, in seconds, of a wait for another job that is ending.
 
         Raises:
             StorageError: Another job is alive here, or the epoch cannot be noted.
         """
 
     def noted_lineages(self) -> list[Lineage]:
-        """Lineages of the epochs that began here last, each once."""
+        """Return the lineages of the last epochs of all ranks here, each once."""
         return []
 
     def note_lineage(self, lineage: Lineage) -> None:
-        """Note what an epoch resumed from, before it saves for the first time.
+        """Note an epoch's lineage, before the epoch saves for the first time.
 
         Raises:
-            StorageError: It cannot be noted here.
+            StorageError: The lineage cannot be noted here.
         """
 
 
 class Store(ABC):
     """One rank's access to the pieces of its node.
 
-    One thread saves and loads, another takes in the pieces of other ranks.
+    One thread saves and loads, another one receives the pieces of other ranks.
 
     Args:
-        domain: Name of what is lost together: ranks with the same share a store.
-        claim: This rank's hold on the store.
+        domain: Name of the failure domain; ranks with the same domain share a store.
+        claim: This rank's claim on the store.
     """
 
     keeps_images = True
-    """True if an image is kept byte for byte."""
+    """True if the store keeps images byte for byte."""
 
     def __init__(self, domain: str, claim: Claim) -> None:
         self.domain = domain
@@ -113,7 +113,7 @@ class Store(ABC):
 
     @property
     def slots(self) -> list[Slot]:
-        """Slots that were reserved, and neither released nor discarded."""
+        """Slots that are reserved, and not yet released or discarded."""
         return list(self._slots)
 
     def reserve(
@@ -124,37 +124,36 @@ class Store(ABC):
         Args:
             identity: Identity of the piece.
             nbytes: Size of its image.
-            timeout_s: The longest wait for older saves, in seconds.
-            is_kept: Whether it may be committed; see :class:`Slot`.
+            timeout_s: Deadline, in seconds, of a wait for older saves.
+            is_kept: True if the slot may be committed; see :class:`Slot`.
 
         Raises:
             StorageError: There is no room.
-            MismatchError: Such a piece cannot be kept here.
-            CheckpointingException: Older saves kept all memory busy for too long.
+            MismatchError: This store cannot keep pieces of this kind.
+            CheckpointingException: Older saves used all memory until the deadline.
         """
         slot = Slot(identity, nbytes, self._plan, is_kept=is_kept)
-        # Known before it has memory: neither an interrupt nor an error leaves anything of it that
-        # nobody gives back or removes.
+        # Listed before it has memory, so that after an interrupt or an error the slot is still
+        # released or discarded.
         self._slots.append(slot)
         slot.take(self._take_memory(slot, timeout_s))
         return slot
 
     @abstractmethod
     def commit(self, slots: Sequence[Slot]) -> CommitJob:
-        """Make the job that commits what is in slots, once for each.
+        """Make the job that commits filled slots. A slot is committed once.
 
         Raises:
             StorageError: The store refused, or a slot was given back.
         """
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Give slots back whose pieces are committed, or will not be.
+        """Release slots whose pieces are committed, or will not be.
 
-        What is unfinished of them is removed; what is committed stays, whenever it was. Nobody may
-        be writing them.
+        Unfinished files are removed; committed pieces stay. No write of the slots may be under way.
         """
         with ExitStack() as steps:
-            # One that cannot be cleaned up keeps no other from being given back.
+            # An ExitStack, so that an error in one release does not prevent the others.
             for slot in slots:
                 steps.callback(self._release, slot)
 
@@ -165,23 +164,23 @@ class Store(ABC):
             if slot.is_kept:
                 was_unfinished = self._remove_unfinished(slot.identity)
         finally:
-            # Also when the store does not work: it may again, and nobody else gives this back.
+            # Even if the store has failed: it may recover, and then needs the memory again.
             self._give_back(slot, was_unfinished=was_unfinished)
         self._forget(slot)
 
     def discard(self, slots: Sequence[Slot]) -> None:
-        """Give slots back of a save that failed, and remove what was written of them.
+        """Release the slots of a failed save, and remove what was written of their pieces.
 
-        Somebody may still be reading or writing their memory.
+        Their memory may still be read or written.
         """
         for slot in slots:
             slot.give_up()
         with ExitStack() as steps:
-            # One that cannot be removed keeps no other from being removed.
+            # An ExitStack, so that an error in one removal does not prevent the others.
             for slot in slots:
                 if slot.is_kept:
                     steps.callback(self._remove, slot.identity)
-            # Memory that a GPU may still write to is neither freed nor used again.
+            # Raises if a GPU may still write to the memory, which is then never freed or reused.
             for slot in slots:
                 slot.end_filling()
             for slot in slots:
@@ -191,51 +190,51 @@ class Store(ABC):
 
     @abstractmethod
     def list_stored(self) -> list[Stored]:
-        """All pieces that can be read here, whichever rank they belong to, and bad files."""
+        """List all pieces that can be read here, of any rank, and the files that cannot be used."""
 
     @abstractmethod
     def holds(self, identity: ShardIdentity) -> bool:
-        """Return whether a piece that was saved here is committed and can be found again."""
+        """Return whether a piece that this rank saved is committed here."""
 
     @abstractmethod
     def open(self, identity: ShardIdentity) -> ShardSource:
-        """The image of a piece that any rank of this node has committed.
+        """Open the image of a piece that any rank of this node has committed.
 
         Raises:
-            StorageError: It is not there, or cannot be opened.
+            StorageError: The piece is not here, or cannot be opened.
         """
 
     @abstractmethod
     def quarantine(self, identity: ShardIdentity, problem: Problem) -> None:
-        """Keep a bad piece from being found again."""
+        """Keep a bad piece from being read again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the store holds open. In a fork it does nothing."""
+        """Release the store's resources. Does nothing in a fork."""
 
-    # What an implementation does with the memory of slots, and with what is written of them.
+    # Methods of an implementation for the memory of slots, and for the files written from them.
 
     @abstractmethod
     def _take_memory(self, slot: Slot, timeout_s: float) -> Buffer:
-        """Memory for a slot, which is its owner; raises as :meth:`reserve`."""
+        """Take memory that the slot owns; raises as :meth:`reserve`."""
 
     @abstractmethod
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
-        """Take the memory of a slot back, which nobody uses any more."""
+        """Reclaim the memory of a slot, which is no longer in use."""
 
     @abstractmethod
     def _drop_memory(self, slot: Slot) -> None:
-        """Take the memory of a slot out of use, noted or not: somebody may still use it."""
+        """Retire a slot's memory, which may still be in use, even if the slot has not noted it."""
 
     def _plan(self, slot: Slot) -> None:  # noqa: B027 - not all stores have something to plan
-        """Get ready what a filled slot needs to be committed."""
+        """Prepare the commit of a filled slot."""
 
     def _remove_unfinished(self, identity: ShardIdentity) -> bool:
-        """Remove what is unfinished of a piece; whether there was any."""
+        """Remove the unfinished file of a piece; return whether there was one."""
         return True
 
     def _remove(self, identity: ShardIdentity) -> None:  # noqa: B027 - nothing is, without files
-        """Remove what is unfinished or committed of a piece."""
+        """Remove the unfinished and the committed file of a piece."""
 
     def _forget(self, slot: Slot) -> None:
         slot.forget_content()

@@ -1,7 +1,7 @@
-"""Writes of images behind training: hashed, written, made durable, given their names.
+"""Writes of images behind training: hash, write, fsync and rename.
 
-A :class:`ShardWrite` is plain data and names: a thread of the trainer can carry it out, or a worker
-process without torch. After any error the file is dead: it is removed, never written to again.
+A :class:`ShardWrite` is plain data, which a thread of the trainer can carry out, or a worker
+process without torch. After any error the file is removed, and never written to again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from localckpt.threads import Task, end_all
 __all__ = ["ShardWrite", "replace_file", "reserve", "sync_folder", "write_range", "write_shard"]
 
 _WRITE_NBYTES = 16 << 20
-# How often in a row a write may take nothing before the device counts as broken.
+# Limit of consecutive writes that make no progress, after which the device counts as broken.
 _FRUITLESS_WRITES = 8
 
 _CANNOT_RESERVE = frozenset({errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP})
@@ -34,19 +34,19 @@ _CANNOT_RESERVE = frozenset({errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP})
 
 @dataclass(frozen=True, slots=True)
 class ShardWrite:
-    """One image that is to become a committed shard of this node.
+    """Image that is to be committed as a piece of this node.
 
     Attributes:
-        buffer: Where the image is.
-        nbytes: Its size.
-        covered_nbytes: How much of it the digests cover.
-        identity: What the shard is.
-        digests: What is left to do about its digests.
-        dirty: The file's name until it is complete.
-        final: Its name from then on.
-        recycled: ``dirty`` is a retired file that is overwritten, not a new one.
-        in_place: The buffer *is* the file ``dirty``, which needs no writing.
-        direct: The file system takes O_DIRECT.
+        buffer: Buffer with the image.
+        nbytes: Size of the image.
+        covered_nbytes: Bytes of the image that the digests cover.
+        identity: Identity of the piece.
+        digests: Work that is left on the digests.
+        dirty: Path of the file until it is complete.
+        final: Path of the committed file.
+        recycled: True if ``dirty`` is a recycled file to overwrite; False for a new file.
+        in_place: True if the buffer is a mapping of the file ``dirty``, which needs no write.
+        direct: True if the file system accepts O_DIRECT.
     """
 
     buffer: Buffer
@@ -62,14 +62,13 @@ class ShardWrite:
 
 
 def write_shard(write: ShardWrite, _: CkptID | None = None) -> None:
-    """Commit an image; its ID says nothing more.
+    """Commit an image. The second argument, the ID that every commit function gets, is unused.
 
     Raises:
-        StorageError: The node refused. What this call had begun is removed, and its space given
-            back.
-        CorruptShardError: An image that came from a peer is not what the peer sent.
+        StorageError: The disk or shared memory failed. The unfinished file is removed.
+        CorruptShardError: An image from a peer does not match its digests.
     """
-    # Closing the buffer of a save that is given up must not pull it away from under this one.
+    # This view keeps the memory mapped if the save is given up and its buffer closed meanwhile.
     view = write.buffer.view
     try:
         if len(view) < write.nbytes:
@@ -87,7 +86,7 @@ def write_shard(write: ShardWrite, _: CkptID | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the file names in a directory durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -96,11 +95,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Reserve space for a file, where the file system can.
+    """Reserve disk space for a file, if the file system supports it.
 
-    ext2 and ext3 cannot. What the C library does in place of it, reading and writing a byte of each
-    block, is refused for a file that is open with O_DIRECT, or for writing only. There a full disk
-    is found by the write itself.
+    ext2 and ext3 do not. The C library then reads and writes a byte of each block, which fails for
+    a file that is open with O_DIRECT or for writing only. This error is ignored; a full disk is
+    then an error of the write itself.
     """
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -112,15 +111,15 @@ def reserve(fd: int, nbytes: int) -> None:
 def write_range(
     fd: int, view: memoryview, start: int, stop: int, *, direct: bool, base: int = 0
 ) -> None:
-    """Write ``view[start:stop]`` to where it lies in the file.
+    """Write ``view[start:stop]`` to offset ``base + start`` of a file.
 
     Args:
         fd: The file.
-        view: What belongs into the file from ``base`` on.
-        start, stop: Which bytes of it.
-        direct: The file is open with O_DIRECT, which needs whole pages: then ``view`` begins on
-            one, and has all of the last.
-        base: Where the view begins in the file.
+        view: Bytes of the file from ``base`` on.
+        start, stop: Range of the view to write.
+        direct: True if the file is open with O_DIRECT, which needs whole pages: ``view`` must then
+            begin at a page boundary, and contain all of its last page.
+        base: Offset of the view in the file.
     """
     end = round_up(stop, PAGE_NBYTES) if direct else stop
     fruitless = 0
@@ -137,10 +136,10 @@ def write_range(
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Replace a small file by one that is whole and durable under its name, once its folder is.
+    """Replace a small file atomically; durable once :func:`sync_folder` has synced its folder.
 
     Raises:
-        OSError: The file system refused; what was there stays.
+        OSError: The file system refused; the old file stays.
     """
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
@@ -155,11 +154,11 @@ def replace_file(path: Path, data: bytes, mode: int) -> None:
 
 
 class _DigestsBeside:
-    """Digests of an image, computed or checked by a thread beside the write."""
+    """Thread that computes or checks the digests of an image during its write."""
 
     def __init__(self, write: ShardWrite, image: memoryview) -> None:
         self._task = Task(lambda: _finish_digests(write, image))
-        # No executor: those take no work while the interpreter is leaving, and saves end then, too.
+        # No executor: it accepts no work while the interpreter exits, when saves may still end.
         try:
             self._task.start("localckpt-hash", daemon=False)
         except RuntimeError:
@@ -168,11 +167,11 @@ class _DigestsBeside:
             end_all([self._task], None, interrupt)
 
     def wait(self) -> None:
-        """Return when the digests are there, or raise what was wrong with them."""
+        """Wait for the digests; raises CorruptShardError if a check failed."""
         self._task.take_result()
 
     def end(self) -> None:
-        """Return when nothing reads the image, or writes digests into it, any more."""
+        """Wait until the thread no longer uses the image."""
         end_all([self._task])
 
 
@@ -190,7 +189,7 @@ def _write_file(write: ShardWrite, view: memoryview, await_digests: Callable[[],
         try:
             with file:
                 fd = file.fileno()
-                # First of all, so that a full disk is an error before anything is overwritten.
+                # First, so that a full disk is an error before anything is written.
                 reserve(fd, write.nbytes)
                 written = write.covered_nbytes // _WRITE_NBYTES * _WRITE_NBYTES
                 write_range(fd, view, 0, written, direct=write.direct)
@@ -220,7 +219,8 @@ def _open_dirty(write: ShardWrite) -> io.FileIO:
     if not write.recycled:
         return open_owned(write.dirty, flags | os.O_CREAT | os.O_EXCL)
     try:
-        # The name it was committed under must be gone for good before the bytes change.
+        # Make the rename of the recycled file durable before its bytes change: after a crash, the
+        # name of the old shard must not lead to new bytes.
         sync_folder(write.dirty.parent)
         return open_owned(write.dirty, flags)
     except OSError:

@@ -41,9 +41,10 @@ class SaveOptions:
     guard: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     read_only: bool = False
     events: EventStream | None = None
+    max_attempts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "num_buffers", "staging_threads"):
+        for name in ("keep_last", "num_buffers", "staging_threads", "max_attempts"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise CheckpointingException(f"{name} is {number}; it must be at least 1")
@@ -60,6 +61,11 @@ class SaveOptions:
         if self.async_worker not in ("thread", "process"):
             raise CheckpointingException(
                 f"async_worker is {self.async_worker!r}; it can be 'thread' or 'process'"
+            )
+        if self.read_only and self.max_attempts is not None:
+            raise CheckpointingException(
+                "max_attempts counts the starts of a job that trains; a manager with "
+                "read_only=True notes nothing: leave it out"
             )
         if self.timeout <= 0:
             raise CheckpointingException(f"timeout is {self.timeout} s; it must be above 0")

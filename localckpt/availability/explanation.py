@@ -6,7 +6,7 @@ What makes a checkpoint complete is said in ``coverage.py`` alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +24,7 @@ from localckpt.ids import (
 )
 from localckpt.storage.names import shard_named
 from localckpt.storage.store import Stored
+from localckpt.trust import Choice, Trust, choose, resumed_in_vain
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
 
@@ -59,6 +60,9 @@ class Standing:
         is_by_name: Whether no header tells of it any more, only the names of its files. Its number
             of ranks is that of the same attempt's other checkpoints; without any, there may be more
             ranks than the names tell of.
+        resumed: Number of starts of the job that resumed from it and made no progress.
+        passed_over: Why a restart does not take it, complete or not, by what is known of it beside
+            its shards; empty if it may.
     """
 
     checkpoint: Checkpoint
@@ -68,6 +72,8 @@ class Standing:
     lacks: tuple[Lack, ...]
     is_by_name: bool = False
     computed: Mapping[int, str] = field(default_factory=dict)
+    resumed: int = 0
+    passed_over: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +84,8 @@ class Standing:
             "lacks": [lack.to_json() for lack in self.lacks],
             "by_name": self.is_by_name,
             "computed": sorted(self.computed),
+            "resumed": self.resumed,
+            "passed_over": self.passed_over,
         }
 
 
@@ -88,7 +96,7 @@ class Explanation:
     Attributes:
         nodes: The nodes that were asked.
         checkpoints: What is left, be it damaged, the newest first.
-        newest: The newest complete checkpoint.
+        newest: The newest complete checkpoint that is not passed over.
         refusal: Why a restart raises an error instead of loading it.
         breaking: The smallest sets of nodes with which ``newest`` would be lost: every set of nodes
             that breaks it contains one of them, and none contains another.
@@ -156,6 +164,9 @@ def explain(
     inventory: Inventory,
     world_size: int | None = None,
     bad: Mapping[str, Sequence[Stored]] | None = None,
+    *,
+    max_attempts: int | None = None,
+    current: Checkpoint | None = None,
 ) -> Explanation:
     """Say which checkpoint a restart would load, and why none that is newer.
 
@@ -164,25 +175,31 @@ def explain(
         world_size: With how many ranks the restart would be; ``None`` for as many as saved it.
         bad: Files of each node that cannot be counted, each told of with the shard that its name
             speaks of.
+        max_attempts, current: As for :func:`localckpt.trust.choose`.
     """
     bad = bad or {}
     nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
     complete = complete_checkpoints(inventory)
+    choice = choose(complete, inventory.trust, max_attempts, current)
     refusal = None
     if world_size is not None:
         try:
-            judge_newest(complete, world_size)
+            judge_newest(choice.usable, world_size)
         except MismatchError as error:
             refusal = str(error)
     held = {checkpoint: inventory.holders(checkpoint) for checkpoint in inventory.checkpoints}
     damaged = _damaged(bad)
     standings = [
-        _standing(
-            checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, inventory)
+        replace(
+            _standing(
+                checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, inventory)
+            ),
+            resumed=inventory.trust.count(checkpoint),
+            passed_over=_why_passed_over(checkpoint, choice, inventory.trust),
         )
         for checkpoint in newest_first([*held, *_by_name(damaged, held)], inventory.lineages)
     ]
-    newest = complete[0] if complete else None
+    newest = choice.usable[0] if choice.usable else None
     return Explanation(
         nodes,
         tuple(standings),
@@ -272,6 +289,18 @@ def _standing(
     )
 
 
+def _why_passed_over(checkpoint: Checkpoint, choice: Choice, trust: Trust) -> str:
+    why = {**choice.quarantined, **choice.exhausted}
+    if checkpoint in why:
+        return why[checkpoint]
+    # The number of ranks of one that only names tell of is not known.
+    of = checkpoint.iteration, checkpoint.generation
+    marked = trust.marked("quarantined").values()
+    return next(
+        (m.why for m in marked if (m.checkpoint.iteration, m.checkpoint.generation) == of), ""
+    )
+
+
 def _reason(
     damaged: Sequence[tuple[str, str]], others: Sequence[tuple[Checkpoint, Sequence[str]]]
 ) -> tuple[str, tuple[str, ...]]:
@@ -340,6 +369,8 @@ def _verdict(explanation: Explanation) -> list[str]:
         return [f"A restart is refused: {explanation.refusal}"]
     if explanation.newest is None:
         what = "no checkpoint is complete" if explanation.checkpoints else "no node holds a shard"
+        if any(standing.passed_over for standing in explanation.checkpoints):
+            what = "what was complete was given up"
         return [f"A restart finds nothing to load: {what}."]
     return [f"A restart loads {_named(explanation.newest)}."]
 
@@ -352,7 +383,9 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
     for standing in explanation.checkpoints:
         what = _named(standing.checkpoint, standing.is_by_name).capitalize()
         is_newer = is_newer and standing.checkpoint != newest
-        if is_newer:
+        if is_newer and standing.passed_over:
+            lines.append(f"{what} is passed over: {standing.passed_over}.")
+        elif is_newer:
             lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
             lines += [
                 f"  rank{'s'[: len(lack.ranks) > 1]} {ranges(lack.ranks)}: {lack.why}"
@@ -364,6 +397,9 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
                 f"{what} is of an earlier attempt: the job went back, and saved iteration "
                 f"{newest.iteration} later."
             )
+        if standing.resumed and not standing.passed_over:
+            why = resumed_in_vain(standing.resumed)
+            lines.append(f"Of iteration {standing.checkpoint.iteration}: {why}.")
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from localckpt.availability.coverage import complete_checkpoints, describe_incomplete
@@ -11,6 +11,7 @@ from localckpt.availability.durability import Durability, durability_found
 from localckpt.availability.inventory import Inventory
 from localckpt.ids import Checkpoint, Generation, Group
 from localckpt.lineage import Lineage
+from localckpt.trust import Trust, choose
 
 __all__ = ["Found"]
 
@@ -20,46 +21,74 @@ class Found:
     """Pieces that the nodes hold, as far as every rank needs to know them.
 
     Attributes:
-        complete: The complete checkpoints, the newest first, and how far each has climbed.
+        complete: The complete checkpoints that a restart tries, in their order, and how far each
+            has climbed.
         lineages: Lineages of the epochs.
         incomplete: Why the others are not complete, if none is; empty if there is none at all.
+        trust: Trust in checkpoints.
+        quarantined, exhausted: Other complete checkpoints; see :class:`localckpt.trust.Choice`.
     """
 
     complete: Mapping[Checkpoint, Durability]
     lineages: Sequence[Lineage]
     incomplete: str
+    trust: Trust = field(default_factory=Trust)
+    quarantined: Mapping[Checkpoint, str] = field(default_factory=dict)
+    exhausted: Mapping[Checkpoint, str] = field(default_factory=dict)
 
     def to_json(self) -> list[Any]:
-        complete = [
-            [checkpoint.generation, checkpoint.iteration, checkpoint.world_size, astuple(reached)]
-            for checkpoint, reached in self.complete.items()
+        return [
+            [[*_fields(c), astuple(reached)] for c, reached in self.complete.items()],
+            [lineage.to_json() for lineage in self.lineages],
+            self.incomplete,
+            self.trust.to_json(),
+            [[*_fields(c), why] for c, why in self.quarantined.items()],
+            [[*_fields(c), why] for c, why in self.exhausted.items()],
         ]
-        return [complete, [lineage.to_json() for lineage in self.lineages], self.incomplete]
 
     @classmethod
-    def among(cls, inventory: Inventory, protection: Mapping[int, Group]) -> Found:
-        """Find what is complete.
+    def among(
+        cls,
+        inventory: Inventory,
+        protection: Mapping[int, Group],
+        max_attempts: int | None = None,
+        current: Checkpoint | None = None,
+    ) -> Found:
+        """Find what is complete, and choose what a restart may take.
 
         Args:
             inventory: What each node holds.
             protection: As for :func:`durability_found`.
+            max_attempts, current: As for :func:`localckpt.trust.choose`.
         """
-        complete = {
-            checkpoint: durability_found(checkpoint, inventory, protection)
-            for checkpoint in complete_checkpoints(inventory)
-        }
+        complete = complete_checkpoints(inventory)
+        choice = choose(complete, inventory.trust, max_attempts, current)
         lacking = bool(inventory.checkpoints) and not complete
-        incomplete = describe_incomplete(inventory) if lacking else ""
-        return cls(complete, [*inventory.lineages.values()], incomplete)
+        return cls(
+            {c: durability_found(c, inventory, protection) for c in choice.usable},
+            [*inventory.lineages.values()],
+            describe_incomplete(inventory) if lacking else "",
+            inventory.trust,
+            choice.quarantined,
+            choice.exhausted,
+        )
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Found:
-        complete, lineages, incomplete = fields
+        complete, lineages, incomplete, trust, quarantined, exhausted = fields
         return cls(
-            {
-                Checkpoint(Generation(*generation), iteration, world_size): Durability(*reached)
-                for generation, iteration, world_size, reached in complete
-            },
+            {_checkpoint(*of): Durability(*reached) for *of, reached in complete},
             [Lineage.from_json(lineage) for lineage in lineages],
             incomplete,
+            Trust.from_json(trust),
+            {_checkpoint(*of): why for *of, why in quarantined},
+            {_checkpoint(*of): why for *of, why in exhausted},
         )
+
+
+def _fields(checkpoint: Checkpoint) -> list[Any]:
+    return [checkpoint.generation, checkpoint.iteration, checkpoint.world_size]
+
+
+def _checkpoint(generation: Sequence[int], iteration: int, world_size: int) -> Checkpoint:
+    return Checkpoint(Generation(*generation), iteration, world_size)

@@ -25,6 +25,7 @@ from localckpt.ids import (
     ShardRecord,
 )
 from localckpt.lineage import EpochId, Lineage
+from localckpt.trust import Trust
 
 __all__ = ["Inventory", "NodeShards", "node_report", "packed", "ranks_by_node", "unpacked"]
 
@@ -123,16 +124,20 @@ class NodeShards:
         return cls(checkpoint, nbytes, groups)
 
 
-def node_report(records: Collection[ShardRecord], noted: Iterable[Lineage] = ()) -> list[list[Any]]:
+def node_report(
+    records: Collection[ShardRecord], noted: Iterable[Lineage] = (), trust: Trust | None = None
+) -> list[list[Any]]:
     """Report of one node, in JSON, for :meth:`Inventory.merge`.
 
     Args:
         records: The shards on the node.
         noted: Lineages of epochs that began on the node, whether or not a shard of them is left.
+        trust: Notes of the node on trust in checkpoints.
 
     Returns:
         The shards of each checkpoint; and, once for each epoch, its lineage. In a large job some of
-        the nodes leave the lineage out, which is the same on all.
+        the nodes leave the lineage out, which is the same on all. Where the node has notes on
+        trust, they follow.
 
     Raises:
         MismatchError: Some record has numbers that no shard can have.
@@ -141,6 +146,7 @@ def node_report(records: Collection[ShardRecord], noted: Iterable[Lineage] = ())
     return [
         [held.to_json() for held in _grouped(records)],
         [lineage.to_json() for lineage in lineages],
+        *([trust.to_json()] if trust is not None and trust.notes else ()),
     ]
 
 
@@ -184,6 +190,8 @@ class Inventory:
         self._others: dict[Checkpoint, dict[str, dict[Piece, Group]]] = {}
         self.lineages: dict[EpochId, Lineage] = {}
         """Lineages of the epochs; those that earlier versions wrote have none."""
+        self.trust = Trust()
+        """Notes of all nodes on trust in checkpoints."""
 
     @classmethod
     def found(
@@ -191,6 +199,7 @@ class Inventory:
         records: Mapping[str, Collection[ShardRecord]],
         noted: Iterable[Lineage] = (),
         codes: Codes | None = None,
+        trust: Trust | None = None,
     ) -> Inventory:
         """Inventory of nodes that were read from outside of any job.
 
@@ -198,8 +207,10 @@ class Inventory:
             records: The shards of each node.
             noted: Lineages of epochs that began on them.
             codes: As for the class.
+            trust: Their notes on trust in checkpoints.
         """
         inventory = cls(dict.fromkeys(records, ()), codes)
+        inventory.trust = trust or inventory.trust
         for node, there in records.items():
             inventory._put(node, _grouped(there), _lineages_in(there, noted).values())
         return inventory
@@ -216,10 +227,11 @@ class Inventory:
                 added.
         """
         try:
-            if not (isinstance(report, list) and len(report) == 2):
+            if not (isinstance(report, list) and len(report) in (2, 3)):
                 raise MismatchError(f"{type(report).__name__} is told")
             if not all(isinstance(part, list) for part in report):
                 raise MismatchError("no lists are told")
+            trust = [Trust.from_json(fields) for fields in report[2:]]
             shards = [NodeShards.from_json(fields) for fields in report[0]]
             lineages = [Lineage.from_json(fields) for fields in report[1]]
             if len({held.checkpoint for held in shards}) != len(shards):
@@ -230,6 +242,8 @@ class Inventory:
                 f"{error}. Start all ranks with the same version of localckpt; nothing was changed"
             ) from error
         self._put(node, shards, lineages)
+        for noted in trust:
+            self.trust = Trust.of([*self.trust.notes, *noted.notes])
 
     def merge_all(self, reports: Sequence[Any]) -> None:
         """Add the reports of all nodes; the report of a node stands at the rank of its leader."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from localckpt.availability.coverage import describe_incomplete
 from localckpt.availability.explanation import Explanation
 from localckpt.availability.inventory import Inventory
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.storage.names import shard_named
 
-__all__ = ["BadCopy", "why_not_that", "why_nothing_loads"]
+__all__ = ["BadCopy", "why_given_up", "why_not_that", "why_nothing_loads"]
 
 
 class BadCopy(NamedTuple):
@@ -51,6 +51,30 @@ def why_nothing_loads(
         f"{', '.join(explanation.nodes)}."
         + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
         + " Start from the beginning, or from a checkpoint on shared storage"
+    )
+
+
+def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
+    """Text of the error that nothing is left that the job was not resumed from in vain.
+
+    Args:
+        left: Complete checkpoints that were given up, and stay where they are.
+        quarantined: Those in quarantine, complete or not.
+    """
+    told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
+    told += [
+        f"iteration {c.iteration}: {why}, and it is in quarantine" for c, why in quarantined.items()
+    ]
+    again = (
+        " Once the cause is gone, start with max_attempts=None to resume from the one that is kept."
+        if left
+        else ""
+    )
+    return (
+        f"no checkpoint on the nodes is left to resume from, and nothing was started over. "
+        f"{'; '.join(told)}. That several checkpoints fail alike speaks for the program or its "
+        f"data.{again} `localckpt clean --put-back` puts back what is in quarantine; with another "
+        f"session_id the job starts from the beginning"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
+from localckpt.trust import is_orderly
 
 __all__ = ["Checkpointer"]
 
@@ -93,6 +95,9 @@ class Checkpointer:
             ``timeout_s``.
         on_error: Whether a save that failed is a ``"warn"``-ing, or to ``"raise"``.
         max_failures: Number of saves that may fail in a row before the error is raised.
+        max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
+            later one is complete, in a row. Then it is quarantined, and an older one is taken.
+            ``None`` for any number.
         timeout_s: Deadline of every wait, in seconds.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
@@ -131,6 +136,7 @@ class Checkpointer:
         grace_s: float | None = None,
         on_error: Literal["warn", "raise"] = "warn",
         max_failures: int = 3,
+        max_attempts: int | None = 3,
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
@@ -162,6 +168,7 @@ class Checkpointer:
                 "timeout": timeout_s,
                 "safe_globals": allowed,
                 "events": self._record.stream,
+                "max_attempts": max_attempts,
             }
             if memory:
                 return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
@@ -186,6 +193,7 @@ class Checkpointer:
                     local=manager,
                     retention=shared_retention or Retention(last=shared_keep_last),
                     timeout_s=timeout_s,
+                    max_attempts=max_attempts,
                     safe_globals=allowed,
                     on_resize=on_resize,
                     failures=self._failures[1],
@@ -196,7 +204,8 @@ class Checkpointer:
         self._own_strategy = None if repl_strategy is not None else own_strategy
         self._meter = Meter()
         self._stop_requests = StopRequests(
-            stop_signals, None if stop_file is None else Path(stop_file), stop_when
+            *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
+            self._take_back_attempt,
         )
         self._pulse = Pulse(
             every,
@@ -239,7 +248,8 @@ class Checkpointer:
         Raises:
             MismatchError: The state is not as it was saved, or the checkpoint was saved by another
                 number of ranks, and there is none on shared storage that these can load.
-            NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged.
+            NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged, or the
+                job was resumed from each in vain too often.
             PeerLostError: Some rank did not come in time.
         """
         self._require_open()
@@ -365,6 +375,8 @@ class Checkpointer:
         """
         if self._is_closed:
             return
+        # Also in the finally block of a loop that failed.
+        self._end_attempt(sys.exception())
         try:
             if not self._is_late:
                 self.wait_until_finished()
@@ -385,6 +397,7 @@ class Checkpointer:
         if error is None:
             self.close()
         elif not self._is_closed:
+            self._end_attempt(error)
             # The other ranks may not come any more.
             self._close(is_in_step=False, error=error)
 
@@ -429,6 +442,8 @@ class Checkpointer:
         """Take in what all ranks have decided; they do so in the same step."""
         self.stopped = plan.stop
         self._record.steps(step, self._meter.costs())
+        if plan.stop is not None:
+            self._take_back_attempt()
         self._next_pulse = step + plan.pulse_steps
         if plan.interval is not None:
             self._next_save = self._saved_from + plan.interval
@@ -459,6 +474,27 @@ class Checkpointer:
             self._nodes.finalize(blocking=blocking)
         if was_busy and not self._nodes.is_busy:
             self._meter.end_save()
+            self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Note on shared storage that the job has got on, as the nodes' manager has."""
+        step = self._nodes.newest
+        if self._shared is None or step is None:
+            return
+        if self._nodes.manager.is_progress(step):
+            self._shared.manager.note_progress(step)
+
+    def _take_back_attempt(self, received: signal.Signals | None = None) -> None:
+        """Do not count this start as one in vain: the job is asked to stop."""
+        self._nodes.manager.take_back_attempt()
+        # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
+        # has notes of its own on its node, and none on shared storage.
+        if self._shared is not None and received in (None, signal.SIGINT):
+            self._shared.manager.take_back_attempt()
+
+    def _end_attempt(self, error: BaseException | None) -> None:
+        if is_orderly(error):
+            self._take_back_attempt()
 
     def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""

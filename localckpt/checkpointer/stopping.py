@@ -31,6 +31,7 @@ class StopRequests:
         file: A file whose existence asks the job to stop; ``None`` for none.
         ask: Tells why the job is to stop, ``None`` or "" if it is not; called in a thread every few
             seconds. ``None`` for none.
+        on_signal: Called in the handlers, and when Ctrl-C is about to raise KeyboardInterrupt.
     """
 
     def __init__(
@@ -38,20 +39,26 @@ class StopRequests:
         signals: Sequence[signal.Signals],
         file: Path | None,
         ask: Callable[[], str | None] | None,
+        on_signal: Callable[[signal.Signals], None],
     ) -> None:
         self._file = file
         self._ask = ask
+        self._on_signal = on_signal
         self._received: str | None = None
         self._looking: Task[str | None] | None = None
         self._before: dict[signal.Signals, Any] = {}
-        if signals and threading.current_thread() is not threading.main_thread():
-            logger.warning(
-                "not in the main thread: %s will not stop this job in order",
-                ", ".join(number.name for number in signals),
-            )
+        if threading.current_thread() is not threading.main_thread():
+            if signals:
+                logger.warning(
+                    "not in the main thread: %s will not stop this job in order",
+                    ", ".join(number.name for number in signals),
+                )
             return
         for number in signals:
             self._before[number] = signal.signal(number, self._receive)
+        # Where a shell has it ignored, it stays so.
+        if signal.SIGINT not in signals and callable(signal.getsignal(signal.SIGINT)):
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
 
     def why(self) -> str | None:
         """Return why the job is to stop; ``None`` if it is not."""
@@ -82,13 +89,18 @@ class StopRequests:
         """Put the handlers back that were there before. May be called twice."""
         for number, before in self._before.items():
             # Who has set a handler since calls ours, or has replaced it.
-            if signal.getsignal(number) == self._receive:
+            if signal.getsignal(number) in (self._receive, self._pass_on):
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
         self._received = f"signal {received.name}"
+        self._pass_on(number, frame)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        self._on_signal(received)
         before = self._before.get(received)
         if callable(before):
             before(number, frame)

@@ -164,6 +164,7 @@ class SharedTier:
         local: Manager of the nodes' checkpoints: both are one lineage.
         retention: Rules by which checkpoints are kept.
         timeout_s: Deadline of waits for other ranks, in seconds.
+        max_attempts: As for :class:`GlobalCheckpointManager`.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         on_resize: As for :class:`SharedState`.
         failures: Counts those that fail.
@@ -179,6 +180,7 @@ class SharedTier:
         local: NodeManager,
         retention: Retention,
         timeout_s: float,
+        max_attempts: int | None,
         safe_globals: tuple[Any, ...],
         on_resize: OnResize,
         failures: Failures,
@@ -192,6 +194,7 @@ class SharedTier:
             safe_globals=safe_globals,
             local=local,
             events=events,
+            max_attempts=max_attempts,
         )
         try:
             self._state = SharedState(parts, self.manager, safe_globals, on_resize)
@@ -314,10 +317,15 @@ def load_newest(
     Raises:
         MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
             another number of ranks, and there is none on shared storage.
-        NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged, and
-            there is none on shared storage.
+        NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged or
+            were given up, and there is none on shared storage that was not given up.
     """
-    on_shared = -1 if shared is None else shared.manager.find_latest()
+    on_shared, given_up = -1, None
+    try:
+        if shared is not None:
+            on_shared = shared.manager.find_latest()
+    except NoReplicasAvailableError as error:
+        given_up = error
     try:
         if nodes.manager.find_latest() >= max(on_shared, 0):
             step = nodes.manager.load(into=parts)[1].iteration
@@ -328,10 +336,13 @@ def load_newest(
                 return step, report.source
     except (MismatchError, NoReplicasAvailableError) as error:
         if on_shared < 0:
-            raise
+            # What is on shared storage was given up before.
+            raise error from given_up
         logger.warning(
             "the checkpoints on the nodes are left for that on shared storage: %s", error
         )
+    if given_up is not None:
+        raise given_up
     if shared is None or on_shared < 0:
         return -1, ""
     return shared.load(), SHARED_SOURCE

@@ -24,7 +24,7 @@ from localckpt.cli.output import (
 )
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.lineage import EpochId
 from localckpt.storage.catalog import (
     Leftover,
@@ -34,7 +34,7 @@ from localckpt.storage.catalog import (
     find_sessions,
     find_staging,
 )
-from localckpt.storage.problem import put_back
+from localckpt.storage.problem import put_back, why_quarantined
 from localckpt.storage.rank_folder import lock_store
 
 __all__ = ["clean"]
@@ -53,6 +53,14 @@ def clean(
             "--corrupt",
             help="Also verify again what is in quarantine, remove what is damaged, and put back "
             "what is good.",
+        ),
+    ] = False,
+    put_back_given_up: Annotated[
+        bool,
+        typer.Option(
+            "--put-back",
+            help="Also put back the checkpoints that the job has given up, and forget how often it "
+            "was resumed from them in vain.",
         ),
     ] = False,
     epoch: Annotated[
@@ -86,11 +94,13 @@ def clean(
         # No job starts here meanwhile, so none that is not seen to run takes files over.
         with nullcontext() if dry_run else lock_store(root, timeout):
             found = [*_removable(root), *_of_epochs(root, epoch or [])]
-            judged = _judge_corrupt(root) if corrupt else _Judged([], [], [])
+            judged = _judge_corrupt(root, corrupt, put_back_given_up)
             removed = [*found, *judged.bad]
             good = {file: file.path for file in judged.good}
             if not dry_run:
                 removed = [file for file in removed if _remove(file)]
+                for session, checkpoint in judged.trusted:
+                    session.forget(checkpoint)
                 good = {file: put_back(file.path) for file in judged.good}
     nbytes = sum(file.nbytes for file in removed)
     if json:
@@ -130,7 +140,9 @@ class _Judged(NamedTuple):
     bad: list[Leftover]
     """Damaged, or there is a good copy."""
     left: list[UncountedFile]
-    """It cannot be summary."""
+    """Nobody can say, or the job has given it up."""
+    trusted: list[tuple[SessionFolder, Checkpoint]]
+    """Checkpoints that the job has given up, or may yet, and is to try again."""
 
 
 def _removable(root: Path) -> list[Leftover]:
@@ -158,24 +170,36 @@ def _of_epochs(root: Path, names: Sequence[str]) -> list[Leftover]:
     return found
 
 
-def _judge_corrupt(root: Path) -> _Judged:
-    judged = _Judged([], [], [])
+def _judge_corrupt(root: Path, corrupt: bool, put_back_given_up: bool) -> _Judged:
+    judged = _Judged([], [], [], [])
+    if not (corrupt or put_back_given_up):
+        return judged
     for session in find_sessions(root):
-        corrupt = [file for file in session.leftovers() if file.kind == "corrupt"]
+        quarantined = [file for file in session.leftovers() if file.kind == "corrupt"]
         # Reading all of a store takes its time.
-        shards = session.shards()[0] if corrupt else []
+        shards = session.shards()[0] if quarantined else []
         kept: set[ShardIdentity] = set()
-        for file in corrupt:
+        trust = session.noted_trust()
+        marks = trust.marked("quarantined")
+        if put_back_given_up:
+            judged.trusted.extend((session, c) for c in {*trust.resumes, *marks})
+        for file in quarantined:
             found = session.verify_again(file.path)
             if isinstance(found, ShardFile):
                 identity = found.record.identity
+                problem = why_quarantined(file.path)
+                is_given_up = problem.kind == "given up" or identity.checkpoint in marks
+                if is_given_up and not put_back_given_up:
+                    judged.left.append(UncountedFile(file.path, file.nbytes, problem))
+                if not (put_back_given_up if is_given_up else corrupt):
+                    continue
                 others = [shard for shard in shards if shard.record.identity == identity]
                 is_here = identity in kept or any(_is_good(session, other) for other in others)
                 kept.add(identity)
                 (judged.bad if is_here else judged.good).append(file)
-            elif found is not None and found.problem.kind == "damaged":
+            elif found is not None and corrupt and found.problem.kind == "damaged":
                 judged.bad.append(file)
-            elif found is not None:
+            elif found is not None and corrupt:
                 judged.left.append(found)
     return judged
 

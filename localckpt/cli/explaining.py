@@ -33,6 +33,7 @@ from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import SessionFolder, ShardFile, find_sessions, node_token
 from localckpt.storage.problem import why_quarantined
 from localckpt.storage.store import Stored
+from localckpt.trust import Trust
 
 __all__ = ["explain"]
 
@@ -147,9 +148,15 @@ class _Found:
     shards: tuple[ShardFile, ...] = ()
     bad: tuple[Stored, ...] = ()
     noted: tuple[Lineage, ...] = ()
+    trust: Trust = Trust()  # noqa: RUF009 - a frozen value
 
     def and_also(self, other: _Found) -> _Found:
-        return _Found(self.shards + other.shards, self.bad + other.bad, self.noted + other.noted)
+        return _Found(
+            self.shards + other.shards,
+            self.bad + other.bad,
+            self.noted + other.noted,
+            Trust.of([*self.trust.notes, *other.trust.notes]),
+        )
 
 
 _Nodes = dict[str, dict[str, _Found]]
@@ -206,7 +213,7 @@ def _read(session: SessionFolder) -> _Found:
         for file in uncounted
     ]
     bad += [Stored(path.name, problem=why_quarantined(path)) for path in session.corrupt_files()]
-    return _Found(tuple(shards), tuple(bad), tuple(session.noted_lineages()))
+    return _Found(tuple(shards), tuple(bad), tuple(session.noted_lineages()), session.noted_trust())
 
 
 def _gather(read: Mapping[Path, Sequence[tuple[str, _Found]]]) -> _Nodes:
@@ -230,10 +237,13 @@ def _explain(
     nothing = _Found()
     found = {label: sessions.get(session, nothing) for label, sessions in nodes.items()}
     records = {label: [s.record for s in of_node.shards] for label, of_node in found.items()}
+    trust = Trust.of([note for of_node in found.values() for note in of_node.trust.notes])
+    lineages = [lineage for of_node in found.values() for lineage in of_node.noted]
     explanation = explain_inventory(
-        Inventory.found(records, [line for f in found.values() for line in f.noted], SCHEMES),
+        Inventory.found(records, lineages, SCHEMES, trust),
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
+        max_attempts=trust.most,
     )
     shards = [shard for of_node in found.values() for shard in of_node.shards]
     times = [s.modified_at for s in shards if s.record.identity.checkpoint == explanation.loads]

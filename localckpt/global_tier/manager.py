@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from localckpt.ids import CkptID
 from localckpt.lineage import Lineage, LineageKeeper
 from localckpt.ranks.ranks import Ranks
 from localckpt.storage.names import local_path
+from localckpt.trust import is_orderly
 
 __all__ = ["GlobalCheckpointManager"]
 
@@ -65,6 +67,9 @@ class GlobalCheckpointManager:
             saves are written where they stay, and only their record makes them checkpoints.
         safe_globals: Classes and functions that objects in a state may name, beyond torch's own.
         read_only: Only load; another job may save in this session.
+        max_attempts: Number of starts of the job that may resume from a checkpoint here and end
+            before a later one is committed (with ``local``: before :meth:`note_progress`), in a
+            row. Then it is passed over, and an older one is taken. ``None`` to count none.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
@@ -93,6 +98,7 @@ class GlobalCheckpointManager:
         local: LineageKeeper | None = None,
         read_only: bool = False,
         events: EventStream | None = None,
+        max_attempts: int | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
@@ -107,6 +113,11 @@ class GlobalCheckpointManager:
             raise CheckpointingException(
                 f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
             )
+        if max_attempts is not None and (max_attempts < 1 or read_only):
+            raise CheckpointingException(
+                f"max_attempts is {max_attempts}; it must be above 0, or None, and with "
+                f"read_only=True None: such a manager notes nothing"
+            )
         self.session_id = session_id
         self.timeout = timeout
         self._root = CheckpointRoot(
@@ -115,6 +126,7 @@ class GlobalCheckpointManager:
             retention=retention or Retention(last=keep_last),
             atomic_rename=atomic_rename,
             timeout_s=timeout,
+            max_attempts=max_attempts,
         )
         allowed = tuple(safe_globals)
         self._ranks = Ranks("global manager", process_group, timeout)
@@ -389,11 +401,22 @@ class GlobalCheckpointManager:
         # What is saved from here on belongs to a new epoch, and is newer than all there is.
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)
+        if self.rank == 0:
+            self._root.note_resume(found)
         if self._local is not None:
             self._local.begin(found.folder.iteration, lineage=found.lineage)
         if into is None:
             return found.folder.iteration
         return into, CkptID(found.folder.iteration, self.rank, self.session_id)
+
+    def note_progress(self, iteration: int) -> None:
+        """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
+        self._root.resuming.note_progress(iteration)
+
+    def take_back_attempt(self) -> None:
+        """Do not count this start as one in vain, as the managers of the nodes do on request."""
+        if os.getpid() == self._process:
+            self._root.resuming.take_back()
 
     def close(self) -> None:
         """Wait for the last save, then free everything. May be called twice.
@@ -403,6 +426,8 @@ class GlobalCheckpointManager:
         """
         if self._closed or os.getpid() != self._process:
             return
+        if is_orderly(sys.exception()):
+            self.take_back_attempt()
         try:
             self.wait_until_finished()
         finally:
@@ -424,6 +449,8 @@ class GlobalCheckpointManager:
         if error is None:
             self.close()
         elif not self._closed and os.getpid() == self._process:
+            if is_orderly(error):
+                self.take_back_attempt()
             # The others may never come: a save under way goes on, and frees everything at its end.
             self._closed = True
             if self._save is None or self._save.over.is_set():
@@ -496,6 +523,8 @@ class GlobalCheckpointManager:
         if save is not None:
             if save.committed:
                 self._newest_iteration = save.iteration
+                if self._local is None:
+                    self.note_progress(save.iteration)
             if save.error is not None:
                 raise save.error
 

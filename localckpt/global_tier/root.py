@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,14 @@ from localckpt.global_tier.metadata import METADATA_NAME
 from localckpt.global_tier.removal import pin, put_back_if_pinned, remove, remove_folder, unpin
 from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
 from localckpt.global_tier.write_files import make_folder, write_durably
+from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
+from localckpt.resuming import Resuming
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
+from localckpt.storage.trust_notes import TrustNotes
 from localckpt.storage.write import sync_folder
+from localckpt.trust import choose
 
 __all__ = ["BegunSave", "CheckpointRoot", "Found", "RootLock"]
 
@@ -93,6 +97,10 @@ class CheckpointRoot:
         retention: Rules by which checkpoints are kept.
         atomic_rename: Whether directories are renamed at once or not at all.
         timeout_s: The longest wait for another job to leave the root, in seconds.
+        max_attempts: As for :class:`GlobalCheckpointManager`.
+
+    Attributes:
+        resuming: Counts starts of the job in vain; on the first rank.
     """
 
     def __init__(
@@ -103,8 +111,11 @@ class CheckpointRoot:
         retention: Retention,
         atomic_rename: bool,
         timeout_s: float,
+        max_attempts: int | None,
     ) -> None:
         self.path = session_root(root, session_id)
+        self._notes = TrustNotes(self.path)
+        self.resuming = Resuming(self._notes, max_attempts)
         self._session_id = session_id
         self._retention = retention
         self._atomic_rename = atomic_rename
@@ -224,6 +235,10 @@ class CheckpointRoot:
         self._epoch = self._lineage = None
         self._loaded = loaded.folder.version
 
+    def note_resume(self, loaded: Found) -> None:
+        """Note on the first rank that training is about to go on from what was loaded."""
+        self.resuming.begin(_as_checkpoint(loaded.folder))
+
     def prune(self, save: BegunSave) -> list[int]:
         """Remove older checkpoints, now that this one is there; the iterations of those."""
         removed: list[int] = []
@@ -279,11 +294,12 @@ class CheckpointRoot:
             older_than: Before this version only.
 
         Raises:
+            NoReplicasAvailableError: All that there is was given up, and none asked for.
             StorageError: The root cannot be read.
             CorruptShardError: The record of the one that is asked for is damaged.
         """
         folders, _ = folders_in(self.path)
-        for folder in folders:
+        for folder in self._usable(folders) if iteration is None else folders:
             if iteration not in (None, folder.iteration):
                 continue
             if older_than is not None and folder.version >= older_than:
@@ -294,8 +310,32 @@ class CheckpointRoot:
         return None
 
     def iterations(self) -> list[int]:
-        """Iterations of all checkpoints, the newest first; raises StorageError."""
-        return list(dict.fromkeys(folder.iteration for folder, _ in self._complete()))
+        """Iterations of the checkpoints that a restart tries, in their order.
+
+        Raises:
+            NoReplicasAvailableError: All that there is was given up.
+            StorageError: The root cannot be read.
+        """
+        usable = self._usable([folder for folder, _ in self._complete()])
+        return list(dict.fromkeys(folder.iteration for folder in usable))
+
+    def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
+        """The directories that the job was not resumed from in vain too often."""
+        trust = self.resuming.trust = self._notes.read()
+        by_checkpoint = {_as_checkpoint(folder): folder for folder in folders}
+        choice = choose([*by_checkpoint], trust, self.resuming.max_attempts, self.resuming.current)
+        given_up = {**choice.quarantined, **choice.exhausted}
+        told = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
+        if given_up and not choice.usable:
+            raise NoReplicasAvailableError(
+                f"no checkpoint on shared storage is left to resume from, and nothing was started "
+                f"over or removed. {'; '.join(told)}. That several checkpoints fail alike speaks "
+                f"for the program or its data: once the cause is gone, start with "
+                f"max_attempts=None; with another session_id the job starts from the beginning"
+            )
+        for line in told:
+            logger.warning("passed over: %s", line)
+        return [by_checkpoint[checkpoint] for checkpoint in choice.usable]
 
     def close(self) -> None:
         """Remove what was never committed, and let other jobs save here. May be called twice."""
@@ -333,6 +373,11 @@ class CheckpointRoot:
                 raise
             logger.error("%s is not counted: %s", folder.path, error)
             return None
+
+
+def _as_checkpoint(folder: Folder) -> Checkpoint:
+    # Any number of ranks can load it.
+    return Checkpoint(Generation(folder.epoch, 0), folder.iteration, 1)
 
 
 def _remove(path: Path) -> None:

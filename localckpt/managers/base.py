@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
 from localckpt.state_dict.basic import TensorAwareStateDict, give_states, unwrapped
 from localckpt.storage.hooks import HookStore
+from localckpt.trust import is_orderly
 
 __all__ = ["BaseCheckpointManager"]
 
@@ -302,6 +304,8 @@ class BaseCheckpointManager(ABC):
         self._parts.in_flight.require_none(f"go on from iteration {from_iteration}")
         self._join()
         self._parts.epoch.resume_elsewhere(from_iteration, lineage)
+        # What was loaded here before is not what training goes on from.
+        self._parts.resuming.take_back()
 
     @one_call
     def lineage_of_save(self, iteration: int) -> Lineage:
@@ -407,6 +411,7 @@ class BaseCheckpointManager(ABC):
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
         state = give_states(into, unwrapped(loaded.state))
+        self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
 
     def close(self) -> None:
@@ -416,6 +421,8 @@ class BaseCheckpointManager(ABC):
         """
         if os.getpid() == self._process and (saves := self._parts.in_flight.not_scheduled()):
             logger.error("%s", forgotten(saves, "The manager is closed."))
+        # Also in the finally block of a loop that failed.
+        self._end_attempt(sys.exception())
         self._close()
         self._parts.ranks.close()
 
@@ -427,18 +434,37 @@ class BaseCheckpointManager(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() != self._process:
             # A fork that ends here must not cancel what the trainer has under way.
             return
         if kind is None:
             self.close()
             return
+        self._end_attempt(error)
         try:
             # The other ranks may not come any more.
             self._parts.stop_waiting()
         finally:
             self._close()
+
+    def take_back_attempt(self) -> None:
+        """Do not count this start as an attempt in vain: it is about to end because it is to.
+
+        With ``max_attempts`` a start that resumed from a checkpoint and ends before a later one is
+        complete counts, unless the manager is closed without an error, or by Ctrl-C. Call this when
+        the job is told to stop; a signal handler may. It asks no other rank.
+        """
+        if os.getpid() == self._process:
+            self._parts.resuming.take_back()
+
+    def is_progress(self, iteration: int) -> bool:
+        """Return whether a complete checkpoint is above all from which starts ended in vain."""
+        return self._parts.resuming.is_progress(iteration)
+
+    def _end_attempt(self, error: BaseException | None) -> None:
+        if is_orderly(error):
+            self.take_back_attempt()
 
     @property
     def degraded(self) -> int:

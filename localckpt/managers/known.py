@@ -21,7 +21,9 @@ class KnownCheckpoints:
         redundancy: Protects the job's shards.
 
     Attributes:
-        complete: The newest first.
+        complete: Those that a restart tries, the newest first.
+        exhausted: Others that are complete, which the job was resumed from in vain too often, and
+            why they are passed over.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
         seen: What was complete at the last look at all nodes; ``None`` before the first.
@@ -32,6 +34,7 @@ class KnownCheckpoints:
     def __init__(self, redundancy: Redundancy) -> None:
         self._redundancy = redundancy
         self.complete: list[Checkpoint] = []
+        self.exhausted: dict[Checkpoint, str] = {}
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
         self.lineages: dict[EpochId, Lineage] = {}
@@ -61,9 +64,12 @@ class KnownCheckpoints:
     def take_in(self, found: Found) -> None:
         """Take in what a look at all nodes found."""
         self.complete = list(found.complete)
+        self.exhausted = dict(found.exhausted)
         self._reached.update(found.complete)
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
-        self.seen = [Point(c.generation.epoch_id, c.iteration) for c in self.complete]
+        # The job goes back from what it passes over, too.
+        seen = (*found.complete, *found.quarantined, *found.exhausted)
+        self.seen = [Point(c.generation.epoch_id, c.iteration) for c in seen]
 
     def began(self, lineage: Lineage) -> None:
         """Take in the lineage of the saves from here on."""
@@ -87,6 +93,7 @@ class KnownCheckpoints:
     def remove(self, checkpoint: Checkpoint) -> None:
         """One is not, or not yet, among the complete ones."""
         self.complete = [known for known in self.complete if known != checkpoint]
+        self.exhausted.pop(checkpoint, None)
 
     def keep(self, saved: int, count: int) -> Retirement | None:
         """Forget all but the newest, and what must stay beside them.

@@ -124,7 +124,7 @@ class Load:
             CheckpointingException: A rank cannot load it for a reason that no other copy would
                 cure, most often a RestoreError; raised on all ranks.
         """
-        while wanted := [c for c in self._known.complete if iteration in (None, c.iteration)]:
+        while wanted := self._wanted(iteration):
             judge_newest(wanted, self._ranks.world_size)
             self._choose(wanted[0])
             with record_function("localckpt.load"):
@@ -146,6 +146,13 @@ class Load:
         raise NoReplicasAvailableError(
             why_nothing_loads(self._inventory, explanation, self.bad, nodes)
         )
+
+    def _wanted(self, iteration: int | None) -> list[Checkpoint]:
+        """Checkpoints to try; one that is asked for may be one that was given up."""
+        if iteration is None:
+            return self._known.complete
+        known = (*self._known.complete, *self._known.exhausted)
+        return [checkpoint for checkpoint in known if checkpoint.iteration == iteration]
 
     def _protect(self) -> None:
         """Have made again what the loaded checkpoint lacks of its protection."""

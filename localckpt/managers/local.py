@@ -46,6 +46,9 @@ class LocalCheckpointManager(StoreCheckpointManager):
         read_only: Only load, beside a job that may be saving in this session: nothing is made,
             renamed, removed or claimed here.
         events: As for :class:`BaseCheckpointManager`.
+        max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
+            later one is complete, in a row. Then it is quarantined, and an older one is taken.
+            ``None`` to count none.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -71,6 +74,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         strict: bool = False,
         read_only: bool = False,
         events: EventStream | None = None,
+        max_attempts: int | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

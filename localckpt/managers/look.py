@@ -15,14 +15,18 @@ from localckpt.availability.explanation import Explanation, explain
 from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.availability.ordering import unrelated
-from localckpt.ids import Checkpoint
+from localckpt.availability.refusals import why_given_up
+from localckpt.errors import NoReplicasAvailableError, StorageError
+from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.parts import Parts
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.resuming import Resuming
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store, Stored
+from localckpt.trust import Mark
 
 __all__ = ["Finder", "Look"]
 
@@ -37,6 +41,7 @@ class Look:
         store: This rank's node.
         nodes: For each rank the node that it is on, whose store it shares with others there.
         strategy: Says which ranks are to keep copies.
+        resuming: Says which checkpoints are given up.
 
     Attributes:
         found: The same on all ranks.
@@ -48,9 +53,15 @@ class Look:
     """
 
     def __init__(
-        self, ranks: Ranks, store: Store, nodes: Sequence[str], strategy: ReplicationStrategy
+        self,
+        ranks: Ranks,
+        store: Store,
+        nodes: Sequence[str],
+        strategy: ReplicationStrategy,
+        resuming: Resuming,
     ) -> None:
         self._ranks = ranks
+        self._resuming = resuming
         self._inventory = Inventory(ranks_by_node(nodes), SCHEMES)
         mine = None
         with Attempt() as looking:
@@ -65,7 +76,16 @@ class Look:
 
     def _judge(self, strategy: ReplicationStrategy, reports: Sequence[Any]) -> list[Any]:
         self._inventory.merge_all(reports)
-        return Found.among(self._inventory, strategy.protection).to_json()
+        return Found.among(
+            self._inventory,
+            strategy.protection,
+            self._resuming.max_attempts,
+            self._resuming.current,
+        ).to_json()
+
+    def is_leader(self, rank: int) -> bool:
+        """True if a rank acts for its node."""
+        return self._inventory.is_leader(rank)
 
     def inventory(self) -> Inventory:
         """Inventory of all nodes, which the root sends to every rank; all ranks call it.
@@ -102,16 +122,35 @@ class Finder:
         """See what all nodes hold; raises as :class:`Look`."""
         parts = self._parts
         with parts.events.timed("find"):
-            look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy)
+            look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy, parts.resuming)
         self.last = look
         parts.known.take_in(look.found)
+        parts.resuming.trust = look.found.trust
+        if look.found.quarantined and not parts.options.read_only:
+            self._quarantine(look)
         return look
+
+    def _quarantine(self, look: Look) -> None:
+        """Quarantine what this node holds of the checkpoints that are given up."""
+        parts = self._parts
+        for checkpoint, why in look.found.quarantined.items():
+            logger.warning("iteration %d is quarantined: %s", checkpoint.iteration, why)
+            if not look.is_leader(parts.ranks.rank):
+                continue
+            try:
+                # First: other nodes may be away, and come back with theirs.
+                parts.store.claim.note_mark(Mark(checkpoint, "quarantined", why))
+                _quarantine_all(parts.store, checkpoint, why)
+            except StorageError as error:
+                # Other nodes know of it, and a rank that raised here would leave theirs alone.
+                logger.error("that is not done on this node: %s", error)
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or ``None``.
 
         Raises:
             MismatchError: It was saved by another number of ranks.
+            NoReplicasAvailableError: There is none that was not given up.
             CheckpointingException: As :class:`Look`.
         """
         found, known, epoch = self.look().found, self._parts.known, self._parts.epoch
@@ -122,6 +161,9 @@ class Finder:
             if others := unrelated(newest, known.complete[1:], known.lineages):
                 logger.warning("%s", describe_choice(newest, others))
             return newest
+        quarantined = {c: mark.why for c, mark in found.trust.marked("quarantined").items()}
+        if (quarantined or known.exhausted) and not known.under_way:
+            raise NoReplicasAvailableError(why_given_up(known.exhausted, quarantined))
         if found.incomplete:
             logger.warning("no checkpoint is complete: %s", found.incomplete)
         if epoch.newest_iteration >= 0 and not known.under_way:
@@ -148,10 +190,13 @@ class Finder:
             CheckpointingException: Some node cannot be read; on all ranks.
             PeerLostError: A rank did not answer in time.
         """
-        return _gather_explanation(self._parts.ranks, self._parts.store, self._parts.epoch.nodes)
+        parts = self._parts
+        return _gather_explanation(parts.ranks, parts.store, parts.epoch.nodes, parts.resuming)
 
 
-def _gather_explanation(ranks: Ranks, store: Store, nodes: Sequence[str]) -> Explanation:
+def _gather_explanation(
+    ranks: Ranks, store: Store, nodes: Sequence[str], resuming: Resuming
+) -> Explanation:
     """Explain what all nodes have; all ranks call it."""
     inventory = Inventory(ranks_by_node(nodes), SCHEMES)
     mine: list[Any] = [None, []]
@@ -159,23 +204,42 @@ def _gather_explanation(ranks: Ranks, store: Store, nodes: Sequence[str]) -> Exp
         found = store.list_stored()
         if inventory.is_leader(ranks.rank):
             bad = [(s.name, s.problem) for s in found if s.problem is not None]
-            damaged = [[n, p.text, p.claim] for n, p in bad if p.kind == "damaged"]
+            quarantined = ("damaged", "given up")
+            damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
             mine = [_report(store, found), damaged]
     gathered = unpacked(ranks.settle("explain what the nodes hold", looking, mine, packed))
     inventory.merge_all([report for report, _ in gathered])
     files = {
         node: [
-            Stored(name, problem=Problem("damaged", text, claim))
-            for name, text, claim in gathered[inventory.leader(node)][1]
+            Stored(name, problem=Problem(kind, text, claim))
+            for name, kind, text, claim in gathered[inventory.leader(node)][1]
         ]
         for node in inventory.ranks_on
     }
-    return explain(inventory, ranks.world_size, files)
+    return explain(
+        *(inventory, ranks.world_size, files),
+        max_attempts=resuming.max_attempts,
+        current=resuming.current,
+    )
+
+
+def _quarantine_all(store: Store, checkpoint: Checkpoint, why: str) -> None:
+    """Quarantine all pieces of a checkpoint in a store, every copy of them."""
+    before: list[ShardIdentity] = []
+    while True:
+        records = [stored.record for stored in store.list_stored() if stored.record is not None]
+        here = [r.identity for r in records if r.identity.checkpoint == checkpoint]
+        # What cannot be renamed stays, and is logged.
+        if not here or here == before:
+            return
+        for identity in here:
+            store.quarantine(identity, Problem("given up", why))
+        before = here
 
 
 def _report(store: Store, found: Sequence[Stored]) -> list[list[Any]]:
     records = [stored.record for stored in found if stored.record is not None]
-    return node_report(records, store.claim.noted_lineages())
+    return node_report(records, store.claim.noted_lineages(), store.claim.noted_trust())
 
 
 def _nothing() -> None:

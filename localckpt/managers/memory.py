@@ -33,7 +33,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         timeout, process_group, async_worker, safe_globals, num_buffers, staging_threads, on_busy,
-            guard, background, strict, read_only, events: As for :class:`LocalCheckpointManager`.
+            guard, background, strict, read_only, events, max_attempts: As for
+            :class:`LocalCheckpointManager`.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -59,6 +60,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         strict: bool = False,
         read_only: bool = False,
         events: EventStream | None = None,
+        max_attempts: int | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

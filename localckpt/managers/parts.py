@@ -20,6 +20,7 @@ from localckpt.managers.space import SpaceCheck
 from localckpt.options import SaveOptions
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
+from localckpt.resuming import Resuming
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks
 from localckpt.storage.store import Store
@@ -50,6 +51,7 @@ class Parts:
         reprotection: Makes the copies that a loaded checkpoint lacks; ``None`` for none.
         store: Keeps shards.
         epoch: The epoch that saves belong to.
+        resuming: Counts starts of the job in vain.
         capture: Captures states in slots of the store.
         replicator: Has what is saved protected; ``None`` for nothing.
         foreign: Saves that queues of other libraries carry out.
@@ -57,6 +59,7 @@ class Parts:
 
     store: Store
     epoch: Epoch
+    resuming: Resuming
     capture: StateCapture
     replicator: Replicator | None
     foreign: ForeignQueues
@@ -96,6 +99,7 @@ class Parts:
         self.epoch = Epoch(
             self.ranks, store, self.strategy, self.session_id, self.known, self.events
         )
+        self.resuming = Resuming(store.claim, self.options.max_attempts)
         self.capture = StateCapture(store, self.allowed, self.options)
         self.replicator = Replicator(self.strategy, self.options) if self._is_protected else None
         self.foreign = ForeignQueues(self.options.timeout)

@@ -333,6 +333,7 @@ class Save:
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not prune older checkpoints", self.identity.rank)
+        parts.resuming.note_progress(iteration)
         self._end()
         self.is_complete = True
         self._note_end("ok", tier="replicated" if reached.survives_node_loss else "local")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.ids import ShardRecord
+from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.lineage import EpochId, Lineage
 from localckpt.state_dict.identify import read_verified_record, verify
 from localckpt.storage.files import FileSource
@@ -32,6 +32,8 @@ from localckpt.storage.names import (
 from localckpt.storage.owner import Running, epoch_note, owner_of, read_note
 from localckpt.storage.problem import Problem
 from localckpt.storage.staging import find_buffers, is_buffer, is_live
+from localckpt.storage.trust_notes import TrustNotes
+from localckpt.trust import Trust
 
 __all__ = [
     "Leftover",
@@ -161,6 +163,24 @@ class SessionFolder:
                 _, lineage = epoch_note(folder)
             found += [lineage] if lineage is not None else []
         return found
+
+    def noted_trust(self) -> Trust:
+        """Everything that the notes here tell of trust in checkpoints.
+
+        Raises:
+            StorageError: A directory cannot be read.
+        """
+        noted = [TrustNotes(folder).read() for folder in _folders(self.folder)]
+        return Trust.of([note for trust in noted for note in trust.notes])
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Remove what notes here tell of trust in a checkpoint.
+
+        Raises:
+            StorageError: A directory cannot be written to.
+        """
+        for folder in _folders(self.folder):
+            TrustNotes(folder).forget(checkpoint)
 
     def of_epoch(self, epoch: EpochId) -> list[Leftover]:
         """List the shards of one epoch; live are those that a running process may have saved.

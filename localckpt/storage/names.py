@@ -20,9 +20,11 @@ __all__ = [
     "DIRTY",
     "EPOCH_NAME",
     "LOCK_NAME",
+    "MARKS_NAME",
     "OWNER_NAME",
     "RECYCLED",
     "RECYCLED_BEFORE",
+    "RESUME_PREFIX",
     "SESSION_PREFIX",
     "SHARD",
     "STAGING_PREFIX",
@@ -48,6 +50,9 @@ TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
 """Files of the root: the node's name, and the lock of a process that starts or cleans up."""
 OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
 """Files of a rank's folder: the process that writes there, and the epoch that last began."""
+RESUME_PREFIX, MARKS_NAME = ".resumed-", ".marks"
+"""Files of a rank's folder: one for each start of the job that resumed from a checkpoint and has
+made no progress, and the marks of checkpoints."""
 
 STAGING_PREFIX = "localckpt-staging-"
 """Prefix of the names of staging buffers in shared memory."""

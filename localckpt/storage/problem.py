@@ -28,7 +28,8 @@ __all__ = ["Problem", "ProblemKind", "put_back", "quarantine", "why_quarantined"
 
 logger = logging.getLogger(__name__)
 
-ProblemKind = Literal["damaged", "other version", "other session", "unreadable"]
+ProblemKind = Literal["damaged", "other version", "other session", "unreadable", "given up"]
+"""Kinds of problems. What was given up is whole, and the job failed each time with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Problem:
 
 
 _WHY, _SHARD, _WHY_NBYTES = "user.localckpt.why", "user.localckpt.shard", 1000
+_KIND = "user.localckpt.kind"
 _QUARANTINED_AGAIN = re.compile(rf"(?<={re.escape(SHARD)})\.[0-9a-f]{{8}}$")
 
 
@@ -95,7 +97,8 @@ def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
         logger.warning("%s is in quarantine as *%s: %s", path, CORRUPT, problem)
         # Not every file system has extended attributes; the log has the problem in any case.
         with suppress(OSError):
-            for name, text in ((_WHY, problem.text), (_SHARD, problem.claim)):
+            told = ((_WHY, problem.text), (_SHARD, problem.claim), (_KIND, problem.kind))
+            for name, text in told:
                 value = text.encode(errors="replace")[:_WHY_NBYTES]
                 os.setxattr(renamed, name, value, follow_symlinks=False)
         return True
@@ -105,7 +108,8 @@ def quarantine(path: Path, problem: Problem, *, stays: bool = False) -> bool:
 def why_quarantined(path: Path) -> Problem:
     """Read the problem of a file in quarantine; earlier versions stored it as one text."""
     text = _attribute(path, _WHY) or "it was quarantined as damaged"
-    return Problem("damaged", text, _attribute(path, _SHARD), path)
+    kind: ProblemKind = "given up" if _attribute(path, _KIND) == "given up" else "damaged"
+    return Problem(kind, text, _attribute(path, _SHARD), path)
 
 
 def _attribute(path: Path, name: str) -> str:
@@ -133,7 +137,7 @@ def put_back(path: Path) -> Path:
         except FileExistsError:
             back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")
             os.link(path, back)
-        for name in (_WHY, _SHARD):
+        for name in (_WHY, _SHARD, _KIND):
             with suppress(OSError):
                 os.removexattr(back, name, follow_symlinks=False)
         path.unlink()

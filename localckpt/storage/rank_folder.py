@@ -31,7 +31,9 @@ from localckpt.storage.names import (
 )
 from localckpt.storage.owner import Owner, Running, epoch_note, owner_of, read_note, write_note
 from localckpt.storage.store import Claim
+from localckpt.storage.trust_notes import TrustNotes
 from localckpt.storage.write import sync_folder
+from localckpt.trust import Mark, Resumes, Trust
 from localckpt.waiting import wait_until
 
 __all__ = ["RankFolder", "SeenFolder", "lock_store"]
@@ -99,6 +101,10 @@ class SeenFolder(Claim):
             noted = (epoch_note(self.session / str(rank))[1] for rank in sorted(self.ranks()))
             return list(dict.fromkeys(lineage for lineage in noted if lineage is not None))
 
+    def noted_trust(self) -> Trust:
+        noted = [TrustNotes(self.session / str(rank)).read() for rank in sorted(self.ranks())]
+        return Trust.of([note for trust in noted for note in trust.notes])
+
     def _find_token(self) -> str:
         token = ""
         with storage_errors("read", self._root):
@@ -149,6 +155,20 @@ class RankFolder(SeenFolder):
 
     def note_lineage(self, lineage: Lineage) -> None:
         self._note(lineage.epoch.number, lineage)
+
+    def note_resume(self, resumes: Resumes) -> None:
+        TrustNotes(self.path).note_resume(resumes)
+
+    def take_back_resume(self, resumes: Resumes) -> None:
+        TrustNotes(self.path).take_back_resume(resumes)
+
+    def forget_resumes(self) -> None:
+        # Those of other ranks, too: nobody writes some of their folders any more.
+        for rank in self.ranks():
+            TrustNotes(self.session / str(rank)).forget_resumes()
+
+    def note_mark(self, mark: Mark) -> None:
+        TrustNotes(self.path).note_mark(mark)
 
     def _note(self, epoch: int, lineage: Lineage | None) -> None:
         note = self.path / EPOCH_NAME

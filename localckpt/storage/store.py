@@ -18,6 +18,7 @@ from localckpt.state_dict.source import ShardSource
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
+from localckpt.trust import Mark, Resumes, Trust
 
 __all__ = ["Claim", "CommitJob", "Store", "Stored", "run_commit"]
 
@@ -91,6 +92,22 @@ class Claim:
         Raises:
             StorageError: The lineage cannot be noted here.
         """
+
+    def noted_trust(self) -> Trust:
+        """Everything noted here of starts of the job in vain, and of marks of checkpoints."""
+        return Trust()
+
+    def note_resume(self, resumes: Resumes) -> None:
+        """Note that the job goes on from a checkpoint; raises StorageError."""
+
+    def take_back_resume(self, resumes: Resumes) -> None:
+        """Remove such a note. A signal handler may do so; raises StorageError."""
+
+    def forget_resumes(self) -> None:
+        """Remove all such notes of this session: the job has made progress; raises StorageError."""
+
+    def note_mark(self, mark: Mark) -> None:
+        """Note a mark; raises StorageError."""
 
 
 class Store(ABC):

@@ -104,7 +104,8 @@ def test_a_save_costs_what_training_waits_and_what_steps_beside_it_take_longer(
 
 
 def _nothing_asked(**given_: Any) -> StopRequests:
-    return StopRequests(**{"signals": (), "file": None, "ask": None} | given_)
+    nothing = {"signals": (), "file": None, "ask": None, "on_signal": lambda _: None}
+    return StopRequests(**nothing | given_)
 
 
 def test_a_signal_asks_to_stop_and_reaches_the_handler_that_was_there() -> None:

@@ -106,6 +106,8 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                         "lacks": [{"ranks": ["int"], "why": "str", "nodes": ["str"]}],
                         "by_name": "bool",
                         "computed": [],
+                        "resumed": "int",
+                        "passed_over": "str",
                     }
                 ],
                 "survives_any": "int",

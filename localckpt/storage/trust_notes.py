@@ -1,0 +1,115 @@
+"""Notes of a rank's folder on trust in checkpoints: small files beside the shards.
+
+Each start of the job is a file of its own, so that taking it back is to remove one name, which a
+signal handler can do. All marks are in one file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from localckpt.errors import MismatchError
+from localckpt.ids import Checkpoint
+from localckpt.memory.host_memory import PAGE_NBYTES
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.names import MARKS_NAME, RESUME_PREFIX
+from localckpt.storage.owner import read_note, write_note
+from localckpt.storage.write import sync_folder
+from localckpt.trust import Mark, Resumes, Trust, parse_note
+
+__all__ = ["TrustNotes"]
+
+_RESUME = re.compile(rf"{re.escape(RESUME_PREFIX)}[\d.]+")
+
+
+class TrustNotes:
+    """Notes in one folder.
+
+    Args:
+        folder: The folder, which may be missing as long as nothing is noted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self) -> Trust:
+        """Everything that is noted; raises StorageError. What is no note counts for nothing."""
+        with storage_errors("read", self._folder):
+            return Trust.of([*_resumes_in(self._folder).values(), *_marks_in(self._folder)])
+
+    def note_resume(self, resumes: Resumes) -> None:
+        """Note, durably, that the job goes on from a checkpoint; raises StorageError."""
+        with storage_errors("write to", self._folder):
+            write_note(_resume_path(self._folder, resumes), json.dumps(resumes.to_json()))
+            sync_folder(self._folder)
+
+    def take_back_resume(self, resumes: Resumes) -> None:
+        """Remove such a note, by a single call of the system; raises StorageError."""
+        with storage_errors("clean up", self._folder):
+            _resume_path(self._folder, resumes).unlink(missing_ok=True)
+
+    def forget_resumes(self) -> None:
+        """Remove all such notes; raises StorageError."""
+        with storage_errors("clean up", self._folder):
+            for path in _resume_paths(self._folder):
+                path.unlink(missing_ok=True)
+
+    def note_mark(self, mark: Mark) -> None:
+        """Note a mark, durably, in place of another one of its checkpoint; raises StorageError."""
+        with storage_errors("write to", self._folder):
+            others = [m for m in _marks_in(self._folder) if m.checkpoint != mark.checkpoint]
+            _write_marks(self._folder, [*others, mark])
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Remove everything noted of a checkpoint; raises StorageError."""
+        with storage_errors("clean up", self._folder):
+            for path, resumes in _resumes_in(self._folder).items():
+                if resumes.checkpoint == checkpoint:
+                    path.unlink(missing_ok=True)
+            marks = _marks_in(self._folder)
+            kept = [mark for mark in marks if mark.checkpoint != checkpoint]
+            if kept != marks:
+                _write_marks(self._folder, kept)
+
+
+def _resume_path(folder: Path, resumes: Resumes) -> Path:
+    checkpoint = resumes.checkpoint
+    epoch, sequence = checkpoint.generation
+    name = f"{checkpoint.iteration}.{epoch}.{sequence}.{checkpoint.world_size}.{resumes.count}"
+    return folder / f"{RESUME_PREFIX}{name}"
+
+
+def _resumes_in(folder: Path) -> dict[Path, Resumes]:
+    found = {path: _parsed(read_note(path)) for path in _resume_paths(folder)}
+    return {path: note for path, note in found.items() if isinstance(note, Resumes)}
+
+
+def _resume_paths(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _RESUME.fullmatch(path.name))
+
+
+def _write_marks(folder: Path, marks: Sequence[Mark]) -> None:
+    in_order = sorted(marks, key=lambda mark: mark.checkpoint.iteration)
+    lines = [json.dumps(mark.to_json()) for mark in in_order]
+    # Those of the highest iterations count. A note is read up to a page.
+    while len("\n".join(lines)) > PAGE_NBYTES:
+        del lines[0]
+    write_note(folder / MARKS_NAME, "\n".join(lines))
+    sync_folder(folder)
+
+
+def _marks_in(folder: Path) -> list[Mark]:
+    notes = map(_parsed, read_note(folder / MARKS_NAME).splitlines())
+    return [note for note in notes if isinstance(note, Mark)]
+
+
+def _parsed(text: str) -> Resumes | Mark | None:
+    try:
+        return parse_note(json.loads(text))
+    except (MismatchError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,277 @@
+"""Jobs that crash each time they resume from a checkpoint get past it by themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import localckpt
+from tests.checkpointer.loops import stores
+from tests.cli.commands import call
+from tests.managers.jobs import MAX_S, error_of, files
+from tests.ranks import announce, node_store, run_ranks, start_ranks
+
+_STEPS = 15
+
+
+class _Poison:
+    """A value of the state with which the next step cannot be done."""
+
+    def __init__(self) -> None:
+        self.is_in = False
+
+    @property
+    def part(self) -> tuple[Callable[[], bool], Callable[[bool], None]]:
+        return lambda: self.is_in, self._take
+
+    def _take(self, value: bool) -> None:
+        self.is_in = value
+
+
+def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Checkpointer:
+    state = {"layer": torch.nn.Linear(4, 4), "poison": poison.part}
+    usual = {"every": localckpt.Every(steps=3), "timeout_s": MAX_S, "max_attempts": 2}
+    return localckpt.Checkpointer(state, local=local, **(usual | options))
+
+
+# Ranks that are processes of their own.
+
+
+def _live(rank: int, world_size: int, poisons: bool, memory: bool) -> tuple[int, str]:
+    """A start of a job, whose last rank crashes in the step after it was poisoned."""
+    poison, is_last = _Poison(), rank == world_size - 1
+    with _checkpointer(node_store(), poison, memory=memory) as checkpointer:
+        first = checkpointer.resume()
+        for step in range(first, _STEPS):
+            if poison.is_in and is_last:
+                announce("crash")
+                os._exit(3)
+            if poison.is_in:
+                _await(lambda: False)
+            poison.is_in = poisons and step >= 8
+            checkpointer.step(step)
+            # So that it is known what there is.
+            checkpointer.wait_until_finished()
+        return first, str(checkpointer.manager.explain())
+
+
+def _crash(nodes: list[Path], world_size: int, *, poisons: bool, memory: bool) -> None:
+    """A start that ends as under torchrun: the others are told to stop, and killed."""
+    arguments = (_live, world_size, poisons, memory)
+    with start_ranks(*arguments, store_per_node=nodes, init_group=world_size > 1) as group:
+        group.await_announced("crash", 60.0)
+        for rank in range(world_size - 1):
+            group.kill(rank, signal.SIGTERM)
+            # It has heard of it: what it noted is gone.
+            _await(lambda rank=rank: not _noted(nodes[rank], rank))
+            group.kill(rank)
+        group.join(60.0, expect_dead=range(world_size))
+
+
+def _noted(node: Path, rank: int) -> list[str]:
+    return [path.name for path in node.glob(f"session-/{rank}/.resumed-*")]
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.fault("trainer-dies")
+@pytest.mark.parametrize(("kind", "world_size"), [("disk", 1), ("memory", 2)])
+def test_a_job_that_crashes_after_each_resume_gets_past_the_checkpoint_by_itself(
+    kind: str, world_size: int, tmp_path: Path, shm_roots: Any
+) -> None:
+    memory = kind == "memory"
+    nodes = shm_roots(world_size) if memory else stores(tmp_path, world_size)
+    for poisons in (True, False, False):
+        _crash(nodes, world_size, poisons=poisons, memory=memory)
+
+    found = run_ranks(
+        *(_live, world_size, False, memory), store_per_node=nodes, init_group=world_size > 1
+    )
+
+    assert [first for first, _ in found] == [6] * world_size
+    why = "the job was resumed from it 2 times and made no progress"
+    assert all(f".safetensors.corrupt: {why}" in text for _, text in found)
+    quarantined = [name for name in files(*nodes) if name.endswith(".corrupt")]
+    # On two nodes each shard has a copy.
+    assert len(quarantined) == world_size**2
+
+
+# One rank, whose starts end by what leaves the block.
+
+
+def _start(local: Path, steps: int, ends_by: BaseException | None = None, **options: Any) -> int:
+    """A start that does so many steps and ends, or fails; its first step."""
+    with (
+        suppress(() if ends_by is None else type(ends_by)),
+        _checkpointer(local, _Poison(), **options) as checkpointer,
+    ):
+        first = checkpointer.resume()
+        for step in range(first, first + steps):
+            checkpointer.step(step)
+            checkpointer.wait_until_finished()
+        if ends_by is not None:
+            raise ends_by
+    return first
+
+
+def _fail(local: Path, steps: int = 0, **options: Any) -> int:
+    return _start(local, steps, RuntimeError("the loss is not finite"), **options)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0)], ids=["Ctrl-C", "sys.exit"])
+def test_a_start_that_somebody_ends_does_not_count(error: BaseException, tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+
+    for _ in range(3):
+        assert _start(tmp_path, 0, error) == 6
+        assert _start(tmp_path, 0) == 6
+    assert _noted(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize("told_by", [signal.SIGTERM, signal.SIGINT])
+def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
+    told_by: signal.Signals, tmp_path: Path
+) -> None:
+    _start(tmp_path, 6)
+    checkpointer = _checkpointer(tmp_path, _Poison())
+    checkpointer.resume()
+    noted = _noted(tmp_path, 0)
+
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(told_by)
+
+    assert len(noted) == 1
+    assert _noted(tmp_path, 0) == []
+    checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def _close_at_last(checkpointer: localckpt.Checkpointer) -> None:
+    try:
+        checkpointer.resume()
+        raise RuntimeError
+    finally:
+        checkpointer.close()
+
+
+def test_close_in_a_finally_block_counts_a_start_that_failed(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+
+    with pytest.raises(RuntimeError):
+        _close_at_last(_checkpointer(tmp_path, _Poison()))
+
+    assert len(_noted(tmp_path, 0)) == 1
+
+
+def test_a_later_checkpoint_that_is_complete_ends_the_count(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    _fail(tmp_path)
+
+    assert _fail(tmp_path, 3) == 6
+
+    assert _noted(tmp_path, 0) == []
+    assert [_fail(tmp_path), _fail(tmp_path), _fail(tmp_path)] == [9, 9, 6]
+
+
+def test_a_checkpoint_up_to_which_the_job_has_been_before_is_no_progress(tmp_path: Path) -> None:
+    # Else a job whose data crash it after the next checkpoint would go round in a circle.
+    _start(tmp_path, 12)
+    firsts = [_fail(tmp_path) for _ in range(2)]
+
+    # From 8 the job reaches 11 again, and fails there as before.
+    firsts += [_fail(tmp_path, 3)]
+    firsts += [_fail(tmp_path) for _ in range(2)]
+    firsts += [_fail(tmp_path, 3)]
+    firsts += [_fail(tmp_path) for _ in range(2)]
+
+    assert firsts == [12, 12, 9, 12, 12, 9, 12, 12]
+    assert "iteration 8: the job was resumed from it 2 times" in _refusal(tmp_path)
+
+
+def _refusal(local: Path, **options: Any) -> str:
+    with _checkpointer(local, _Poison(), **options) as checkpointer:
+        return error_of(checkpointer.resume, localckpt.NoReplicasAvailableError)
+
+
+def test_the_last_checkpoint_is_kept_and_the_job_says_that_nothing_else_is_left(
+    tmp_path: Path,
+) -> None:
+    _start(tmp_path, 6)
+    assert [_fail(tmp_path) for _ in range(4)] == [6, 6, 3, 3]
+
+    told = _refusal(tmp_path)
+
+    assert (
+        "iteration 2: the job was resumed from it 2 times and made no progress, and it is" in told
+    )
+    assert (
+        "iteration 5: the job was resumed from it 2 times and made no progress, and it is" in told
+    )
+    assert "max_attempts=None" in told
+    assert _refusal(tmp_path) == told
+    assert "what was complete was given up" in call("explain", tmp_path).out
+    # The cause is gone: the job goes on from it, and that is progress.
+    assert _start(tmp_path, 6, max_attempts=None) == 3
+    assert _start(tmp_path, 0) == 9
+
+
+def test_what_was_given_up_is_put_back_on_request_and_by_nothing_else(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    assert [_fail(tmp_path) for _ in range(3)] == [6, 6, 3]
+
+    kept = call("clean", "--corrupt", tmp_path)
+    put_back = call("clean", "--put-back", tmp_path)
+
+    assert "left" in kept.out
+    assert "put back 1" in put_back.out
+    assert _fail(tmp_path) == 6
+
+
+def test_explain_shows_starts_in_vain_and_what_was_passed_over(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    _fail(tmp_path)
+
+    once = call("explain", tmp_path).out
+    _fail(tmp_path)
+    twice = call("explain", tmp_path).out
+    _fail(tmp_path)
+    after = call("explain", tmp_path).out
+
+    assert "A restart loads iteration 5 " in once
+    assert "Of iteration 5: the job was resumed from it 1 time and made no progress" in once
+    assert "A restart loads iteration 2 " in twice
+    for shown in (twice, after):
+        assert "is passed over: the job was resumed from it 2 times and made no progress." in shown
+
+
+def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_path: Path) -> None:
+    options = {
+        "shared": tmp_path / "shared",
+        "shared_every": localckpt.Every(steps=3),
+        "every": localckpt.Every(steps=6),
+    }
+    local = tmp_path / "local"
+    _start(local, 6, **options)
+    shutil.rmtree(local)
+
+    found = [_fail(local, **options) for _ in range(4)]
+    told = _refusal(local, **options)
+
+    # 5 and 2 on shared storage; the nodes have nothing.
+    assert found == [6, 6, 3, 3]
+    assert "no checkpoint on shared storage is left" in told
+    assert _start(local, 3, **options, max_attempts=None) == 6
+    assert _start(local, 0, **options) == 9

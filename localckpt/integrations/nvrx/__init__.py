@@ -1,7 +1,7 @@
-"""NVIDIA Resiliency Extension's checkpointing modules, answered for by this package.
+"""Replacement for the checkpointing modules of the NVIDIA Resiliency Extension (NVRx).
 
-:func:`install` comes before the first import of NVRx's checkpointing, or of Megatron-Core, which
-imports it. ``python -m localckpt.integrations.nvrx run`` starts a program that is not changed.
+Call :func:`install` before the first import of NVRx's checkpointing, or of Megatron-Core, which
+imports it; or start an unmodified program by ``python -m localckpt.integrations.nvrx run``.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 SITE = Path(__file__).parent / "site"
-"""The folder whose ``sitecustomize`` Python imports when it starts."""
+"""Folder with the ``sitecustomize`` module, which Python imports when it starts."""
 
 
 def main(arguments: list[str]) -> int:
-    """Carry out a command; returns the exit status."""
+    """Run a command, and return its exit status."""
     if arguments == ["path"]:
         sys.stdout.write(f"{SITE}\n")
         return 0
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         sys.stdout.flush()
         sys.stderr.flush()
-        # The same process, so that signals and exit status are the program's own.
+        # Exec keeps the process, so that the program gets all signals and sets the exit status.
         os.execv(sys.executable, [sys.executable, *arguments[1:]])
     sys.stderr.write(f"{__doc__}\n")
     return 2

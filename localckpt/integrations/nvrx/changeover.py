@@ -1,7 +1,7 @@
-"""Reader of the local checkpoints that NVRx has written, so that a job goes on from them.
+"""Reader of NVRx's local checkpoints, for jobs that change from NVRx to localckpt.
 
-Reading runs no code of a file: torch's restricted unpickler makes the objects, and may name only
-what our own checkpoints may name.
+Reading runs no code from a file: it uses torch's restricted unpickler with the allow-list of our
+own checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BASIC = f"{CHECKPOINTING}.local.basic_state_dict.BasicTensorAwareStateDict"
 
 
 def find_nvrx_files(root: str | os.PathLike[str], session_id: str, rank: int) -> dict[int, Path]:
-    """NVRx's files of a rank on this node, by iteration; replicas in folders of other ranks count.
+    """Find NVRx's files of a rank on this node, by iteration, also in the folders of other ranks.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -46,19 +46,19 @@ def find_nvrx_files(root: str | os.PathLike[str], session_id: str, rank: int) ->
 
 
 def read_nvrx_file(path: str | os.PathLike[str], safe_globals: Iterable[Any] = ()) -> Any:
-    """The state in a file that NVRx's ``LocalCheckpointManager`` has written.
+    """Read the state from a file of NVRx's ``LocalCheckpointManager``.
 
-    NVRx's ``BasicTensorAwareStateDict`` has all tensors on the GPU, if there is one. Those of other
-    classes are in host memory until ``restore_tensor_device()``.
+    The tensors of a ``BasicTensorAwareStateDict`` are put on the GPU, if there is one. The tensors
+    of other classes are in host memory until ``restore_tensor_device()``.
 
     Args:
         path: The file.
-        safe_globals: Classes and functions that it may name, beyond those of our checkpoints.
+        safe_globals: Classes and functions to allow beyond those of our checkpoints.
 
     Raises:
-        UnsafeGlobalError: It names a class or function that is not allowed.
-        CorruptShardError: It is damaged, or no file of NVRx's.
-        StorageError: It cannot be read.
+        UnsafeGlobalError: The file names a class or function that is not allowed.
+        CorruptShardError: The file is damaged, or not NVRx's.
+        StorageError: The file cannot be read.
     """
     with storage_errors("read", Path(path)), open(path, "rb") as file:
         try:
@@ -75,7 +75,7 @@ def read_nvrx_file(path: str | os.PathLike[str], safe_globals: Iterable[Any] = (
                 f"as it is"
             ) from error
     if isinstance(state, BasicTensorAwareStateDict):
-        # NVRx's class of this name has fewer attributes than ours.
+        # Rewrapped, since NVRx's class of this name pickles fewer attributes than ours has.
         return BasicTensorAwareStateDict(state.state_dict)
     return state
 

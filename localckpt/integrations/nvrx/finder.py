@@ -1,7 +1,7 @@
-"""The import hook that answers for NVRx's modules.
+"""Import hook that replaces NVRx's checkpointing modules.
 
-Only ``nvidia_resiliency_ext.checkpointing`` and what is below it are taken over. Where the true
-package is installed, the rest of it (in-process restart, straggler detection) stays as it is.
+Only ``nvidia_resiliency_ext.checkpointing`` and its submodules are replaced. If NVRx is installed,
+the rest of it (in-process restart, straggler detection) is imported as usual.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from localckpt.integrations.nvrx.names import CHECKPOINTING, MODULES, PACKAGE, V
 
 __all__ = ["install", "is_installed"]
 
-# Its base class is what it found when it was imported.
+# A module of Megatron-Core whose class takes NVRx's class as its base, if the import finds it.
 _MEGATRON_STATE = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
 
 
 def install() -> None:
-    """Answer for NVRx's checkpointing modules from here on. May be called twice.
+    """Install the import hook. May be called twice.
 
     Raises:
-        CheckpointingException: NVRx's own modules are imported already, or Megatron-Core has looked
-            for them. Nothing was changed.
+        CheckpointingException: NVRx's own modules are imported already, or Megatron-Core has tried
+            to import them. Nothing was changed.
     """
     if is_installed():
         return
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether this package answers for NVRx's checkpointing modules in this process."""
+    """Return whether the import hook is installed in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
@@ -73,12 +73,13 @@ class _Finder(MetaPathFinder):
 
 
 def _package_spec(true: ModuleSpec | None) -> ModuleSpec:
-    """The true package, if there is any: it has more than checkpointing."""
+    """Return the spec of the installed NVRx, which has more than checkpointing, or one of ours."""
     if true is not None and true.origin is not None:
         return true
     spec = _spec(PACKAGE)
     if true is not None and spec.submodule_search_locations is not None:
-        # It is only a folder, and says no version, which Megatron-Core asks for.
+        # A namespace package, a folder without __init__.py, lacks the version that Megatron-Core
+        # reads, so use our module with the folder in its search path.
         spec.submodule_search_locations.extend(true.submodule_search_locations or ())
     return spec
 

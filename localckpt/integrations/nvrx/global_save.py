@@ -1,7 +1,7 @@
-"""NVRx's and Megatron-Core's global save, with the arguments that theirs has.
+"""Global save with the signatures of NVRx and Megatron-Core.
 
-The functions take what the releases of both have passed so far. What those arguments ask for is
-either done anyway or refused.
+The functions accept the arguments that releases of both pass. An argument of the kind "Accepted"
+has no effect, because its purpose is met anyway; an option that is not supported is refused.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NOT_GIVEN: Any = object()
 
 
 class FileSystemWriterAsync(_Writer):
-    """Writer of a checkpoint of torch.distributed.checkpoint's format behind training.
+    """Writer of checkpoints in torch.distributed.checkpoint's format behind training.
 
     Args:
         path, separation_hint, thread_count, options: As for
             :class:`localckpt.FileSystemWriterAsync`.
-        use_msc: Must be false: the Multi-Storage Client is not used.
+        use_msc: Must be false: the Multi-Storage Client is not supported.
         is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: Accepted. One
-            process writes all files of a rank from shared memory of the host, by threads.
+            process writes all files of a rank from shared memory of the host, with threads.
 
     Raises:
-        CheckpointingException: ``use_msc`` was asked for.
+        CheckpointingException: ``use_msc`` is true.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class FileSystemWriterAsync(_Writer):
 
 
 class CheckpointMetadataCache:
-    """Plans of one save, which need not be made again for the next of the same structure."""
+    """Cache of the plans of one save for later saves of the same structure."""
 
     def __init__(self) -> None:
         self.plans = PlanCache()
 
     def set_cached_global_metadata(self, cached_global_metadata: Metadata) -> None:
-        """Do nothing: what is planned anew once after a load costs less than comparing it."""
+        """Do nothing: one new plan after a load costs less than a comparison with the metadata."""
 
 
 def save_state_dict_async_plan(
@@ -86,20 +86,20 @@ def save_state_dict_async_plan(
     loaded_all_plans: Any = None,
     timeout_s: float = 300.0,
 ) -> tuple[Any, ...]:
-    """Plan a save and prepare this rank's part of it; all ranks call it.
+    """Plan a save, and prepare this rank's part of it. All ranks call this together.
 
     Args:
         state_dict, storage_writer, process_group, coordinator_rank, planner, timeout_s: As for
             :func:`localckpt.save_state_dict_async_plan`.
-        enable_cache: Plan again only what changed since the last save with this cache.
-        metadata_cache: The cache; one for saves that follow one another.
-        cached_ckpt_structure: Megatron-Core's cached plans; see Returns.
+        enable_cache: True to plan again only what changed since the last save with this cache.
+        metadata_cache: Cache that consecutive saves share.
+        cached_ckpt_structure: Cached plans of Megatron-Core; not used, but see Returns.
         loaded_all_plans: Accepted: plans of the checkpoint that was loaded.
 
     Returns:
-        What ``save_state_dict_async_finalize`` takes: the writer, the metadata and the ranks. With
-        ``cached_ckpt_structure`` given, as Megatron-Core has it: that, two plans and two flags for
-        its next save, which say that nothing was cached.
+        The arguments of ``save_state_dict_async_finalize``: the writer, the metadata and the ranks.
+        If ``cached_ckpt_structure`` is given, a tuple in Megatron-Core's form: these arguments, two
+        plans (``None``), and two flags (False) for its next save, since it has nothing to cache.
     """
     if enable_cache and metadata_cache is not None:
         storage_writer.plans = metadata_cache.plans
@@ -112,12 +112,13 @@ def save_state_dict_async_plan(
 
 
 class CachedMetadataFileSystemReader(_Reader):
-    """Reader of a checkpoint of torch.distributed.checkpoint's format.
+    """Reader of a checkpoint in torch.distributed.checkpoint's format.
 
     Args:
         path, options: As for :class:`localckpt.CachedMetadataFileSystemReader`.
         cache_metadata: Accepted: each reader reads the metadata once.
-        share_metadata: Whether one rank reads the metadata for all, which all ask for together.
+        share_metadata: True if one rank reads the metadata for all. All ranks must then read it
+            together.
     """
 
     def __init__(
@@ -132,14 +133,14 @@ class CachedMetadataFileSystemReader(_Reader):
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: nothing is kept between readers."""
+        """Do nothing: readers share no cache."""
 
 
 _results_queue: None = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """Do nothing: results come back in a file beside the data, so there is no queue to make."""
+    """Do nothing: the results of writes are in a file beside the data, so no queue is needed."""
 
 
 _get_write_results_queue = get_write_results_queue

@@ -1,4 +1,4 @@
-"""NVRx's wrapper of a process group, with the collectives that its callers use."""
+"""Wrapper of a process group with the collectives of NVRx's ``GroupWrapper``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GroupWrapper", "ProcessGroupLike", "zip_strict"]
 
 
 class GroupWrapper(_GroupWrapper):
-    """A process group and this rank's place in it.
+    """Process group and this rank's position in it.
 
     Args:
         group: As for :class:`localckpt.GroupWrapper`.
@@ -22,17 +22,17 @@ class GroupWrapper(_GroupWrapper):
 
     @classmethod
     def from_list_of_groups(cls, groups: Sequence[Any], **options: Any) -> _GroupWrapper:
-        """The group of the list that this rank is in; all ranks call it with the same list.
+        """Return the group that this rank is in; all ranks call this with the same list.
 
         Args:
-            groups: Process groups, as NVRx takes them, or lists of ranks.
+            groups: Process groups, as for NVRx, or lists of ranks.
             options: As for :meth:`localckpt.GroupWrapper.from_list_of_groups`, with lists of ranks.
         """
         mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
         return cls(mine[0]) if mine else super().from_list_of_groups(groups, **options)
 
     def all_gather_object(self, my_obj: Any) -> list[Any]:
-        """The objects of all members, in the order of their ranks in the group."""
+        """Gather an object of each member, in the order of the members' ranks in the group."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, my_obj, group=self.group)
         return gathered
@@ -40,12 +40,12 @@ class GroupWrapper(_GroupWrapper):
     def all_gather_batch(
         self, my_tensors: Sequence[torch.Tensor], target_device: Any = None
     ) -> list[list[torch.Tensor]]:
-        """The tensors of all members, in the order of their ranks in the group.
+        """Gather the tensors of each member, in the order of the members' ranks in the group.
 
         Args:
-            my_tensors: This rank's; each member may have another number, shapes and dtypes. They
-                are on a device that the group's backend sends from.
-            target_device: Where all tensors are put; ``None`` for the device they are sent from.
+            my_tensors: Tensors of this rank, on a device that the group's backend supports. Members
+                may differ in number, shapes and dtypes.
+            target_device: Device of the result; ``None`` for the device of the member's tensors.
         """
         shapes = self.all_gather_object(
             [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in my_tensors]
@@ -68,5 +68,5 @@ ProcessGroupLike = dist.ProcessGroup | GroupWrapper
 
 
 def zip_strict(*iterables: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-    """``zip`` of iterables that must be equally long."""
+    """Zip iterables that must be equally long."""
     return zip(*iterables, strict=True)

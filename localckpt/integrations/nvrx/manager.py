@@ -1,4 +1,4 @@
-"""NVRx's local manager: it keeps as many checkpoints, and goes on from those of NVRx."""
+"""Local manager with NVRx's retention, which also resumes from NVRx's own checkpoints."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class LocalCheckpointManager(_LocalCheckpointManager):
-    """Manager that keeps the newest complete checkpoint only, as NVRx's does.
+    """Manager that keeps only the newest complete checkpoint by default, as NVRx's does.
 
-    While there is none of its own, it finds and loads what NVRx's manager has left in the
-    directory, if each rank's file is on the rank's node. Those files are read only, and stay.
+    If the directory has no checkpoint of localckpt, the manager finds and loads NVRx's, provided
+    that each rank's file is on the rank's node. NVRx's files are neither changed nor removed.
 
     Args:
-        root_local_ckpt_dir, session_id, repl_strategy: As for
-            :class:`localckpt.LocalCheckpointManager`, as are all other options.
-        keep_last: How many complete checkpoints to keep.
+        root_local_ckpt_dir, session_id, repl_strategy, options: As for
+            :class:`localckpt.LocalCheckpointManager`.
+        keep_last: Number of complete checkpoints to keep.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         )
 
     def find_latest(self) -> int:
-        """Iteration of the newest checkpoint, or else of the newest that NVRx has left."""
+        """Return the iteration of the newest checkpoint, or of NVRx's newest if there is none."""
         self._theirs = {}
         if super().find_latest() != -1:
             return self.latest_iteration
@@ -75,9 +75,9 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         """Load as :class:`localckpt.LocalCheckpointManager` does; NVRx's files take no options.
 
         Raises:
-            CheckpointingException: A file of NVRx's cannot be read on some rank; on all ranks.
+            CheckpointingException: A file of NVRx's cannot be read on some rank; every rank raises.
         """
-        # After a save, find_latest() comes first.
+        # After a save, _finder.last is None: the base class then looks for checkpoints anew.
         if not self._theirs or self._finder.last is None:
             return super().load(**options)
         called, iteration = time.monotonic(), max(self._theirs)
@@ -99,5 +99,5 @@ class LocalCheckpointManager(_LocalCheckpointManager):
 
 
 def _held_by_all(held: list[list[int]]) -> tuple[list[int], bool]:
-    """Iterations of which every rank has a file, and whether any rank has one."""
+    """Return the iterations of which every rank has a file, and True if any rank has a file."""
     return sorted(set(held[0]).intersection(*held)), any(held)

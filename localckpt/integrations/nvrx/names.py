@@ -1,4 +1,4 @@
-"""The modules and names of NVRx that this package answers for, and where each name lives."""
+"""Table of NVRx's modules and names that this package replaces, with the home of each name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGE = "nvidia_resiliency_ext"
 CHECKPOINTING = f"{PACKAGE}.checkpointing"
 
 VERSION = "0.6.0"
-"""The release whose names these are; Megatron-Core asks for it."""
+"""NVRx release with these names, as ``__version__`` for Megatron-Core."""
 
 _OURS = "localckpt.integrations.nvrx"
 _ERRORS = "localckpt.errors"
@@ -78,4 +78,4 @@ MODULES: dict[str, dict[str, str]] = {
         "CachedMetadataFileSystemReader": f"{_OURS}.global_save",
     },
 }
-"""Names of each module, and the module in which each is defined."""
+"""For each module of NVRx its names, and the module of localckpt that defines each."""

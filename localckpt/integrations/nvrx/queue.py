@@ -1,4 +1,4 @@
-"""NVRx's queue of asynchronous calls, with the arguments that NVRx's has."""
+"""Queue of asynchronous calls with the signature of NVRx's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from localckpt.async_save.queue import AsyncCallsQueue as _AsyncCallsQueue
 
 __all__ = ["AsyncCallsQueue"]
 
-# The class of ionice in which a process waits until the disk is idle.
+# ionice class of processes that access the disk only when it is idle.
 _IDLE = 3
 
 
@@ -16,12 +16,12 @@ class AsyncCallsQueue(_AsyncCallsQueue):
     """Queue that runs requests behind training and finalizes them, in order, on all ranks.
 
     Args:
-        persistent: As for :class:`localckpt.AsyncCallsQueue`, as are all other options.
-        is_daemon, sigterm_timeout, cpu_shm_mode: Accepted. The worker ends with its trainer, and
-            gets its data through shared memory of the host, whatever these say.
-        cpu_priority: How much lower than the trainer's the CPU priority of its processes is.
-        io_priority: A class of ``ionice``: 3, or ``None``, for disk accesses that wait for those of
-            others; with another, they do not wait.
+        persistent, options: As for :class:`localckpt.AsyncCallsQueue`.
+        is_daemon, sigterm_timeout, cpu_shm_mode: Accepted without effect. The worker ends with its
+            trainer, and gets its data through shared memory of the host.
+        cpu_priority: Increment of the worker's nice value over the trainer's.
+        io_priority: Class of ``ionice``. With 3 or ``None``, disk accesses of the worker wait for
+            those of other processes; with another class they do not.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AsyncCallsQueue(_AsyncCallsQueue):
     def warmup_persistent_caller(
         cls, rank: int, cpu_shm_mode: bool = False, **options: Any
     ) -> None:
-        """Do nothing: the worker imports no torch, and is up milliseconds after the first call.
+        """Do nothing: the worker imports no torch, and starts in milliseconds at the first call.
 
-        ``queue.warm_up()`` has it ready before. Megatron-LM looks for ``cpu_shm_mode`` by name.
+        ``queue.warm_up()`` starts it earlier. Megatron-LM requires an argument ``cpu_shm_mode``.
         """

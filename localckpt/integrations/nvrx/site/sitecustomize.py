@@ -1,4 +1,4 @@
-"""Installs the stand-in for NVRx when Python starts, then lets another ``sitecustomize`` run."""
+"""Installation of the import hook when Python starts, before the next ``sitecustomize`` runs."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from localckpt.errors import StorageError
+from localckpt.events.appending import AppendedFile, file_name
 from localckpt.events.event import LOST, Event
 
 __all__ = ["ChromeTrace", "trace_entries", "track_entries"]
@@ -35,8 +35,7 @@ class ChromeTrace:
     def __init__(self, folder: str | os.PathLike[str], *, most_nbytes: int = 64 << 20) -> None:
         self._folder = Path(folder)
         self._most_nbytes = most_nbytes
-        self._file: int | None = None
-        self._nbytes = 0
+        self._file: AppendedFile | None = None
 
     def write(self, event: Event) -> None:
         """Draw one event.
@@ -46,10 +45,13 @@ class ChromeTrace:
             StorageError: It is as large as it may be.
         """
         if self._file is None:
-            self._open(event)
-        if self._nbytes >= self._most_nbytes:
-            raise StorageError(f"the trace in {self._folder} has {self._nbytes} bytes")
-        self._append(trace_entries(event))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{file_name(event)}.trace.json"
+            self._file = AppendedFile(path, 0o666)
+            self._file.append(b"[\n" + _lines(track_entries(event)))
+        if self._file.nbytes >= self._most_nbytes:
+            raise StorageError(f"the trace in {self._folder} has {self._file.nbytes} bytes")
+        self._file.append(_lines(trace_entries(event)))
 
     def flush(self) -> None:
         """Do nothing: every event was written by itself."""
@@ -58,23 +60,11 @@ class ChromeTrace:
         """Close the file."""
         if (file := self._file) is not None:
             self._file = None
-            os.close(file)
+            file.close()
 
-    def _open(self, first: Event) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        began = datetime.fromtimestamp(first.start, UTC).strftime("%Y%m%dT%H%M%S")
-        path = self._folder / f"rank{first.rank:05d}.{began}.{first.run}.trace.json"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o666)
-        self._nbytes += os.write(self._file, b"[\n")
-        self._append(track_entries(first))
 
-    def _append(self, entries: Iterable[dict[str, Any]]) -> None:
-        assert self._file is not None, "a file is open"
-        text = "".join(f"{json.dumps(entry)},\n" for entry in entries).encode()
-        if os.write(self._file, text) != len(text):
-            raise StorageError(f"{self._folder} did not take {len(text)} bytes: is it full?")
-        self._nbytes += len(text)
+def _lines(entries: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(f"{json.dumps(entry)},\n" for entry in entries).encode()
 
 
 def track_entries(event: Event) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.events.appending import AppendedFile, file_name, file_prefix
 from localckpt.events.event import Event
 
 __all__ = ["JsonLines", "read_events"]
@@ -47,24 +47,23 @@ class JsonLines:
         self._files = files
         self._first: Event | None = None
         self._index = 0
-        self._file: int | None = None
-        self._nbytes = 0
+        self._file: AppendedFile | None = None
 
     def write(self, event: Event) -> None:
         """Append one event.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError, StorageError: The file cannot be written.
         """
-        if self._first is None:
-            self._first = event
+        if self._file is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._open(self._first)
-        elif self._nbytes >= self._file_nbytes:
+            self._first = event
+            self._file = self._next_file(event)
+        elif self._file.nbytes >= self._file_nbytes and self._first is not None:
             self.close()
-            self._open(self._first)
-            self._append(self._first)
-        self._append(event)
+            self._file = self._next_file(self._first)
+            self._file.append(_line(self._first))
+        self._file.append(_line(event))
 
     def flush(self) -> None:
         """Do nothing: every line was written by itself."""
@@ -73,36 +72,28 @@ class JsonLines:
         """Close the file."""
         if (file := self._file) is not None:
             self._file = None
-            os.close(file)
+            file.close()
 
-    def _open(self, first: Event) -> None:
-        rank = f"rank{first.rank:05d}."
-        self._remove_oldest(rank)
-        began = datetime.fromtimestamp(first.start, UTC).strftime("%Y%m%dT%H%M%S")
-        # In the order of their names the files of a rank are in the order of time.
-        path = self._folder / f"{rank}{began}.{first.run}.{self._index:04d}{_ENDING}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
+    def _next_file(self, first: Event) -> AppendedFile:
+        self._remove_oldest(file_prefix(first.rank))
+        name = f"{file_name(first)}.{self._index:04d}{_ENDING}"
         self._index += 1
-        self._nbytes = 0
-
-    def _append(self, event: Event) -> None:
-        assert self._file is not None, "a file is open"
-        line = json.dumps(event.to_json(), separators=(",", ":")).encode() + b"\n"
-        written = os.write(self._file, line)
-        if written != len(line):
-            # What comes next would make a torn line one in the middle of the file.
-            raise StorageError(f"{self._folder} took {written} of {len(line)} bytes: is it full?")
-        self._nbytes += written
+        return AppendedFile(self._folder / name, 0o600)
 
     def _remove_oldest(self, rank: str) -> None:
         """Make room for one more file."""
         left = (self._files - 1) * self._file_nbytes
         newest_first = sorted(self._folder.glob(f"{rank}*{_ENDING}"), reverse=True)
         for count, path in enumerate(newest_first, 1):
-            left -= path.stat().st_size
-            if left < 0 or count >= _MOST_FILES:
-                path.unlink(missing_ok=True)
+            # Somebody else may remove them, too.
+            with suppress(FileNotFoundError):
+                left -= path.stat().st_size
+                if left < 0 or count >= _MOST_FILES:
+                    path.unlink()
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(event.to_json(), separators=(",", ":")).encode() + b"\n"
 
 
 def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:

@@ -70,6 +70,8 @@ class EventStream:
         self._sinks = list(sinks)
         self._rank = rank
         self._node = socket.gethostname()
+        # Read once, so that events are in order whatever becomes of the clock.
+        self._epoch = time.time() - time.monotonic()
         self._capacity = capacity
         # Both are atomic in CPython: any thread may emit, also a signal's handler.
         self._numbers = count()
@@ -149,10 +151,9 @@ class EventStream:
         self.seconds[name] += ended - began
         self.emit(name, began=began, ended=ended, **fields)
 
-    @staticmethod
-    def clock_time(at: float) -> float:
+    def clock_time(self, at: float) -> float:
         """Seconds since 1970 at a time of ``time.monotonic()``."""
-        return time.time() - (time.monotonic() - at)
+        return self._epoch + at
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the sinks what is waiting, and close them. May be called twice.

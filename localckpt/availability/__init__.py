@@ -1,1 +1,1 @@
-"""Availability of checkpoints: pure functions of who holds which piece of which checkpoint."""
+"""Availability of checkpoints: pure functions of an inventory of the pieces on each node."""

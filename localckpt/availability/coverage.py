@@ -27,8 +27,8 @@ __all__ = [
 
 
 def complete_checkpoints(inventory: Inventory) -> list[Checkpoint]:
-    """Checkpoints of which every rank's shard is held, or can be computed, the newest first."""
-    # In the order of all: one that lacks shards tells of what it gave up.
+    """Return the checkpoints whose shards are all held or can be computed, the newest first."""
+    # Sorted with the incomplete ones, since these can overrule checkpoints that they gave up.
     held = {
         checkpoint: _available(checkpoint, inventory)
         for checkpoint in newest_first(inventory.checkpoints, inventory.lineages)
@@ -36,13 +36,13 @@ def complete_checkpoints(inventory: Inventory) -> list[Checkpoint]:
     return [
         checkpoint
         for checkpoint, shards in held.items()
-        # Few ranks cannot be all of many: nobody counts up to what a header claims.
+        # The cheap comparison first: never loop up to a huge world size that a header claims.
         if len(shards) >= checkpoint.world_size and not _lacking(checkpoint, shards)
     ]
 
 
 def describe_incomplete(inventory: Inventory) -> str:
-    """One line for each checkpoint that lacks shards, the newest first."""
+    """Describe each checkpoint that lacks shards, the newest first."""
     lines = [
         f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, "
         f"{_ranks(checkpoint.world_size)}) lacks the shards of ranks {', '.join(map(str, gone))}"
@@ -53,7 +53,7 @@ def describe_incomplete(inventory: Inventory) -> str:
 
 
 def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
-    """One line for people: which checkpoint is taken, of lineages that know nothing of it."""
+    """Describe the choice of a checkpoint over others of unrelated lineages, in one line."""
     left = ", ".join(
         f"iteration {other.iteration} of epoch {other.generation.epoch_id}" for other in others
     )
@@ -65,7 +65,7 @@ def describe_choice(taken: Checkpoint, others: Sequence[Checkpoint]) -> str:
 
 
 def _available(checkpoint: Checkpoint, inventory: Inventory) -> set[int]:
-    """Ranks whose shards can be had."""
+    """Return the ranks whose shards are held or can be computed."""
     return inventory.shards(checkpoint).keys() | computable(checkpoint, inventory).keys()
 
 
@@ -75,7 +75,7 @@ def _lacking(checkpoint: Checkpoint, held: Container[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class JoinRecord:
-    """Report of a rank on itself when the job (re)starts."""
+    """Report of a rank when the job (re)starts."""
 
     session_id: str
     world_size: int
@@ -83,9 +83,9 @@ class JoinRecord:
     failure_domain: str
     newest_epoch: int
     owner: str = ""
-    """The process that its store belongs to."""
+    """Process that owns the rank's store."""
     draw: int = 0
-    """A random number; rank 0's tells this attempt from all others."""
+    """Random number; that of rank 0 identifies this attempt among all others."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -100,10 +100,10 @@ class JoinRecord:
 
 
 def judge_join(records: Sequence[JoinRecord]) -> None:
-    """Check what the ranks must have in common.
+    """Check that all ranks have the same session, world size and format version.
 
     Raises:
-        MismatchError: It names the ranks on either side.
+        MismatchError: The ranks differ; the error names the ranks with each value.
     """
     for what, values in (
         ("session_id", [r.session_id for r in records]),
@@ -118,10 +118,10 @@ def judge_join(records: Sequence[JoinRecord]) -> None:
 
 
 def judge_resumed(told: Sequence[Any]) -> None:
-    """Check that all ranks resume from the same.
+    """Check that all ranks resume from the same iteration and lineage.
 
     Raises:
-        MismatchError: It names the ranks on either side.
+        MismatchError: The ranks differ; the error names the ranks with each value.
     """
     points = [iteration for iteration, _ in told]
     if any(other != told[0] for other in told):
@@ -135,7 +135,7 @@ def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
     """Check that the newest complete checkpoint was saved by as many ranks as there are now.
 
     Raises:
-        MismatchError: It was not; the message says what can be done.
+        MismatchError: Another number of ranks saved it; the message says what can be done.
     """
     if complete and complete[0].world_size != world_size:
         raise MismatchError(
@@ -148,18 +148,18 @@ def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """Report of a rank whose part of a save is over."""
+    """Report of a rank whose part of a save has ended."""
 
     iteration: int
     generation: Generation
     error: str | None
     missing: tuple[CkptID, ...]
     kept: tuple[int, ...] = ()
-    """Other ranks whose shards it keeps."""
+    """Other ranks whose shards this rank keeps."""
     wanted: int = 1
-    """Target number of copies of its own shard; see :class:`Durability`."""
+    """Target number of copies of this rank's shard; see :class:`Durability`."""
     group: Group | None = None
-    """The group for which it keeps a piece of another kind, too."""
+    """Group for which this rank also keeps a piece of another kind; ``None`` for none."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -187,7 +187,7 @@ class SaveOutcome:
 
 
 def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
-    """Why a save is not complete, naming ranks; empty when it is."""
+    """Return the reasons why a save is not complete, with ranks; empty if it is complete."""
     problems = []
     for what, values in (
         ("iteration", [str(o.iteration) for o in outcomes]),

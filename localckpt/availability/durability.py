@@ -1,6 +1,6 @@
-"""Durability of each checkpoint: captured, kept on its own nodes, and on how many others.
+"""Durability of each checkpoint: its level, and the number of nodes that hold each shard.
 
-Pure functions of what the ranks said when they finalized a save, and of what their nodes hold.
+Pure functions of the ranks' reports when a save is finalized, and of the nodes' inventory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ Level = Literal["captured", "local", "replicated"]
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """Durability of one iteration.
+    """Durability of one checkpoint.
 
     Attributes:
-        iteration: Its number.
+        iteration: Iteration of the checkpoint.
         level: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more.
-        copies: On how many nodes each shard is at least, the owner's included; 0 while captured. A
-            shard that can be computed after the loss of any m nodes counts as m + 1 copies.
-        wanted: On how many each is to be.
-        lacking: How many shards are on fewer nodes than wanted.
+        copies: Smallest number of copies of any shard on different nodes, the owner's included; 0
+            while captured. A shard that can be computed after the loss of any m nodes counts as
+            m + 1 copies.
+        wanted: Target number of copies of that shard.
+        lacking: Number of shards with fewer copies than their target.
     """
 
     iteration: int
@@ -49,12 +50,12 @@ class Durability:
 
     @property
     def survives_node_loss(self) -> bool:
-        """True if any one node may be lost."""
+        """True if the checkpoint survives the loss of any one node."""
         return self.level == "replicated"
 
     @property
     def reached(self) -> str:
-        """The level, and on how many nodes of how many."""
+        """Text of the level, and of the copies and their target unless the target is one."""
         alone = self.level != "replicated" and self.wanted < 2
         return self.level if alone else f"{self.level}, {self.copies} of {self.wanted}"
 
@@ -68,9 +69,9 @@ class SaveVerdict:
     """Outcome of a save on all ranks.
 
     Attributes:
-        problems: Why it is not complete; empty when it is.
-        generation: The highest that any rank has used.
-        reached: How far it has climbed; ``None`` when it is not complete.
+        problems: Reasons why the save is not complete; empty if it is complete.
+        generation: Highest generation that any rank has used.
+        reached: Durability of the checkpoint; ``None`` if it is not complete.
     """
 
     problems: tuple[str, ...]
@@ -88,7 +89,7 @@ class SaveVerdict:
 
 
 def judge_save(told: Sequence[Any]) -> list[Any]:
-    """Judge a save by its outcomes on all ranks, and give the verdict, both in JSON."""
+    """Return the verdict on a save from its outcomes on all ranks, both in JSON."""
     outcomes = [SaveOutcome.from_json(fields) for fields in told]
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
@@ -96,11 +97,11 @@ def judge_save(told: Sequence[Any]) -> list[Any]:
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:
-    """Of a save that is complete, by what each rank says that it keeps."""
+    """Compute the durability of a complete save from the outcomes of all ranks."""
     kept = Counter(owner for outcome in outcomes for owner in outcome.kept)
     pieces = Counter(outcome.group for outcome in outcomes if outcome.group is not None)
     for group, count in pieces.items():
-        # Each that is missing may be the one that counts.
+        # Each missing piece uses up one of the losses that the group survives.
         spare = max(0, group.spare - (len(group.ranks) - count))
         kept.update(dict.fromkeys(group.ranks, spare))
     copies = [1 + kept[rank] for rank in range(len(outcomes))]
@@ -112,15 +113,15 @@ def durability_found(
     inventory: Inventory,
     protection: Mapping[int, Group],
 ) -> Durability:
-    """Of a complete checkpoint, by what the nodes hold.
+    """Compute the durability of a complete checkpoint from the inventory.
 
     Args:
-        checkpoint: Which.
-        inventory: What each node holds.
+        checkpoint: The checkpoint.
+        inventory: Pieces on all nodes.
         protection: For each rank the group that is to protect its shard, if there is one.
     """
     ranks = range(checkpoint.world_size)
-    # A shard is on as many nodes as must be lost to lose it.
+    # A shard counts as many copies as nodes must be lost to lose it.
     held = least_losses(checkpoint, inventory)
     return _judged(
         checkpoint.iteration,
@@ -134,15 +135,16 @@ def spared(
     older: Iterable[Checkpoint],
     standing: Mapping[Checkpoint, Durability],
 ) -> list[Checkpoint]:
-    """Checkpoints that stay beside those that are kept, so that one survives a lost node.
+    """Choose the older checkpoint to keep so that at least one survives the loss of a node.
 
     Args:
-        kept: The newest ones.
-        older: Those that would go, the newest first.
-        standing: How far each has climbed, as far as known.
+        kept: The newest checkpoints, which are kept anyway.
+        older: The checkpoints that would be pruned, the newest first.
+        standing: Durability of the checkpoints, as far as known.
 
     Returns:
-        The newest of the older that survives the loss of a node, if none that is kept does.
+        The newest of the older checkpoints that survives the loss of a node; empty if a kept one
+        does, or if no older one does.
     """
 
     def survives(checkpoint: Checkpoint) -> bool:

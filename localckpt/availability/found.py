@@ -1,4 +1,4 @@
-"""Findings of a look at all nodes, as the root tells them to every rank."""
+"""Summary of the pieces on all nodes, which the root sends to every rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Found"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Pieces that the nodes hold, as far as every rank needs to know them.
+    """Summary of the checkpoints on all nodes, for every rank.
 
     Attributes:
-        complete: The complete checkpoints that a restart tries, in their order, and how far each
-            has climbed.
+        complete: The complete checkpoints that a restart tries, in that order, with their
+            durability.
         lineages: Lineages of the epochs.
-        incomplete: Why the others are not complete, if none is; empty if there is none at all.
+        incomplete: If checkpoints exist but none is complete, a text that says why; else empty.
         trust: Trust in checkpoints.
         quarantined, exhausted: Other complete checkpoints; see :class:`localckpt.trust.Choice`.
     """
@@ -54,10 +54,10 @@ class Found:
         max_attempts: int | None = None,
         current: Checkpoint | None = None,
     ) -> Found:
-        """Find what is complete, and choose what a restart may take.
+        """Find the complete checkpoints, and choose those that a restart may take.
 
         Args:
-            inventory: What each node holds.
+            inventory: Pieces on all nodes.
             protection: As for :func:`durability_found`.
             max_attempts, current: As for :func:`localckpt.trust.choose`.
         """

@@ -1,7 +1,7 @@
-"""Inventory of a job: which node holds which pieces, and which ranks can read them.
+"""Inventory of a job: the pieces on each node, and the ranks that can read them.
 
-Kept by node, not by rank: the ranks of one node share a store, and one of them, the node leader,
-reports what the store holds. Plain data of one session.
+The inventory is kept by node, not by rank: the ranks of one node share a store, and one of them,
+the node leader, reports the store's pieces. Plain data of one session.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ __all__ = ["Inventory", "NodeShards", "node_report", "packed", "ranks_by_node", 
 NodeT = TypeVar("NodeT", str, int)
 KeyT = TypeVar("KeyT", int, Piece)
 
-# Numbers on the wire are below it.
+# Every number in a report is below this.
 _LIMIT = 10**MOST_DIGITS
 _SHOWN = 80
-# Shards of so many ranks, or twice that, tell the lineage of their epoch, however large the job is.
+# In a large job, only the shards of this many ranks, or up to twice as many, report the lineage of
+# their epoch.
 _TELLING_RANKS = 64
 _NOTHING: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShards:
-    """Shards of one checkpoint on one node, as the node leader reports them.
+    """Pieces of one checkpoint on one node, as the node leader reports them.
 
     In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
-    bytes, and 30 more for each shard. Where there are pieces of other kinds, an object follows that
-    has for each kind a list of ``[rank, spare, first, step, count]``, 40 bytes for each at most;
-    where a group's ranks are not evenly spaced, a list of them stands in place of the last three.
-    The session is left out: all ranks of a job share it.
+    bytes, and 30 more for each shard. If there are pieces of other kinds, an object follows, with a
+    list of ``[rank, spare, first, step, count]`` for each kind, at most 40 bytes for each piece. If
+    a group's ranks are not evenly spaced, a list of the ranks replaces the last three numbers. The
+    session is left out, since all ranks of a job share it.
 
     Attributes:
         checkpoint: The checkpoint.
-        nbytes: Size of each shard's image in bytes, by the rank that the shard belongs to.
+        nbytes: Size of each shard's image in bytes, by the rank of the shard.
         groups: Group of each piece of another kind.
 
     Raises:
-        MismatchError: No shards can have such numbers.
+        MismatchError: The numbers are impossible.
     """
 
     checkpoint: Checkpoint
@@ -67,7 +68,7 @@ class NodeShards:
         c = self.checkpoint
         own = (*c.generation, c.iteration, c.world_size)
         numbers = (*own, *self.nbytes, *self.nbytes.values(), *(p.rank for p in self.groups))
-        # JSON's true is an int to Python.
+        # type(), because isinstance(True, int) holds.
         if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
             raise MismatchError(
                 f"shards of a checkpoint are told by whole numbers of at most {MOST_DIGITS} "
@@ -127,20 +128,20 @@ class NodeShards:
 def node_report(
     records: Collection[ShardRecord], noted: Iterable[Lineage] = (), trust: Trust | None = None
 ) -> list[list[Any]]:
-    """Report of one node, in JSON, for :meth:`Inventory.merge`.
+    """Make the report of one node, in JSON, for :meth:`Inventory.merge`.
 
     Args:
-        records: The shards on the node.
-        noted: Lineages of epochs that began on the node, whether or not a shard of them is left.
+        records: The pieces on the node.
+        noted: Lineages of epochs that began on the node, even if no shard of them is left.
         trust: Notes of the node on trust in checkpoints.
 
     Returns:
-        The shards of each checkpoint; and, once for each epoch, its lineage. In a large job some of
-        the nodes leave the lineage out, which is the same on all. Where the node has notes on
-        trust, they follow.
+        The pieces of each checkpoint, the lineages of their epochs, and the notes on trust, if
+        there are any. In a large job, some nodes leave a lineage out, since other nodes report the
+        same one.
 
     Raises:
-        MismatchError: Some record has numbers that no shard can have.
+        MismatchError: A record has impossible numbers.
     """
     lineages = _lineages_in(filter(_tells_lineage, records), _noted_alone(records, noted)).values()
     return [
@@ -151,20 +152,20 @@ def node_report(
 
 
 def packed(reports: Sequence[Any]) -> str:
-    """Compress the reports of nodes, which are much alike, into one text for all ranks."""
+    """Compress the similar reports of all nodes into one text for all ranks."""
     return base64.b85encode(zlib.compress(json.dumps(reports).encode())).decode()
 
 
 def unpacked(text: str) -> Any:
-    """The inverse of :func:`packed`."""
+    """Undo :func:`packed`."""
     return json.loads(zlib.decompress(base64.b85decode(text)))
 
 
 def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:
-    """The ranks of each node, in the order of their first ranks.
+    """Group ranks by node, in the order of the nodes' first ranks.
 
     Args:
-        nodes: For each rank the node that it is on.
+        nodes: The node of each rank.
     """
     ranks_on: dict[NodeT, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -176,20 +177,20 @@ class Inventory:
     """Pieces on all nodes of a job.
 
     Args:
-        ranks_on: The nodes, and which ranks of the job each has.
-        codes: The code of each kind of piece beside shards. Pieces of other kinds, and of groups
-            that do not fit their code, are left out.
+        ranks_on: The nodes, with the ranks of the job on each.
+        codes: The code of each kind of piece other than shards. Pieces of kinds without a code, and
+            of groups that do not fit their code, are left out.
     """
 
     def __init__(self, ranks_on: Mapping[str, Sequence[int]], codes: Codes | None = None) -> None:
         self.codes = codes or {}
         self.ranks_on = ranks_on
-        """The nodes, each with its ranks: all of them can read what the node holds."""
+        """The nodes, each with its ranks, all of which can read the node's pieces."""
         self._node_of = {rank: node for node, ranks in ranks_on.items() for rank in ranks}
         self._shards: dict[Checkpoint, dict[str, dict[int, int]]] = {}
         self._others: dict[Checkpoint, dict[str, dict[Piece, Group]]] = {}
         self.lineages: dict[EpochId, Lineage] = {}
-        """Lineages of the epochs; those that earlier versions wrote have none."""
+        """Lineages of the epochs; epochs of earlier versions have none."""
         self.trust = Trust()
         """Notes of all nodes on trust in checkpoints."""
 
@@ -201,13 +202,13 @@ class Inventory:
         codes: Codes | None = None,
         trust: Trust | None = None,
     ) -> Inventory:
-        """Inventory of nodes that were read from outside of any job.
+        """Make the inventory of stores that are read from outside of a job.
 
         Args:
-            records: The shards of each node.
-            noted: Lineages of epochs that began on them.
+            records: The pieces of each node.
+            noted: Lineages of epochs that began on the nodes.
             codes: As for the class.
-            trust: Their notes on trust in checkpoints.
+            trust: The nodes' notes on trust in checkpoints.
         """
         inventory = cls(dict.fromkeys(records, ()), codes)
         inventory.trust = trust or inventory.trust
@@ -220,10 +221,10 @@ class Inventory:
 
         Args:
             node: A node without a report so far.
-            report: Result of :func:`node_report`, as JSON has brought it.
+            report: Result of :func:`node_report`, after JSON.
 
         Raises:
-            MismatchError: The report is not of that form; the message names the rank. Nothing is
+            MismatchError: The report has another form; the message names the rank. Nothing is
                 added.
         """
         try:
@@ -246,12 +247,12 @@ class Inventory:
             self.trust = Trust.of([*self.trust.notes, *noted.notes])
 
     def merge_all(self, reports: Sequence[Any]) -> None:
-        """Add the reports of all nodes; the report of a node stands at the rank of its leader."""
+        """Add the reports of all nodes, each at the index of the node leader's rank."""
         for node in self.ranks_on:
             self.merge(node, reports[self.leader(node)])
 
     def reports(self) -> list[Any]:
-        """Reports of all nodes as the inventory stands now, for :meth:`merge_all`."""
+        """Make reports of all nodes from the inventory, for :meth:`merge_all`."""
         messages: list[Any] = [None] * len(self._node_of)
         lineages = [lineage.to_json() for lineage in self.lineages.values()]
         for node in self.ranks_on:
@@ -262,20 +263,20 @@ class Inventory:
                 if nbytes or groups:
                     there.append(NodeShards(checkpoint, nbytes, groups).to_json())
             messages[self.leader(node)] = [there, lineages]
-            # The same on all nodes.
+            # The first report has all lineages.
             lineages = []
         return messages
 
     def node_of(self, rank: int) -> str:
-        """The node that a rank of the job is on."""
+        """Return the node of a rank of the job."""
         return self._node_of[rank]
 
     def leader(self, node: str) -> int:
-        """Rank that reports what a node holds."""
+        """Return the rank that reports a node's pieces."""
         return self.ranks_on[node][0]
 
     def is_leader(self, rank: int) -> bool:
-        """True if a rank reports what its node holds."""
+        """Return whether a rank reports its node's pieces."""
         return self.leader(self._node_of[rank]) == rank
 
     @property
@@ -284,18 +285,18 @@ class Inventory:
         return dict.fromkeys((*self._shards, *self._others)).keys()
 
     def shards(self, checkpoint: Checkpoint) -> dict[int, int]:
-        """The shards of a checkpoint that any node holds: their sizes, by rank."""
+        """Return the sizes, by rank, of the shards of a checkpoint that any node holds."""
         held: dict[int, int] = {}
         for on_node in self._shards.get(checkpoint, {}).values():
             held.update(on_node)
         return held
 
     def shards_on(self, checkpoint: Checkpoint, node: str) -> Mapping[int, int]:
-        """The shards of a checkpoint that a node holds: their sizes, by rank."""
+        """Return the sizes, by rank, of the shards of a checkpoint that one node holds."""
         return self._shards.get(checkpoint, {}).get(node, _NOTHING)
 
     def holders(self, checkpoint: Checkpoint) -> dict[int, list[str]]:
-        """For each shard of a checkpoint the nodes that hold it."""
+        """Return the nodes that hold each rank's shard of a checkpoint."""
         nodes: dict[int, list[str]] = {}
         for node, on_node in self._shards.get(checkpoint, {}).items():
             for owner in on_node:
@@ -303,7 +304,7 @@ class Inventory:
         return nodes
 
     def groups(self, checkpoint: Checkpoint) -> dict[Group, dict[int, list[str]]]:
-        """For each group with pieces of a checkpoint, the nodes that hold each rank's piece."""
+        """Return, for each group with pieces of a checkpoint, the holders of each rank's piece."""
         groups: dict[Group, dict[int, list[str]]] = {}
         for node, on_node in self._others.get(checkpoint, {}).items():
             for piece, group in on_node.items():
@@ -311,7 +312,7 @@ class Inventory:
         return groups
 
     def groups_of(self, checkpoint: Checkpoint) -> dict[int, dict[Group, dict[int, list[str]]]]:
-        """For each rank the groups of :meth:`groups` that it is in."""
+        """Return, for each rank, the groups of :meth:`groups` that contain the rank."""
         of_rank: dict[int, dict[Group, dict[int, list[str]]]] = {}
         for group, pieces in self.groups(checkpoint).items():
             for rank in group.ranks:
@@ -319,23 +320,23 @@ class Inventory:
         return of_rank
 
     def reader(self, nodes: Sequence[str], owner: int) -> int:
-        """The rank that reads what some nodes hold of a rank: it itself, if it can."""
+        """Return the rank that reads a piece of ``owner`` on ``nodes``: the owner, if it can."""
         if self.node_of(owner) in nodes:
             return owner
         ranks = self.ranks_on[nodes[0]]
         return ranks[owner % len(ranks)]
 
     def add_piece(self, checkpoint: Checkpoint, owner: int, node: str, group: Group) -> None:
-        """A node has got the piece that a rank keeps for a group."""
+        """Add the piece that a rank keeps for a group to a node."""
         on_node = self._others.setdefault(checkpoint, {}).setdefault(node, {})
         on_node[Piece(owner, group.kind)] = group
 
     def add(self, checkpoint: Checkpoint, owner: int, node: str, nbytes: int) -> None:
-        """A node has got a copy of a shard."""
+        """Add a copy of a shard to a node."""
         self._shards.setdefault(checkpoint, {}).setdefault(node, {})[owner] = nbytes
 
     def remove(self, checkpoint: Checkpoint, piece: Piece, node: str) -> None:
-        """Remove what a node holds of a piece, which is no good, or gone; it may be unknown."""
+        """Remove a piece from a node, if it is there."""
         if piece.is_shard:
             _drop(self._shards, checkpoint, node, piece.rank)
         else:
@@ -359,7 +360,7 @@ class Inventory:
 def _drop(
     held: dict[Checkpoint, dict[str, dict[KeyT, Any]]], checkpoint: Checkpoint, node: str, key: KeyT
 ) -> None:
-    """Take an entry out, and what is empty without it."""
+    """Remove an entry, and the dicts that are empty without it."""
     on_nodes = held.get(checkpoint, {})
     on_node = on_nodes.get(node, {})
     on_node.pop(key, None)
@@ -374,7 +375,7 @@ def _grouped(records: Iterable[ShardRecord]) -> list[NodeShards]:
     groups: dict[Checkpoint, dict[Piece, Group]] = {}
     for record in records:
         checkpoint, piece = record.identity.checkpoint, record.identity.piece
-        # A node may have several copies of a piece; each is as good as the first.
+        # A node may have several copies of a piece; one of them is enough.
         of_checkpoint = shards.setdefault(checkpoint, {})
         if record.group is None:
             of_checkpoint.setdefault(piece.rank, record.nbytes)
@@ -389,7 +390,7 @@ def _tells_lineage(record: ShardRecord) -> bool:
 
 
 def _noted_alone(records: Iterable[ShardRecord], noted: Iterable[Lineage]) -> list[Lineage]:
-    """Lineages of epochs of which a node has no shard."""
+    """Return the noted lineages of epochs of which a node has no piece."""
     here = {record.identity.generation.epoch_id for record in records}
     return [lineage for lineage in noted if lineage.epoch not in here]
 
@@ -402,7 +403,7 @@ def _lineages_in(
 
 
 def _packed(ranks: Sequence[int]) -> list[Any]:
-    """Ranks as ``first, step, count`` if they are evenly spaced."""
+    """Encode ranks as ``first, step, count`` if they are evenly spaced, or as a list."""
     step = ranks[1] - ranks[0]
     if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:
         return [ranks[0], step, len(ranks)]
@@ -410,15 +411,15 @@ def _packed(ranks: Sequence[int]) -> list[Any]:
 
 
 def _unpacked(packed: Sequence[Any]) -> tuple[int, ...]:
-    """The inverse of :func:`_packed`.
+    """Undo :func:`_packed`.
 
     Raises:
-        TypeError, ValueError: That is none.
+        TypeError, ValueError: ``packed`` has another form.
     """
     if len(packed) == 1 and isinstance(packed[0], list):
         return tuple(packed[0])
     first, step, count = packed
-    # Counted up to what is claimed, if that can be.
+    # Check the claimed count before looping up to it.
     if {type(first), type(step), type(count)} != {int} or not 1 < count <= MOST_RANKS:
         raise ValueError("a group is told in another way")
     return tuple(first + step * place for place in range(count))

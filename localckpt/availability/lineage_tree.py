@@ -1,4 +1,4 @@
-"""Lineages of a session as a tree, for people: which epoch resumed from which, and what is left."""
+"""Tree of a session's lineages, for display: the parent and the checkpoints of each epoch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _DEEPEST = 16
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One epoch of which something is left, or from which several of those come.
+    """Epoch that has checkpoints, or from which several such epochs descend.
 
     Attributes:
         epoch: The epoch.
-        origin: Kind of the source that it resumed from; ``None`` if that is not known.
-        resumed_at: The iteration that it resumed from; -1 for the beginning, or if not known.
-        parent: The epoch of which that is a checkpoint, if it is known.
-        under: The nearest of its ancestors that has a branch, and stands above it in the tree.
-        iterations: Its checkpoints, be they complete or not, in ascending order.
-        given_up: Epochs that the job went back from, each with the iteration up to which it did.
+        origin: Kind of the source that the epoch resumed from; ``None`` if unknown.
+        resumed_at: Iteration that the epoch resumed from; -1 for the beginning, or if unknown.
+        parent: Epoch of the checkpoint that this epoch resumed from; ``None`` if unknown.
+        under: Nearest ancestor that is a branch of the tree; ``None`` if there is none.
+        iterations: Iterations of the epoch's checkpoints, complete or not, in ascending order.
+        given_up: Epochs that the job went back from, each with its highest iteration then.
     """
 
     epoch: EpochId
@@ -40,7 +40,7 @@ class Branch:
 
     @property
     def source(self) -> str:
-        """Source of its state."""
+        """Text of the source that the epoch resumed from."""
         if self.origin == "nothing":
             return "from the beginning"
         if self.origin == "elsewhere":
@@ -52,7 +52,7 @@ class Branch:
 
     @property
     def left(self) -> str:
-        """Checkpoints that are left of it."""
+        """Text of the epoch's checkpoints."""
         if len(self.iterations) > _SHOWN:
             first, *_, last = self.iterations
             return f"{len(self.iterations)} iterations from {first} to {last}"
@@ -73,18 +73,18 @@ class Branch:
 def branches(
     checkpoints: Iterable[Checkpoint], lineages: Mapping[EpochId, Lineage]
 ) -> tuple[Branch, ...]:
-    """The branches of the tree, each behind the one that it stands under.
+    """Return the branches of the tree, each one after its ancestors.
 
     Args:
-        checkpoints: What is left, be it complete or not.
-        lineages: Lineages of epochs, also of those of which no checkpoint is left.
+        checkpoints: Existing checkpoints, complete or not.
+        lineages: Lineages of epochs, with or without checkpoints.
     """
     left: dict[EpochId, set[int]] = {}
     for checkpoint in checkpoints:
         left.setdefault(checkpoint.generation.epoch_id, set()).add(checkpoint.iteration)
     parents = _parents(lineages.values())
     lines = {epoch: _line(epoch, parents) for epoch in left}
-    # Where the lines of what is left part, there is a branch even if nothing of it is left.
+    # An epoch where the lines of descent fork is a branch even if it has no checkpoints.
     children: dict[EpochId, set[EpochId]] = {}
     for line in lines.values():
         for child, parent in pairwise(line):
@@ -106,7 +106,7 @@ def branches(
 
 
 def tree(found: Sequence[Branch]) -> list[str]:
-    """Lines of text: each branch under the one that it comes from."""
+    """Draw the tree as lines of text, each branch indented under its ancestor."""
     depth: dict[EpochId | None, int] = {None: 0}
     lines = []
     for branch in found:
@@ -136,7 +136,7 @@ def _branch(
 
 
 def _parents(lineages: Iterable[Lineage]) -> dict[EpochId, Point]:
-    """Point at which each epoch left its parent, as far as any lineage tells."""
+    """Return the point at which each epoch left its parent, as far as any lineage names it."""
     found: dict[EpochId, Point] = {}
     for lineage in lineages:
         line = (lineage.epoch, *(point.epoch for point in lineage.ancestors))
@@ -145,9 +145,9 @@ def _parents(lineages: Iterable[Lineage]) -> dict[EpochId, Point]:
 
 
 def _line(epoch: EpochId, parents: Mapping[EpochId, Point]) -> list[EpochId]:
-    """An epoch, its parent, the parent of that, and so on."""
+    """Return an epoch and its ancestors, the nearest first."""
     line = [epoch]
-    # One that comes back to itself was forged.
+    # Forged lineages may form a cycle, which ends the loop.
     while (point := parents.get(line[-1])) is not None and point.epoch not in line:
         line.append(point.epoch)
     return line

@@ -1,8 +1,8 @@
-"""Order of checkpoints by lineage: pure functions of what the nodes hold, the same on all ranks.
+"""Order of checkpoints by lineage: pure functions with the same result on all ranks.
 
-An epoch gives up the complete checkpoints that were there to be loaded when it began and that lie
-above the iteration it resumed from: the job went back on purpose. Only that overrules a checkpoint.
-All others, of whatever epochs, are compared by iteration.
+An epoch gives up the complete checkpoints that could have been loaded when it began and that have
+higher iterations than the one it resumed from: the job went back on purpose. Nothing else overrules
+a checkpoint. All other checkpoints, of any epochs, are compared by iteration.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from localckpt.lineage import EpochId, Lineage
 __all__ = ["Lineages", "newest_first", "overruled", "unrelated"]
 
 Lineages = Mapping[EpochId, Lineage]
-"""Lineages of epochs. Epochs whose files were written by earlier versions are not in it."""
+"""Lineages of epochs; without the epochs whose files were written by earlier versions."""
 
 
 def newest_first(checkpoints: Iterable[Checkpoint], lineages: Lineages) -> list[Checkpoint]:
-    """Checkpoints in the order in which a restart tries them; a total order.
+    """Sort checkpoints in the order in which a restart tries them; a total order.
 
-    First those that none of the others overrules, by iteration. Then, in the same way, what remains
-    of the others.
+    The checkpoints that no other overrules come first, by descending iteration. The remaining ones
+    follow, sorted among themselves in the same way.
 
     Args:
-        checkpoints: Of one session. One that lacks shards still overrules what it gave up.
-        lineages: Of their epochs.
+        checkpoints: Checkpoints of one session. One that lacks shards still overrules those that
+            its epoch gave up.
+        lineages: Lineages of their epochs.
     """
     left, ordered = set(checkpoints), list[Checkpoint]()
     while left:
@@ -37,13 +38,13 @@ def newest_first(checkpoints: Iterable[Checkpoint], lineages: Lineages) -> list[
 
 
 def overruled(checkpoints: Iterable[Checkpoint], lineages: Lineages) -> set[Checkpoint]:
-    """Those that the epoch of another one has given up, which is itself not overruled."""
+    """Return the checkpoints given up by the epoch of another one that is not overruled itself."""
     by_epoch: dict[EpochId, list[Checkpoint]] = {}
     for checkpoint in checkpoints:
         by_epoch.setdefault(checkpoint.generation.epoch_id, []).append(checkpoint)
     dead: set[Checkpoint] = set()
     standing: list[EpochId] = []
-    # An epoch can give up only what has a lower number, so its own fate is decided by then.
+    # Only an epoch with a higher number can give up a checkpoint, so these are decided first.
     for epoch in sorted(by_epoch, reverse=True):
         alive = [
             checkpoint
@@ -59,10 +60,11 @@ def overruled(checkpoints: Iterable[Checkpoint], lineages: Lineages) -> set[Chec
 def unrelated(
     newest: Checkpoint, others: Iterable[Checkpoint], lineages: Lineages
 ) -> list[Checkpoint]:
-    """Newest checkpoint of each lineage that knows nothing of the one that is taken.
+    """Return the newest checkpoint of each epoch whose lineage is unrelated to ``newest``.
 
-    That is: neither is an ancestor of the other, and neither gave the other up. Epochs of earlier
-    versions, and those of which a lineage that is cut may descend, are left out.
+    Two checkpoints are unrelated if neither is an ancestor of the other, and neither's epoch gave
+    the other up. Epochs of earlier versions are left out, and so are epochs that may be ancestors
+    of ``newest`` beyond the end of its cut lineage.
     """
     epoch = newest.generation.epoch_id
     mine = lineages.get(epoch)
@@ -90,12 +92,12 @@ def _gives_up(later: EpochId, checkpoint: Checkpoint, lineages: Lineages) -> boo
         return False
     lineage = lineages.get(later)
     if lineage is None:
-        # Earlier versions recorded no lineage, and took every later epoch to overrule.
+        # Earlier versions recorded no lineage: there, every later epoch overruled.
         return epoch not in lineages
     return lineage.gives_up(epoch, checkpoint.iteration)
 
 
 def _key(checkpoint: Checkpoint) -> tuple[int, int, int, int]:
-    # All but the iteration only makes the order total.
+    # The values after the iteration only make the order total.
     epoch, sequence = checkpoint.generation
     return checkpoint.iteration, epoch, sequence, checkpoint.world_size

@@ -1,7 +1,7 @@
-"""Shards that can be computed from pieces of other kinds, and the losses of nodes that lose shards.
+"""Shards that can be computed from pieces of other kinds, and sets of nodes whose loss loses data.
 
-Pure functions of an inventory. Each kind of piece has a :class:`Code`, which knows one group at a
-time; everything that concerns several groups, or copies beside groups, is decided here.
+Pure functions of an inventory. Each kind of piece has a :class:`Code`, which decides about one
+group at a time; this module combines several groups, and groups with copies of shards.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Nodes: TypeAlias = frozenset[str]
 
 
 class Code(Protocol):
-    """Losses that the pieces of one kind make up for, in one group: pure functions.
+    """Redundancy of one kind of piece within one group, as pure functions.
 
-    All members of a group have a piece of the kind, or had one.
+    Every member of a group keeps one piece of the kind, which may be lost.
     """
 
     def __hash__(self) -> int:
-        """An instance stands for its kind in caches."""
+        """Hash an instance, which is a key in caches."""
         ...
 
     def fits(self, group: Group) -> bool:
-        """True if there can be such a group; pieces of others are left out of inventories."""
+        """Return whether a group is possible; inventories leave out pieces of impossible ones."""
         ...
 
     def rebuilds(
         self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
     ) -> bool:
-        """True if a member's shard can be computed.
+        """Return whether a member's shard can be computed.
 
         Args:
             group: The group.
@@ -66,9 +66,9 @@ class Code(Protocol):
         holders: Mapping[int, Collection[str]],
         pieces: Mapping[int, Collection[str]],
     ) -> Iterable[Nodes]:
-        """Sets of nodes with which a member's shard is lost, its own copies included.
+        """Return sets of nodes whose loss loses a member's shard, including all its copies.
 
-        Every set of nodes that loses the shard contains one of them.
+        Every set of nodes whose loss loses the shard contains one of the returned sets.
 
         Args:
             group: The group.
@@ -89,12 +89,12 @@ def group_for(
     groups: Mapping[Group, Mapping[int, Collection[str]]],
     codes: Codes,
 ) -> Group | None:
-    """A group from which a rank's shard can be computed, the same for the same arguments.
+    """Choose a group from which a rank's shard can be computed, deterministically.
 
     Args:
         rank: Owner of the shard.
         images: Ranks whose shards can be read.
-        groups: Groups that the rank is in; for each the nodes that hold each rank's piece.
+        groups: Groups of the rank; for each the nodes that hold each member's piece.
         codes: The code of each kind.
     """
     for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.spare)):
@@ -104,7 +104,7 @@ def group_for(
 
 
 def computable(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, str]:
-    """Ranks whose shards no node holds and that can be computed, each with the kind of piece."""
+    """Return the ranks whose shards no node holds but that can be computed, and from which kind."""
     images = inventory.shards(checkpoint).keys()
     return {
         rank: group.kind
@@ -120,16 +120,17 @@ def groups_to_compute(
     damaged: Mapping[int, Collection[str]],
     hopeless: Collection[int],
 ) -> dict[int, Group]:
-    """The group from which each shard is to be computed that no node holds.
+    """Choose a group to compute each shard that no node holds.
 
     Args:
         checkpoint: The checkpoint that is loaded.
-        inventory: What each node holds.
-        damaged: Nodes with a copy of a rank's shard that is not good, but may be in part.
-        hopeless: Ranks whose shards have been tried in vain.
+        inventory: Pieces on all nodes.
+        damaged: For each rank the nodes with a damaged copy of its shard, parts of which may be
+            good.
+        hopeless: Ranks whose shards could not be computed in an earlier attempt.
 
     Raises:
-        NoReplicasAvailableError: A shard is neither held nor can it be computed.
+        NoReplicasAvailableError: No node holds a shard, and it cannot be computed.
     """
     holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
     images = holders.keys() | {rank for rank, nodes in damaged.items() if nodes}
@@ -148,7 +149,7 @@ def groups_to_compute(
 
 
 def breaking_sets(checkpoint: Checkpoint, inventory: Inventory) -> list[Nodes]:
-    """The smallest sets of nodes with which some shard of a complete checkpoint is lost."""
+    """Return the smallest sets of nodes whose loss loses a shard of a complete checkpoint."""
     holders, groups = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
     return minimal(
         lost
@@ -158,7 +159,7 @@ def breaking_sets(checkpoint: Checkpoint, inventory: Inventory) -> list[Nodes]:
 
 
 def least_losses(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, int]:
-    """For each rank, how many nodes must be lost at least for its shard to be lost."""
+    """Return, for each rank, the smallest number of lost nodes that loses its shard."""
     holders, of_rank = inventory.holders(checkpoint), inventory.groups_of(checkpoint)
     of_group: dict[Group, tuple[int, ...]] = {}
     least: dict[int, int] = {}
@@ -176,7 +177,7 @@ def least_losses(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, int]
 
 
 def minimal(sets: Iterable[Nodes]) -> list[Nodes]:
-    """Sets none of which contains another, the smallest first."""
+    """Drop each set that contains another one; return the rest, the smallest first."""
     smallest: list[Nodes] = []
     by_size: dict[int, set[Nodes]] = {}
     for one in set(sets):
@@ -193,12 +194,14 @@ def _breaking(
     groups: Mapping[Group, Mapping[int, Collection[str]]],
     codes: Codes,
 ) -> list[Nodes]:
-    """The smallest sets of nodes with which one rank's shard is lost; an empty one if it is lost.
+    """Return the smallest sets of nodes whose loss loses one rank's shard.
+
+    If the shard is lost already, the only set is empty.
 
     Args:
         rank: Owner of the shard.
         holders: For each rank the nodes that hold its shard.
-        groups: For each group that the rank is in, the nodes that hold each rank's piece.
+        groups: For each group of the rank, the nodes that hold each member's piece.
         codes: The code of each kind.
     """
     own = frozenset(holders.get(rank, ()))
@@ -206,12 +209,12 @@ def _breaking(
         minimal(codes[group.kind].losses(group, rank, holders, pieces))
         for group, pieces in groups.items()
     ]
-    # It is lost with its copies and what it could be computed from, in every group.
+    # To lose the shard, its copies must be lost, and in every group a set that loses the shard.
     return minimal(own.union(*sets) for sets in product(*of_groups))
 
 
 _Shape: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""For each member the nodes with its shard and with its piece, by numbers in order of mention."""
+"""For each member the nodes with its shard and with its piece, numbered as they first occur."""
 
 
 def _shape(
@@ -231,7 +234,7 @@ def _shape(
 
 @lru_cache(maxsize=256)
 def _least_losses(code: Code, spare: int, shape: _Shape) -> tuple[int, ...]:
-    """For each member; most groups of a job have one shape."""
+    """Compute :func:`least_losses` for each member; cached, since most groups share one shape."""
     group = Group(tuple(range(len(shape))), spare)
     images = {rank: list(map(str, nodes)) for rank, (nodes, _) in enumerate(shape)}
     pieces = {rank: list(map(str, nodes)) for rank, (_, nodes) in enumerate(shape)}

@@ -1,4 +1,4 @@
-"""Texts of the errors that say why nothing could be loaded: pure functions."""
+"""Texts of the errors of a load that found no checkpoint: pure functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["BadCopy", "why_given_up", "why_not_that", "why_nothing_loads"]
 
 
 class BadCopy(NamedTuple):
-    """A copy of a shard that could not be read."""
+    """Copy of a shard that could not be read."""
 
     shard: ShardIdentity
     holder: int
-    """A rank of the node that it is on."""
+    """A rank on the node of the copy."""
     why: str
 
 
@@ -29,13 +29,13 @@ def why_nothing_loads(
     unreadable: Sequence[BadCopy],
     nodes: Sequence[str],
 ) -> str:
-    """Text of the error that no checkpoint can be loaded: for each shard where it was looked for.
+    """Return the text of the error that no checkpoint can be loaded.
 
     Args:
-        inventory: What is left.
-        explanation: Of all nodes, with their files in quarantine.
+        inventory: Pieces on all nodes.
+        explanation: Explanation of all nodes, with their files in quarantine.
         unreadable: Copies that the load found to be bad.
-        nodes: For each rank what the explanation calls its node.
+        nodes: For each rank the name of its node in the explanation.
     """
     bad = [f"{node}: {file}" for node, files in explanation.bad.items() for file in files]
     quarantined = {
@@ -79,10 +79,10 @@ def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint
 
 
 def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[BadCopy]) -> str:
-    """Text of the error that the checkpoint that was asked for cannot be loaded.
+    """Return the text of the error that a requested checkpoint cannot be loaded.
 
     Args:
-        iteration: Its iteration.
+        iteration: Iteration of the requested checkpoint.
         others: Iterations that can be loaded.
         unreadable: Copies that the load found to be bad.
     """

@@ -1,4 +1,4 @@
-"""Retention: checkpoints that may go once a newer one is complete. A pure function."""
+"""Retention: a pure rule for the checkpoints to prune once a newer one is complete."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Retirement"]
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Checkpoints that may go.
+    """Rule for the checkpoints to prune.
 
     Attributes:
-        up_to: Those of no greater iteration,
-        lineage: and those that this lineage has given up, if the job knew of them,
-        but: except these.
+        up_to: Checkpoints up to this iteration are pruned.
+        lineage: Checkpoints that this lineage gave up are pruned, too; ``None`` for none.
+        but: Checkpoints that are kept in any case.
     """
 
     up_to: int
@@ -25,7 +25,7 @@ class Retirement:
     but: frozenset[Checkpoint]
 
     def takes(self, checkpoint: Checkpoint) -> bool:
-        """True if a checkpoint goes."""
+        """Return whether a checkpoint is to be pruned."""
         epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
         given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
         return checkpoint not in self.but and (iteration <= self.up_to or given_up)

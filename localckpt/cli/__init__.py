@@ -21,6 +21,7 @@ from localckpt.cli.listing import ls
 from localckpt.cli.pinning import pin, unpin
 from localckpt.cli.reporting import report
 from localckpt.cli.surviving import survive
+from localckpt.cli.tracing import trace
 from localckpt.cli.verifying import verify
 
 __all__ = ["app", "main"]
@@ -32,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report):
+for _command in (ls, verify, explain, inspect, pin, unpin, clean, survive, report, trace):
     app.command()(_command)
 
 

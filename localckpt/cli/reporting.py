@@ -6,9 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from localckpt.cli.drawing import PlotOption, picture
 from localckpt.cli.output import (
@@ -20,27 +18,17 @@ from localckpt.cli.output import (
     say_json,
     say_table,
     size,
-    store_or_default,
-    stores_argument,
     warn,
 )
+from localckpt.cli.records import RecordsArgument, SessionOption, read_records
 from localckpt.errors import StorageError
 from localckpt.events.event import Event
-from localckpt.events.jsonl import read_events
 from localckpt.failure_texts import ranks_named
 from localckpt.report.account import PARTS, Account, Kind, Restart, Saves, account
 from localckpt.report.starts import Start, starts_of
 from localckpt.report.timeline import cells, place
 
-__all__ = ["RecordsArgument", "SessionOption", "read_records", "report"]
-
-RecordsArgument = Annotated[
-    list[Path] | None,
-    stores_argument("The stores of all nodes, or directories or files of records"),
-]
-SessionOption = Annotated[
-    str | None, typer.Option(help="Of this session only; of all by default.", show_default=False)
-]
+__all__ = ["report"]
 
 _WORDS: dict[Kind, str] = {
     "training": "training that counts",
@@ -83,10 +71,7 @@ def report(
     the records that ranks keep beside their checkpoints. The exit status is 2 if there is none.
     """
     with one_line_errors():
-        accounts = {
-            name: account(starts)
-            for name, starts in starts_of(read_records(directories, session)).items()
-        }
+        accounts = _accounts(read_records(directories, session))
         if plot is not None:
             _draw(accounts, plot)
     if json:
@@ -100,34 +85,24 @@ def report(
         say("", f"Drawn in {plot}.")
 
 
-def read_records(directories: Sequence[Path] | None, session: str | None) -> list[Event]:
-    """Read the events of all ranks.
-
-    Args:
-        directories: Stores, or directories or files of records; none for the usual store.
-        session: The events of this session only.
+def _accounts(events: Sequence[Event]) -> dict[str, Account]:
+    """Accounts of all sessions.
 
     Raises:
-        CheckpointingException: Something cannot be read, or there is no event.
+        StorageError: There is none.
     """
-    usual = [] if directories else [store_or_default(None)]
-    given = [*map(store_or_default, directories or []), *usual]
-    events = read_events(given)
-    where = " ".join(map(str, given))
-    if not events:
-        raise StorageError(
-            f"no rank has left a record in {where}: give the directories that the checkpointers "
-            f"of all nodes were given as local="
-        )
-    sessions = {e.run: e.details.get("session") for e in events if e.name == "run_began"}
-    if session is not None and session not in sessions.values():
-        raise StorageError(f"there is no record of session {session!r} in {where}")
-    if others := len({event.run for event in events} - sessions.keys()):
-        warn(
-            f"{counted(others, 'record')} of {where} left out: no Checkpointer has begun them, so "
-            f"nothing tells which session they are of"
-        )
-    return [e for e in events if e.run in sessions and session in (None, sessions[e.run])]
+    accounts = {name: account(starts) for name, starts in starts_of(events).items()}
+    alone = {event.run for event in events}
+    alone -= {event.run for event in events if event.name == "run_began"}
+    left_out = (
+        f"{counted(len(alone), 'record')} left out: no Checkpointer has begun them, so nothing "
+        f"tells which session they are of"
+    )
+    if not accounts:
+        raise StorageError(left_out)
+    if alone:
+        warn(left_out)
+    return accounts
 
 
 def _say(name: str, told: Account) -> None:

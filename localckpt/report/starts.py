@@ -119,7 +119,8 @@ def starts_of(events: Iterable[Event]) -> dict[str, list[Start]]:
     """Put the events of a record together to starts of jobs, by session.
 
     Ranks belong together that resumed together, which they note; ranks that never came so far do
-    if they ran at the same time.
+    if they ran at the same time. What no Checkpointer has begun is left out: nothing tells whose it
+    is.
 
     Returns:
         Starts of each session, in the order in which they began.
@@ -130,6 +131,8 @@ def starts_of(events: Iterable[Event]) -> dict[str, list[Start]]:
     by_session: dict[str, dict[str, list[list[Event]]]] = {}
     alone: dict[str, list[list[Event]]] = {}
     for run in sorted(runs.values(), key=lambda run: min(event.start for event in run)):
+        if not any(event.name == "run_began" for event in run):
+            continue
         session = _detail(run, "run_began", "session")
         if name := _detail(run, "resume", "job_run"):
             by_session.setdefault(session, {}).setdefault(name, []).append(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -118,7 +120,8 @@ def test_a_record_that_no_checkpointer_began_is_left_out(store: Path) -> None:
     both, only = call("report", store), call("report", store / "other")
 
     assert both.out == call("report", store / "events").out
-    assert "1 record of" in both.err
+    assert "1 record left out" in both.err
+    assert (only.status, only.out) == (2, "")
     assert "no Checkpointer has begun them" in only.err
 
 
@@ -140,3 +143,36 @@ def test_the_command_needs_no_torch(store: Path) -> None:
     answer = run("report", store, env={"PYTHONPATH": str(store)})
 
     assert (answer.status, answer.err) == (0, "")
+
+
+# The same as a trace.
+
+
+def test_all_ranks_and_starts_are_in_one_trace(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "job.json"
+    (store / "events" / "more").mkdir()
+    write([Event("save", 5.0, 9, "node", "of a manager", 0, step=3)], store / "events" / "more")
+
+    whole, one = call("trace", store, "--out", out), json.loads(out.read_text())
+    session = call("trace", store, "--out", out, "--session", "run")
+
+    assert (whole.status, session.status) == (0, 0)
+    drawn = [entry for entry in one["traceEvents"] if entry["ph"] != "M"]
+    of_job = [entry for entry in drawn if entry["cat"] == "job"]
+    kinds = Counter(entry["name"] for entry in of_job if entry["ph"] == "X")
+    assert (kinds["recovery"], kinds["down"], kinds["repeated"]) == (3, 2, 2)
+    assert [entry["name"] for entry in of_job if entry["ph"] == "i"] == [
+        "killed after step 106",
+        "failed after step 132",
+    ]
+    assert {entry["pid"] for entry in drawn if entry not in of_job} == {0, 1, 2, 3, 9}
+    names = {e["args"].get("name") for e in one["traceEvents"] if e["ph"] == "M"}
+    assert {"job", "session 'run'", "rank 0 (node)", "rank 3 (node)", "training waits"} <= names
+    assert 9 not in {entry["pid"] for entry in json.loads(out.read_text())["traceEvents"]}
+
+
+def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
+    answer = call("trace", store, "--out", store / "gone" / "job.json")
+
+    assert (answer.status, answer.out) == (2, "")
+    assert "could not write" in answer.err

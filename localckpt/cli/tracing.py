@@ -1,0 +1,37 @@
+"""``localckpt trace``: the record of a job as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from localckpt.cli.output import counted, one_line_errors, say, size
+from localckpt.cli.records import RecordsArgument, SessionOption, read_records
+from localckpt.report.trace import trace_of
+from localckpt.storage.failures import storage_errors
+
+__all__ = ["trace"]
+
+
+def trace(
+    directories: RecordsArgument = None,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.json", readable=False, help="The file, which is overwritten."),
+    ] = Path("localckpt.trace.json"),
+    session: SessionOption = None,
+) -> None:
+    """Write the record of a job as a trace, for https://ui.perfetto.dev.
+
+    All ranks and starts are in one picture: what training waited for, saves under way, and above
+    them what the time of the whole job was.
+    """
+    with one_line_errors():
+        events = read_records(directories, session)
+        text = json.dumps(trace_of(events))
+        with storage_errors("write", out):
+            out.write_text(text)
+    say(f"{out}: {counted(len(events), 'event')}, {size(len(text))}")

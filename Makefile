@@ -7,7 +7,7 @@ PEERS := .venv/peers/.installed
 UPSTREAM := .venv/upstream/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-matrix faults lint format bench clean test-tools
+.PHONY: help demo test test-matrix faults lint format docs bench clean test-tools
 
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
@@ -18,6 +18,7 @@ help:
 	@echo '              SEED= or STEPS=: the random campaign alone, for as long as it takes'
 	@echo 'make lint     ruff, ruff format --check, mypy --strict'
 	@echo 'make format   let ruff rewrite what it can'
+	@echo 'make docs     build the documentation site into build/docs, strictly'
 	@echo 'make bench    measure; results also in benchmarks/results/'
 	@echo 'make clean    remove .venv, .venv-matrix, caches and benchmark results'
 
@@ -56,6 +57,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The variable silences a notice of mkdocs-material on later versions of mkdocs.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(STAMP) $(PEERS)
 	$(BIN)/python -m benchmarks
 
@@ -67,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo 'Installing into .venv (torch is a large download the first time) ...'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[dev,bench]'
+	  --constraint constraints.txt --editable '.[dev,bench,docs]'
 	@touch $@
 
 # A peer that cannot be installed is told as such beside the figures of the others.

@@ -1,6 +1,7 @@
 """The loop of the README. Run it twice, alone or with `torchrun --nproc-per-node=2`: it resumes."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -28,3 +29,5 @@ for step in range(start, start + 30):
     if checkpointer.step(step):
         break
 checkpointer.close()
+if checkpointer.stopped:
+    sys.exit(f"stopped: {checkpointer.stopped}")  # not 0, so that a scheduler starts it again

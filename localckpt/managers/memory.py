@@ -32,9 +32,10 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             way.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
-        timeout, process_group, async_worker, safe_globals, num_buffers, staging_threads, on_busy,
-            guard, background, strict, read_only, events, max_attempts: As for
+        timeout, process_group, async_worker, safe_globals, background, strict: As for
             :class:`LocalCheckpointManager`.
+        num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts: Also as for
+            that class.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.

@@ -1,7 +1,7 @@
-"""This start of the job as an attempt to get on from a checkpoint: counted until it has.
+"""Count of this start of the job against the checkpoint that it resumed from.
 
-A start that resumed from a checkpoint and ended before it made progress has done so in vain. Notes
-beside the checkpoints count such starts; what follows from them is decided in ``trust.py``.
+A start resumed in vain if it ends before it makes progress. Notes beside the checkpoints count such
+starts; ``trust.py`` decides which checkpoints a restart may take.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ class Notes(Protocol):
     """Keeper of notes on starts of the job. All methods raise StorageError."""
 
     def note_resume(self, resumes: Resumes) -> None:
-        """Note, durably, that the job goes on from a checkpoint."""
+        """Note durably that the job resumes from a checkpoint."""
 
     def take_back_resume(self, resumes: Resumes) -> None:
-        """Remove such a note. A signal handler may do so."""
+        """Remove one note of :meth:`note_resume`. A signal handler may call this."""
 
     def forget_resumes(self) -> None:
-        """Remove all such notes."""
+        """Remove all notes of :meth:`note_resume`."""
 
 
 class Resuming:
-    """The attempt of one manager, on one rank.
+    """Counter of this start, of one manager on one rank.
 
-    Each rank of the nodes has notes of its own, so that those of a rank that crashed stand when
-    others, which are then told to stop, take theirs back. The largest number counts.
+    Every rank keeps its own notes, and the largest count of a checkpoint is used. So the note of a
+    crashed rank remains when the other ranks, which are then ended by a signal, remove theirs.
 
     Args:
-        notes: Keeps the notes of this rank.
+        notes: Keeper of this rank's notes.
         max_attempts: Number of starts in vain at which a checkpoint is given up; ``None`` to count
             none.
 
     Attributes:
-        max_attempts: The same.
-        trust: What all notes told at the last look.
+        max_attempts: Number of starts in vain at which a checkpoint is given up, or ``None``.
+        trust: Merged notes of all nodes, from the last inventory.
         current: Checkpoint that this start has resumed from, until it has made progress.
     """
 
@@ -56,19 +56,19 @@ class Resuming:
         self._noted: Resumes | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
-        """Note, durably, that training is about to go on from a checkpoint, which was loaded."""
+        """Note durably that training is about to continue from a loaded checkpoint."""
         if self.max_attempts is None or checkpoint == self.current:
             return
-        # Whoever goes on from elsewhere has not ended in vain.
+        # A start that now resumes from another checkpoint has not failed with the first one.
         self.take_back()
         count = self.trust.count(checkpoint) + 1
         noted = Resumes(checkpoint, count, self.max_attempts)
-        # First, so that a signal that comes meanwhile finds what it is to take back.
+        # Assigned before the note is written, so that a signal handler can remove the note.
         self.current, self._noted = checkpoint, noted
         try:
             self._notes.note_resume(noted)
         except StorageError as error:
-            # Other ranks count, and one that raised here would leave them alone.
+            # Logged only: the other ranks' notes count, and an error would end this rank alone.
             logger.error("this start is not counted on this rank: %s", error)
         if self._is_taken_back:
             self._remove(noted)
@@ -79,12 +79,12 @@ class Resuming:
             )
 
     def is_progress(self, iteration: int) -> bool:
-        """Return whether a complete checkpoint is above all that was reached before."""
+        """Return whether a complete checkpoint of this iteration is progress."""
         reached = -1 if self.current is None else self.current.iteration
         return iteration > max(reached, self.trust.frontier)
 
     def note_progress(self, iteration: int) -> None:
-        """Note that a checkpoint of that iteration is complete on all ranks."""
+        """Remove all counts if a checkpoint, now complete on all ranks, is progress."""
         is_counting = self.current is not None or self.trust.resumes
         if not is_counting or not self.is_progress(iteration):
             return
@@ -96,7 +96,7 @@ class Resuming:
         self.current = self._noted = None
 
     def take_back(self) -> None:
-        """Count this start no more: it ends because somebody wants it to. For signal handlers."""
+        """Remove the note of this start, which is meant to end. A signal handler may call this."""
         noted, self._noted, self.current = self._noted, None, None
         if noted is not None:
             self._remove(noted)

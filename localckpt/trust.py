@@ -1,7 +1,7 @@
-"""Trust in checkpoints: how often each was resumed from in vain, and how each is marked.
+"""Trust in checkpoints: counts of the starts that resumed from each in vain, and marks.
 
-Plain values and pure decisions, without torch. Every node keeps notes of both beside its shards;
-what the nodes know is merged, the same on all ranks, and decides what a restart may take.
+Plain values and pure decisions, without torch. Every node keeps notes of both beside its shards.
+The merged notes of all nodes, the same on all ranks, decide which checkpoints a restart may take.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Resumes:
 
     Attributes:
         checkpoint: The checkpoint.
-        count: The number, at least 1.
-        most: Number at which the job gives the checkpoint up.
+        count: Number of such starts, at least 1.
+        most: Number of such starts at which the job gives the checkpoint up.
     """
 
     checkpoint: Checkpoint
@@ -56,8 +56,8 @@ class Mark:
 
     Attributes:
         checkpoint: The checkpoint.
-        kind: ``"quarantined"``: it is not to be found again.
-        why: Reason, for people.
+        kind: ``"quarantined"`` for a checkpoint that is never to be loaded again.
+        why: Reason, as a text for messages.
     """
 
     checkpoint: Checkpoint
@@ -70,7 +70,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Everything that is known of a session's checkpoints beside their shards.
+    """Merged notes on the checkpoints of a session.
 
     Attributes:
         resumes: Starts in vain, by checkpoint.
@@ -82,9 +82,9 @@ class Trust:
 
     @classmethod
     def of(cls, notes: Iterable[Resumes | Mark]) -> Trust:
-        """Merge notes, in whatever order: the largest number counts, and the strongest mark.
+        """Merge notes in any order: the largest count and the strongest mark of each checkpoint.
 
-        A node that was wiped, or away, knows less than others, never better.
+        A node that was wiped or absent has fewer notes than others, so it never overrides them.
         """
         resumes: dict[Checkpoint, Resumes] = {}
         marks: dict[Checkpoint, Mark] = {}
@@ -99,27 +99,27 @@ class Trust:
 
     @property
     def notes(self) -> list[Resumes | Mark]:
-        """The notes that make it."""
+        """The merged notes, in the form that :meth:`of` takes."""
         return [*self.resumes.values(), *self.marks.values()]
 
     def count(self, checkpoint: Checkpoint) -> int:
-        """Number of starts that resumed from a checkpoint in vain."""
+        """Return the number of starts that resumed from a checkpoint in vain."""
         return self.resumes[checkpoint].count if checkpoint in self.resumes else 0
 
     def marked(self, kind: MarkKind) -> dict[Checkpoint, Mark]:
-        """The checkpoints with a kind of mark."""
+        """Return the checkpoints with a kind of mark."""
         return {c: mark for c, mark in self.marks.items() if mark.kind == kind}
 
     @property
     def most(self) -> int | None:
-        """Number of starts in vain at which the job that counted gives up; ``None`` for none."""
+        """Largest limit of starts in vain among the notes; ``None`` if there are none."""
         return max((noted.most for noted in self.resumes.values()), default=None)
 
     @property
     def frontier(self) -> int:
-        """Iteration above which a complete checkpoint is progress; -1 if any is.
+        """Iteration above which a complete checkpoint is progress; -1 if every one is.
 
-        The job has been there before: it was resumed from there in vain, or has given it up.
+        It is the highest iteration that the job resumed from in vain or has quarantined.
         """
         tried = (*self.resumes, *self.marked("quarantined"))
         return max((checkpoint.iteration for checkpoint in tried), default=-1)
@@ -129,7 +129,7 @@ class Trust:
 
     @classmethod
     def from_json(cls, fields: Any) -> Trust:
-        """Read what :meth:`to_json` gave; raises MismatchError for anything else."""
+        """Decode the result of :meth:`to_json`; raises MismatchError for anything else."""
         if not isinstance(fields, list):
             raise MismatchError(f"{fields!r:.80} tells of no checkpoints")
         return cls.of(map(parse_note, fields))
@@ -137,13 +137,13 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Complete checkpoints, by what a restart does with them.
+    """Complete checkpoints, divided by the action of a restart.
 
     Attributes:
-        usable: Those that it tries, in their order.
-        quarantined: Those that it puts in quarantine, and why.
-        exhausted: Those that it leaves where they are and does not take by itself, and why: each
-            was resumed from in vain too often, and the nodes have none to take in its place.
+        usable: Checkpoints that the restart tries, in that order.
+        quarantined: Checkpoints that it puts in quarantine, with the reasons.
+        exhausted: Checkpoints that it neither moves nor takes by itself, with the reasons: each was
+            resumed from in vain too often, but the nodes have no other to take instead.
     """
 
     usable: tuple[Checkpoint, ...]
@@ -152,14 +152,14 @@ class Choice:
 
 
 def parse_note(fields: Any) -> Resumes | Mark:
-    """Read what the ``to_json`` of a note gave; raises MismatchError for anything else."""
+    """Decode the result of a note's ``to_json``; raises MismatchError for anything else."""
     try:
         epoch, sequence, iteration, world_size, first, second = fields
     except (TypeError, ValueError) as error:
         raise MismatchError(f"{fields!r:.80} tells of no checkpoint: {error}") from error
     is_mark = first in get_args(MarkKind) and isinstance(second, str)
     numbers = [epoch, sequence, iteration, world_size, *([] if is_mark else [first, second])]
-    # JSON's true is an int to Python.
+    # type(), because isinstance(True, int) holds.
     if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
         raise MismatchError(f"{fields!r:.200} tells of no checkpoint")
     if not 0 < world_size <= MOST_RANKS or (not is_mark and min(first, second) < 1):
@@ -178,10 +178,10 @@ def choose(
 
     Args:
         complete: The complete checkpoints, in the order in which a restart would try them.
-        trust: What is known of them.
+        trust: Notes on the checkpoints.
         most: Number of starts in vain at which a checkpoint is given up; ``None`` for never.
-        current: The checkpoint that this start has resumed from, which counts as a start in vain
-            only once it is over.
+        current: Checkpoint that this start has resumed from. This start is noted already, but does
+            not count as long as it runs.
     """
     marked = trust.marked("quarantined")
     spent = {
@@ -190,7 +190,8 @@ def choose(
         if most is not None and trust.count(checkpoint) - (checkpoint == current) >= most
     }
     usable = [c for c in complete if c not in spent and c not in marked]
-    # Only as many ranks as saved a checkpoint can load it.
+    # A checkpoint gives way only to one of the same world size, since a job of another size cannot
+    # load it.
     can_do_without = {checkpoint.world_size for checkpoint in usable}
     quarantined = {c: marked[c].why for c in complete if c in marked}
     exhausted: dict[Checkpoint, str] = {}
@@ -203,12 +204,12 @@ def choose(
 
 
 def resumed_in_vain(count: int) -> str:
-    """Text for a number of starts."""
+    """Return the reason for messages, from a number of starts."""
     return f"the job was resumed from it {count} time{'s'[: count != 1]} and made no progress"
 
 
 def is_orderly(error: BaseException | None) -> bool:
-    """Return whether a job that ends with an error, or none, ends because somebody wanted it to."""
+    """Return whether a job that ends with this error, or without one, was meant to end."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
     return error is None or isinstance(error, KeyboardInterrupt)

@@ -1,7 +1,7 @@
 """Notes of a rank's folder on trust in checkpoints: small files beside the shards.
 
-Each start of the job is a file of its own, so that taking it back is to remove one name, which a
-signal handler can do. All marks are in one file.
+Each counted start of the job is one file, so that a signal handler can remove it by one system
+call. All marks are in one file.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ class TrustNotes:
     """Notes in one folder.
 
     Args:
-        folder: The folder, which may be missing as long as nothing is noted.
+        folder: The folder, which may be missing until the first note is written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self) -> Trust:
-        """Everything that is noted; raises StorageError. What is no note counts for nothing."""
+        """Read all notes, and ignore damaged ones; raises StorageError."""
         with storage_errors("read", self._folder):
             return Trust.of([*_resumes_in(self._folder).values(), *_marks_in(self._folder)])
 
     def note_resume(self, resumes: Resumes) -> None:
-        """Note, durably, that the job goes on from a checkpoint; raises StorageError."""
+        """Note durably that the job resumes from a checkpoint; raises StorageError."""
         with storage_errors("write to", self._folder):
             write_note(_resume_path(self._folder, resumes), json.dumps(resumes.to_json()))
             sync_folder(self._folder)
 
     def take_back_resume(self, resumes: Resumes) -> None:
-        """Remove such a note, by a single call of the system; raises StorageError."""
+        """Remove one note of :meth:`note_resume` by one system call; raises StorageError."""
         with storage_errors("clean up", self._folder):
             _resume_path(self._folder, resumes).unlink(missing_ok=True)
 
     def forget_resumes(self) -> None:
-        """Remove all such notes; raises StorageError."""
+        """Remove all notes of :meth:`note_resume`; raises StorageError."""
         with storage_errors("clean up", self._folder):
             for path in _resume_paths(self._folder):
                 path.unlink(missing_ok=True)
 
     def note_mark(self, mark: Mark) -> None:
-        """Note a mark, durably, in place of another one of its checkpoint; raises StorageError."""
+        """Note a mark durably, and replace another one of its checkpoint; raises StorageError."""
         with storage_errors("write to", self._folder):
             others = [m for m in _marks_in(self._folder) if m.checkpoint != mark.checkpoint]
             _write_marks(self._folder, [*others, mark])
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """Remove everything noted of a checkpoint; raises StorageError."""
+        """Remove all notes on a checkpoint; raises StorageError."""
         with storage_errors("clean up", self._folder):
             for path, resumes in _resumes_in(self._folder).items():
                 if resumes.checkpoint == checkpoint:
@@ -96,7 +96,7 @@ def _resume_paths(folder: Path) -> list[Path]:
 def _write_marks(folder: Path, marks: Sequence[Mark]) -> None:
     in_order = sorted(marks, key=lambda mark: mark.checkpoint.iteration)
     lines = [json.dumps(mark.to_json()) for mark in in_order]
-    # Those of the highest iterations count. A note is read up to a page.
+    # Drop the marks of the lowest iterations, since a note is read up to one page.
     while len("\n".join(lines)) > PAGE_NBYTES:
         del lines[0]
     write_note(folder / MARKS_NAME, "\n".join(lines))

@@ -128,7 +128,7 @@ _HOMES = {
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
-# A type checker takes every name for one of a module that has ``__getattr__``.
+# Hidden from type checkers, which would accept any name of a module with ``__getattr__``.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -96,8 +96,8 @@ class PeerLostError(CheckpointingException):
     """A rank did not answer before the deadline, or its connection broke.
 
     Attributes:
-        outcome_unknown: True if the other ranks may have agreed on an outcome that this one did not
-            hear, because the job's store did not answer.
+        outcome_unknown: True if the other ranks may have agreed on an outcome that this rank did
+            not receive, because the job's store did not answer.
     """
 
     outcome_unknown = False

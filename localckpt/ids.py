@@ -121,7 +121,7 @@ class ShardIdentity:
         return self.kind == SHARD_KIND
 
     def of_kind(self, kind: str) -> ShardIdentity:
-        """Identity of another piece of the same rank and checkpoint."""
+        """Return the identity of another piece of the same rank and checkpoint."""
         return replace(self, kind=kind)
 
     @property

@@ -249,7 +249,7 @@ def end_all(
 
 
 class SerialThread:
-    """Runs tasks one after another in a thread that exists only while there is work.
+    """Queue of tasks for one thread, which exists only while there is work.
 
     The interpreter's exit waits for the submitted tasks.
 
@@ -316,7 +316,7 @@ def run_interruptibly(work: Callable[[], T], stop: Callable[[], None]) -> T:
         What ``work`` returns.
 
     Raises:
-        BaseException: What ``work`` raises, or the interrupt, once ``work`` is over.
+        BaseException: Error of ``work``, or the interrupt, once ``work`` has ended.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

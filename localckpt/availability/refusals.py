@@ -55,11 +55,11 @@ def why_nothing_loads(
 
 
 def why_given_up(left: Mapping[Checkpoint, str], quarantined: Mapping[Checkpoint, str]) -> str:
-    """Text of the error that nothing is left that the job was not resumed from in vain.
+    """Return the text of the error that all checkpoints were resumed from in vain too often.
 
     Args:
-        left: Complete checkpoints that were given up, and stay where they are.
-        quarantined: Those in quarantine, complete or not.
+        left: Complete checkpoints that were given up but not put in quarantine, with the reasons.
+        quarantined: Checkpoints in quarantine, complete or not, with the reasons.
     """
     told = [f"iteration {c.iteration}: {why}, and it is kept" for c, why in left.items()]
     told += [

@@ -178,7 +178,7 @@ class BlockCopies:
         copier.share([(index, cut.get(index, ())) for index in wanted], work, (image, keep))
 
     def _cut(self, data_start: int) -> dict[int, list[tuple[int, int, int, int]]]:
-        """Pieces of the runs in each block: ``(run, bytes skipped, position, nbytes)``."""
+        """Cut the runs into pieces by block: ``(run, bytes skipped, position, nbytes)``."""
         if data_start != self._data_start:
             blocks: dict[int, list[tuple[int, int, int, int]]] = {}
             for run, (offset, nbytes) in enumerate(self._runs):

@@ -30,12 +30,12 @@ _DIGEST = Struct("<Q")
 
 
 def digests_nbytes(covered_nbytes: int) -> int:
-    """Bytes of the digests that cover the first ``covered_nbytes`` of an image."""
+    """Return the size of the digests that cover the first ``covered_nbytes`` of an image."""
     return -(-covered_nbytes // BLOCK_NBYTES) * DIGEST_NBYTES
 
 
 def covered_nbytes(image_nbytes: int) -> int:
-    """Bytes of an image before its digests: the inverse of :func:`digests_nbytes`."""
+    """Return the bytes of an image before its digests, the inverse of :func:`digests_nbytes`."""
     blocks = -(-image_nbytes // (BLOCK_NBYTES + DIGEST_NBYTES))
     return image_nbytes - blocks * DIGEST_NBYTES
 
@@ -56,7 +56,7 @@ class BlockHasher:
         self._seed = xxhash.xxh3_64_intdigest(identity.seed.encode())
 
     def digest(self, index: int, block: memoryview | bytes) -> int:
-        """The 64-bit digest of block ``index``."""
+        """Compute the 64-bit digest of block ``index``."""
         return xxhash.xxh3_64_intdigest(block, self._seed_of(index))
 
     def fill(self, image: memoryview, covered_nbytes: int) -> None:

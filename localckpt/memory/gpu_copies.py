@@ -123,7 +123,7 @@ class BounceBuffers:
             self._begun[device].record(module.current_stream(device))
 
     def buffer(self) -> memoryview:
-        """This thread's buffer, which may be overwritten once :meth:`copy` has returned."""
+        """Return this thread's buffer, which may be overwritten once :meth:`copy` has returned."""
         if not hasattr(self._mine, "buffer"):
             # torch caches page-locked memory, so the next load does not lock it again.
             try:

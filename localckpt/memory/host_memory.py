@@ -44,12 +44,12 @@ _MADV_DONTFORK = 10
 
 
 def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte, valid as long as the view lives."""
+    """Return the address of a writable view's first byte, valid as long as the view lives."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable view of the bytes at an address; their owner must outlive the view."""
+    """Return a writable view of the bytes at an address; their owner must outlive the view."""
     view: memoryview = _memoryview_of(address, nbytes, _PyBUF_WRITE)
     return view
 
@@ -110,5 +110,5 @@ def _unmap(process: int, address: int, nbytes: int) -> None:
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """Round up to the smallest multiple that is not below ``nbytes``."""
+    """Round ``nbytes`` up to a multiple of ``multiple``."""
     return -(-nbytes // multiple) * multiple

@@ -19,13 +19,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    """View of bytes ``span[0]`` to ``span[1]`` of a tensor's storage, as uint8."""
+    """Return a uint8 view of bytes ``span[0]`` to ``span[1]`` of a tensor's storage."""
     result = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return result.set_(tensor.untyped_storage(), span[0], (span[1] - span[0],), (1,))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a flat tensor, also where ``view`` fails: a dimension of size 1 with stride 0."""
+    """View a flat tensor as bytes, even if a dimension of size 1 has stride 0 (``view`` fails)."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return storage_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
 
@@ -40,7 +40,7 @@ def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Offsets of the first byte that a tensor touches in its storage, and past the last one."""
+    """Return the range of bytes, start and end, that a tensor touches in its storage."""
     if tensor.numel() == 0:
         return (0, 0)
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -69,5 +69,5 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage, in host or device memory."""
+    """Return the address of a tensor's storage, in host or device memory."""
     return tensor.untyped_storage().data_ptr()

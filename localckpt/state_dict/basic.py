@@ -212,7 +212,7 @@ def own_states(state: Any) -> Any:
 
 
 def give_states(into: Any, loaded: Any) -> Any:
-    """Load their states into the stateful values of ``into``.
+    """Load the states in ``loaded`` into the stateful values of ``into``.
 
     Returns:
         ``loaded``, with these values in place of their states.

@@ -173,7 +173,7 @@ class Capture:
         return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
     def nbytes(self, identity: ShardIdentity) -> int:
-        """Size of the image in bytes."""
+        """Return the size of the image in bytes."""
         return self._header(identity)[1]
 
     def write(

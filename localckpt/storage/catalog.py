@@ -165,7 +165,7 @@ class SessionFolder:
         return found
 
     def noted_trust(self) -> Trust:
-        """Everything that the notes here tell of trust in checkpoints.
+        """Read all ranks' notes on trust in checkpoints.
 
         Raises:
             StorageError: A directory cannot be read.
@@ -174,7 +174,7 @@ class SessionFolder:
         return Trust.of([note for trust in noted for note in trust.notes])
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """Remove what notes here tell of trust in a checkpoint.
+        """Remove all ranks' notes on trust in one checkpoint.
 
         Raises:
             StorageError: A directory cannot be written to.

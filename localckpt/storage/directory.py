@@ -162,7 +162,7 @@ class DirectoryStore(Store):
 
     @abstractmethod
     def _write_options(self, slot: Slot) -> dict[str, bool]:
-        """Fields of the :class:`ShardWrite` of a filled slot that differ from store to store."""
+        """Return the fields of a slot's :class:`ShardWrite` that differ from store to store."""
 
     @abstractmethod
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:

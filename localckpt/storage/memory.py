@@ -37,7 +37,7 @@ _PREPARING_S = 60.0
 
 
 def default_root() -> Path:
-    """Default directory of this user's store on this node."""
+    """Return the default directory of this user's store on this node."""
     return Path(f"/dev/shm/localckpt-{os.getuid()}")
 
 
@@ -168,7 +168,7 @@ class MemoryStore(DirectoryStore):
         try:
             buffer = _MappedFile.made(path, nbytes)
         except StorageError as error:
-            # The save that wants it tries again, and raises.
+            # The next save tries again, and raises the error.
             logger.warning("memory could not be had ahead of time: %s", error)
             return
         kept = False

@@ -51,8 +51,8 @@ TOKEN_NAME, LOCK_NAME = "node-token", ".lock"
 OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
 """Files of a rank's folder: the process that writes there, and the epoch that last began."""
 RESUME_PREFIX, MARKS_NAME = ".resumed-", ".marks"
-"""Files of a rank's folder: one for each start of the job that resumed from a checkpoint and has
-made no progress, and the marks of checkpoints."""
+"""Files of a rank's folder: prefix of one file for each start of the job that resumed from a
+checkpoint and has made no progress, and the file of the marks of checkpoints."""
 
 STAGING_PREFIX = "localckpt-staging-"
 """Prefix of the names of staging buffers in shared memory."""

@@ -29,7 +29,7 @@ __all__ = ["Problem", "ProblemKind", "put_back", "quarantine", "why_quarantined"
 logger = logging.getLogger(__name__)
 
 ProblemKind = Literal["damaged", "other version", "other session", "unreadable", "given up"]
-"""Kinds of problems. What was given up is whole, and the job failed each time with it."""
+"""Kinds of problems; ``"given up"``: a good file that the job resumed from in vain too often."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class RankFolder(SeenFolder):
         TrustNotes(self.path).take_back_resume(resumes)
 
     def forget_resumes(self) -> None:
-        # Those of other ranks, too: nobody writes some of their folders any more.
+        # Also in other ranks' folders, some of which no rank on this node writes any more.
         for rank in self.ranks():
             TrustNotes(self.session / str(rank)).forget_resumes()
 

@@ -94,17 +94,17 @@ class Claim:
         """
 
     def noted_trust(self) -> Trust:
-        """Everything noted here of starts of the job in vain, and of marks of checkpoints."""
+        """Return the notes here on starts of the job in vain, and on marks of checkpoints."""
         return Trust()
 
     def note_resume(self, resumes: Resumes) -> None:
-        """Note that the job goes on from a checkpoint; raises StorageError."""
+        """Note that the job resumes from a checkpoint; raises StorageError."""
 
     def take_back_resume(self, resumes: Resumes) -> None:
-        """Remove such a note. A signal handler may do so; raises StorageError."""
+        """Remove one note of :meth:`note_resume`, also in a signal handler; raises StorageError."""
 
     def forget_resumes(self) -> None:
-        """Remove all such notes of this session: the job has made progress; raises StorageError."""
+        """Remove this session's notes of :meth:`note_resume`; raises StorageError."""
 
     def note_mark(self, mark: Mark) -> None:
         """Note a mark; raises StorageError."""

@@ -1,6 +1,6 @@
 """Global save with the signatures of NVRx and Megatron-Core.
 
-The functions accept the arguments that releases of both pass. An argument of the kind "Accepted"
+The functions accept the arguments that releases of both pass. An argument described as "Accepted"
 has no effect, because its purpose is met anyway; an option that is not supported is refused.
 """
 

@@ -29,7 +29,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
     that each rank's file is on the rank's node. NVRx's files are neither changed nor removed.
 
     Args:
-        root_local_ckpt_dir, session_id, repl_strategy, options: As for
+        root_local_ckpt_dir, session_id, repl_strategy, safe_globals, options: As for
             :class:`localckpt.LocalCheckpointManager`.
         keep_last: Number of complete checkpoints to keep.
     """

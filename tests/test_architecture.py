@@ -43,7 +43,7 @@ _ARROWS = {
         *("errors", "failure_texts", "ids", "threads", "waiting", "ranks"),
         *("memory", "state_dict", "storage", "availability"),
     },
-    "async_save": {"errors", "failure_texts", "ids", "threads", "ranks"},
+    "async_save": {"errors", "failure_texts", "ids", "threads", "waiting", "ranks"},
     "managers": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "options"),
         *("threads", "events", "ranks"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from typing import Any
 
 from localckpt.async_save.processes import pack_call
 from localckpt.async_save.worker import carry_out_packed
+from localckpt.waiting import wait_until
 
 __all__ = ["ForeignOutcome", "RunAndReport", "WaitForTrainer"]
 
 _LONGEST_TEXT = 4000
-_WAIT_ROUND_S = 0.01
+_LONGEST_PAUSE_S = 0.01
 _GOOD = b"+"
 
 
@@ -77,6 +77,12 @@ class _Place:
             os.close(fd)
         return None
 
+    def is_there(self) -> bool:
+        """Return whether the trainer still has the memory."""
+        with contextlib.suppress(OSError):
+            return self.name in os.readlink(f"/proc/{self.pid}/fd/{self.fd}")
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class RunAndReport:
@@ -129,17 +135,14 @@ class WaitForTrainer:
         if fd is None:
             return
         try:
-            deadline = time.monotonic() + self.timeout_s
-            while not os.pread(fd, 1, 0) and time.monotonic() < deadline and self._is_there():
-                time.sleep(_WAIT_ROUND_S)
+            # The trainer closes the memory of a call that nobody finalizes.
+            wait_until(
+                lambda: bool(os.pread(fd, 1, 0)) or not self.place.is_there(),
+                self.timeout_s,
+                longest_s=_LONGEST_PAUSE_S,
+            )
         finally:
             os.close(fd)
-
-    def _is_there(self) -> bool:
-        """Return whether the trainer still has the memory: it closes what nobody finalizes."""
-        with contextlib.suppress(OSError):
-            return self.place.name in os.readlink(f"/proc/{self.place.pid}/fd/{self.place.fd}")
-        return False
 
 
 def _write(fd: int, error: str | None) -> None:

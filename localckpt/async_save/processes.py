@@ -29,6 +29,7 @@ import psutil
 
 from localckpt.async_save import worker
 from localckpt.errors import CheckpointingException, WorkerDiedError
+from localckpt.waiting import wait_until
 
 __all__ = ["ForkedProcess", "NotSendableError", "Priority", "WorkerProcess", "pack_call"]
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_ROUND_S = 0.5
 # A process that has answered, or was asked to leave, or killed, ends within this.
 _LEAVE_S = 5.0
+_REAPED_S = 1.0
 _LARGEST_OUTPUT = 1 << 20
 _TAIL = 4000
 # Modules of a script that is run: another process has its own, or none.
@@ -254,11 +256,9 @@ class ForkedProcess:
 
     def _exit_code(self) -> int | None:
         self._process.join(_LEAVE_S)
-        deadline = time.monotonic() + 1.0
         # Any thread may reap it (multiprocessing.active_children does), and the code is known a
         # moment after.
-        while self._process.exitcode is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: self._process.exitcode is not None, _REAPED_S)
         return self._process.exitcode
 
 

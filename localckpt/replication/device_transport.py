@@ -5,7 +5,6 @@ Nothing here is particular to CUDA: with a CPU device and gloo it does the same.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from localckpt.errors import PeerLostError
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, numbered
 from localckpt.state_dict.source import ShardSource
+from localckpt.waiting import wait_until
 
 __all__ = ["DeviceTransport"]
 
@@ -151,13 +151,20 @@ class DeviceTransport:
             with progress.blaming(*peers):
                 if self._device.type == "cpu":
                     work.wait(progress.left())
-                    continue
-                # NCCL's own wait only holds up the stream, so the deadline is kept by asking.
-                while not work.is_completed():
-                    if progress.is_over() or self.broken:
-                        raise RuntimeError("the operation did not end")
-                    time.sleep(_POLL_S)
-                work.wait()
+                else:
+                    self._wait_on_device(work, progress)
+
+    def _wait_on_device(self, work: dist.Work, progress: Progress) -> None:
+        # NCCL's own wait only holds up the stream, so the deadline is kept by asking.
+        wait_until(
+            lambda: work.is_completed() or self.broken,
+            progress.left().total_seconds(),
+            shortest_s=_POLL_S,
+            longest_s=_POLL_S,
+        )
+        if not work.is_completed():
+            raise RuntimeError("the operation did not end")
+        work.wait()
 
     def _connect(self, progress: Progress) -> None:
         """NCCL connects a group at its first operation, in which all members must take part."""

@@ -212,7 +212,10 @@ class StorePart:
         if self._group.store is None or self.is_alone or self._closed or self.is_fork:
             return
         opening = self._opening
-        if self._store is None and (opening is None or not opening.done() or opening.error):
+        # Its thread is not to outlive this, nor its keys, only because nothing was decided here.
+        if self._store is None and (
+            opening is None or not opening.wait(_LEAVING_S) or opening.error
+        ):
             return
         self._closed = True
         self.hang_up()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localckpt.errors import CheckpointingException
+from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Point
 from localckpt.managers.epoch import Epoch
@@ -22,7 +23,8 @@ def epoch(tmp_path: Path) -> Iterator[Epoch]:
     """The epoch of a rank that is alone, and has joined."""
     strategy = NoReplication(5.0, None)
     store = DiskStore(tmp_path, "job", 0, 5.0, writer="thread", num_buffers=2)
-    begun = Epoch(Ranks("manager"), store, strategy, "job", KnownCheckpoints(strategy))
+    known = KnownCheckpoints(strategy)
+    begun = Epoch(Ranks("manager"), store, strategy, "job", known, EventStream())
     begun.join()
     yield begun
     store.close()

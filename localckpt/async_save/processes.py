@@ -151,12 +151,12 @@ class WorkerProcess:
             reply = _await_reply(self._replies, self._is_running, self._exit_patience_s)
         except BrokenPipeError:
             reply = None
-        said = self._new_output()
+        output = self._new_output()
         if reply is None:
             self.kill()
-            raise WorkerDiedError(_exit_message(name, self.pid, self._process.poll(), said))
-        if said:
-            logger.warning("the worker process said during %s:\n%s", name, said)
+            raise WorkerDiedError(_exit_message(name, self.pid, self._process.poll(), output))
+        if output:
+            logger.warning("the worker process wrote during %s:\n%s", name, output)
         if reply:
             raise pickle.loads(reply).rebuild()
 
@@ -180,12 +180,12 @@ class WorkerProcess:
     def _new_output(self) -> str:
         size = os.fstat(self._output).st_size
         start = max(self._output_read, size - _TAIL)
-        said = os.pread(self._output, size - start, start)
+        tail = os.pread(self._output, size - start, start)
         self._output_read = size
         if size > _LARGEST_OUTPUT:
             os.ftruncate(self._output, 0)
             self._output_read = 0
-        return said.decode(errors="replace").strip()
+        return tail.decode(errors="replace").strip()
 
 
 class ForkedProcess:
@@ -334,7 +334,7 @@ def _await_reply(fd: int, is_running: Callable[[], bool], exit_patience_s: float
         return None
 
 
-def _exit_message(name: str, pid: int | None, code: int | None, said: str) -> str:
+def _exit_message(name: str, pid: int | None, code: int | None, output: str) -> str:
     if code is None:
         how = "ended in a way that could not be found out"
     elif code < 0:
@@ -344,7 +344,7 @@ def _exit_message(name: str, pid: int | None, code: int | None, said: str) -> st
         how = f"was killed ({_HINTS.get(signal_name, signal_name)})"
     else:
         how = f"ended with exit code {code}"
-    last = f". Its last output:\n{said}" if said else ""
+    last = f". Its last output:\n{output}" if output else ""
     return f"the process {pid} that carried out {name} {how} before it was done{last}"
 
 

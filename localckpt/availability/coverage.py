@@ -117,14 +117,14 @@ def judge_join(records: Sequence[JoinRecord]) -> None:
             )
 
 
-def judge_resumed(told: Sequence[Any]) -> None:
+def judge_resumed(reports: Sequence[Any]) -> None:
     """Check that all ranks resume from the same iteration and lineage.
 
     Raises:
         MismatchError: The ranks differ; the error names the ranks with each value.
     """
-    points = [iteration for iteration, _ in told]
-    if any(other != told[0] for other in told):
+    points = [iteration for iteration, _ in reports]
+    if any(other != reports[0] for other in reports):
         raise MismatchError(
             f"the ranks of this job do not begin from the same iteration of the same lineage: "
             f"{_by_value(points)}. Call begin() alike on all ranks; nothing was changed"

@@ -88,9 +88,9 @@ class SaveVerdict:
         return cls(tuple(problems), Generation(*generation), durability)
 
 
-def judge_save(told: Sequence[Any]) -> list[Any]:
+def judge_save(reports: Sequence[Any]) -> list[Any]:
     """Return the verdict on a save from its outcomes on all ranks, both in JSON."""
-    outcomes = [SaveOutcome.from_json(fields) for fields in told]
+    outcomes = [SaveOutcome.from_json(fields) for fields in reports]
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     return SaveVerdict(problems, max(o.generation for o in outcomes), reached).to_json()

@@ -424,8 +424,8 @@ def _losses(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
 
 def _named(checkpoint: Checkpoint, is_by_name: bool = False) -> str:
     ranks = f"{checkpoint.world_size} rank{'s'[: checkpoint.world_size != 1]}"
-    told = "by the names of its files" if is_by_name else ranks
-    return f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, {told})"
+    source = "by the names of its files" if is_by_name else ranks
+    return f"iteration {checkpoint.iteration} (generation {checkpoint.generation}, {source})"
 
 
 def _joined(nodes: Iterable[str], keys: Mapping[str, str]) -> str:

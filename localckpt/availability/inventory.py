@@ -114,8 +114,8 @@ class NodeShards:
                 raise ValueError("no piece is told of a kind")
             groups = {
                 Piece(owner, kind): Group(_unpacked(packed), spare, kind)
-                for kind, told in others.items()
-                for owner, spare, *packed in told
+                for kind, fields in others.items()
+                for owner, spare, *packed in fields
             }
         except (TypeError, ValueError) as error:
             raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error

@@ -126,9 +126,9 @@ def _branch(
     under: EpochId | None,
     iterations: Iterable[int],
 ) -> Branch:
-    told = (None, -1 if came_from is None else came_from.iteration, ())
+    default = (None, -1 if came_from is None else came_from.iteration, ())
     origin, resumed_at, given_up = (
-        told if lineage is None else (lineage.origin, lineage.resumed_at, lineage.given_up)
+        default if lineage is None else (lineage.origin, lineage.resumed_at, lineage.given_up)
     )
     parent = None if came_from is None else came_from.epoch
     still = tuple(point for point in given_up if point.iteration > resumed_at)

@@ -1,7 +1,7 @@
 """One load on all ranks: own node first, else a peer, else computed from pieces of other kinds.
 
 Works in rounds, until every shard is good. In each, all ranks make the same plan, move what has to
-move, verify, and tell each other how it went; bad copies are left out of the next round's plan. If
+move, verify, and report how it went; bad copies are left out of the next round's plan. If
 a shard has no good copy left, an older checkpoint is tried.
 """
 
@@ -109,7 +109,7 @@ class Load:
         self._inventory = finder.inventory()
         self._options = options
         self.bad: list[BadCopy] = []
-        # Why no copy at all can be loaded on this rank, until the others have been told.
+        # Why no copy at all can be loaded on this rank, until it is reported.
         self._failure: Exception | None = None
 
     def run(self, iteration: int | None) -> Loaded:
@@ -287,7 +287,7 @@ class Load:
                 sources[entry.id_] = WatchedSource(self._store.open(identity))
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
-            except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+            except Exception as error:  # noqa: BLE001 - raised on every rank once reported
                 self._failure = _incurable(error)
         arrived: list[Slot] = []
 
@@ -349,7 +349,7 @@ class Load:
             image = arrived[0].image if arrived else None
             state, nbytes = restore(self._store, self._mine, image, self._options, self._allowed)
         except (StorageError, CorruptShardError) as error:
-            # What is told of it is its text. It may refer to the state that was to be filled.
+            # Its text alone is reported. It may refer to the state that was to be filled.
             forget_frames(error)
             if self._slot is not None:
                 return None, _Outcome(unfit=described(error))
@@ -358,7 +358,7 @@ class Load:
             if is_bad and not senders and not self._may_be_mended(rank):
                 self._store.quarantine(self._mine, Problem.of(error))
             return None, _Outcome((_Bad(holder, rank, described(error), is_bad),))
-        except Exception as error:  # noqa: BLE001 - raised on every rank once all have been told
+        except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = _incurable(error)
             return None, _Outcome()
         finally:
@@ -369,13 +369,13 @@ class Load:
     # Agree.
 
     def _agree(self, phase: str, mine: _Outcome) -> bool:
-        """Tell each other how it went, and leave out the copies that were bad."""
+        """Report how it went, and leave out the copies that were bad."""
         attempt = Attempt()
         attempt.failure, self._failure = self._failure, None
         forget_frames(attempt.failure)
-        told = None if mine == _Outcome() else mine.to_json()
-        # What others cannot load is told with it, so all are waited for.
-        merged = self._ranks.merge(phase, attempt, told, grace_s=self._ranks.timeout_s)
+        report = None if mine == _Outcome() else mine.to_json()
+        # What others cannot load is reported with it, so all are waited for.
+        merged = self._ranks.merge(phase, attempt, report, grace_s=self._ranks.timeout_s)
         outcomes = {rank: _Outcome.from_json(fields) for rank, fields in merged.items()}
         unfit = {rank: o.unfit for rank, o in outcomes.items() if o.unfit is not None}
         self._hopeless |= unfit.keys()

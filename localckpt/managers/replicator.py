@@ -82,7 +82,7 @@ class Replicator:
             replication: Where the outcome is kept; see :meth:`finish`.
             store: Keeps the shards of other ranks.
             own: This rank's shard; ``None`` if it could not be captured.
-            error: Why not; the others of the clique are told.
+            error: Why not; the others of the clique raise it, too.
         """
         ticket = self._strategy.take_ticket()
         copies = replication.task = Task(
@@ -185,7 +185,7 @@ class Replicator:
                 store,
                 self._timeout_s,
                 on_gpu=bool(own and own.gpu) and not self.is_behind_training,
-                error=error or staging.told,
+                error=error or staging.error_text,
             )
         except PeerLostError as failure:
             if self._strict:

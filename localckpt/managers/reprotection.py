@@ -281,7 +281,7 @@ class _Work:
             # No others are there yet.
             self.commit(self.slots)
         phase = f"keep what was computed of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), keeping.told)
+        failed = self.ranks.merge(phase, Attempt(), keeping.error_text)
         for owner in self.computed.keys() & failed.keys():
             node = self.inventory.node_of(owner)
             self.inventory.remove(self.checkpoint, Piece(owner), node)
@@ -306,7 +306,7 @@ class _Work:
             )
             self.commit(slots)
         phase = f"restore the copies of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), copying.told)
+        failed = self.ranks.merge(phase, Attempt(), copying.error_text)
         nbytes = self.inventory.shards(self.checkpoint)
         for owner, receivers in self.lacking.copies.items():
             for receiver in (rank for rank in receivers if rank not in failed):

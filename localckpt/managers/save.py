@@ -260,7 +260,7 @@ class Save:
         return SaveOutcome(
             identity.iteration,
             identity.generation,
-            self.error or finishing.told,
+            self.error or finishing.error_text,
             tuple(missing),
             tuple(self._replication.kept),
             parts.known.copies_wanted(identity.rank),

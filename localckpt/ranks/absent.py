@@ -41,12 +41,12 @@ class Absences:
             waited_s: How long they were waited for, in seconds.
             hint: The most frequent cause, as the end of the message.
         """
-        told = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
-        told[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
+        named = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
+        named[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
-            f"{', '.join(told)} did not come. What was saved before stands. If the ranks are alive "
-            f"but slow, give the manager a longer timeout; else restart the job.{hint}"
+            f"{', '.join(named)} did not come. What was saved before stands. If the ranks are "
+            f"alive but slow, give the manager a longer timeout; else restart the job.{hint}"
         )
 
     def too_late(self, what: str, late: Sequence[int]) -> Failure:
@@ -69,7 +69,7 @@ class Absences:
         )
 
     def unknown(self, what: str, waited_s: float) -> Failure:
-        """Describe that the root has not said how its part ended."""
+        """Describe that the root gave no verdict after all had reported."""
         return _lost(
             f"could not {what}: all ranks had done their part, and rank {self.root} has not said "
             f"after {waited_s:g} s what came of it. Whether it was done is not known; what was "

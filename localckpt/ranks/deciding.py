@@ -36,7 +36,7 @@ T = TypeVar("T")
 # others wait for what it finds.
 _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
-# The job's store may live in the root's process: so long others get to hear the last verdict.
+# The job's store may live in the root's process, so others get time to read the last verdict.
 _SEE_OFF_S = 2.0
 
 
@@ -86,7 +86,7 @@ class Deciding:
             own = {self._root: call.data or b""}
             judged, cause = judge_reports(call, [call.report()], own, self._ranks, self._root)
             parts = judged.parts or {}
-            return Verdict.heard(judged.to_json(), lambda: parts.get(self._root)), cause
+            return Verdict.received(judged.to_json(), lambda: parts.get(self._root)), cause
         if self.is_root:
             return self._lead(number, call)
         return self._follow(number, call), None
@@ -108,10 +108,10 @@ class Deciding:
         self._ask(number, call.what, lambda round_: round_.report(call.report(), wakes_root=True))
 
     def see_off(self, number: int) -> None:
-        """On the root: return once all ranks have heard the verdict of a round, or soon."""
+        """On the root: return once all ranks have read the verdict of a round, or soon."""
 
         def see_off(round_: Round) -> None:
-            wait_until(round_.is_heard_by_all, _SEE_OFF_S)
+            wait_until(round_.is_read_by_all, _SEE_OFF_S)
 
         # A store that cannot be reached is not waited for.
         with suppress(PeerLostError):
@@ -134,7 +134,7 @@ class Deciding:
 
         def decide(round_: Round) -> Verdict:
             round_.give_parts(verdict.parts or {})
-            return Verdict.heard(round_.decide(verdict.to_json()), round_.part)
+            return Verdict.received(round_.decide(verdict.to_json()), round_.part)
 
         try:
             waits_s = call.deadline.left_s + call.grace_s
@@ -169,9 +169,9 @@ class Deciding:
             return reports
         if None in reports or (call.acts and not round_.claim(acts=True)):
             # Another rank has given the verdict, or is about to.
-            heard = round_.hear(time.monotonic() + _AFTER_FIRST_S)
-            heard = heard or self._give_up(round_, call.what, call.deadline.timeout_s)
-            return Verdict.heard(heard, round_.part)
+            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
+            given = given or self._give_up(round_, call.what, call.deadline.timeout_s)
+            return Verdict.received(given, round_.part)
         for rank, (_, _, _, nbytes, _) in enumerate(reports):
             if nbytes and rank != self._rank:
                 data[rank] = round_.take_data(rank)
@@ -194,16 +194,16 @@ class Deciding:
             if report[1] is not None and not call.grace_s:
                 failure = self._failure_here(call.what, Failure.from_json(report[1]))
                 return self._decided(round_, call, Verdict(failure=failure))
-            heard = round_.hear(deadline.at + deadline.timeout_s * _AFTER_ROOT)
-            if heard is None and call.acts and not round_.claim(acts=False):
+            given = round_.await_verdict(deadline.at + deadline.timeout_s * _AFTER_ROOT)
+            if given is None and call.acts and not round_.claim(acts=False):
                 # All have reported, and the root acts.
-                heard = round_.hear(time.monotonic() + deadline.timeout_s)
-                if heard is None:
+                given = round_.await_verdict(time.monotonic() + deadline.timeout_s)
+                if given is None:
                     unknown = self._absences.unknown(call.what, deadline.timeout_s)
                     return self._ended(round_, call, Verdict(failure=unknown))
-            if heard is None:
-                heard = self._give_up(round_, call.what, deadline.waited_s)
-            return self._ended(round_, call, Verdict.heard(heard, round_.part))
+            if given is None:
+                given = self._give_up(round_, call.what, deadline.waited_s)
+            return self._ended(round_, call, Verdict.received(given, round_.part))
 
         def stop(round_: Round) -> Verdict:
             if call.acts and not round_.claim(acts=False):
@@ -222,11 +222,11 @@ class Deciding:
     def _decided(self, round_: Round, call: Call, mine: Verdict) -> Verdict:
         """Give a verdict on this rank, unless another rank has; the one that holds."""
         given = round_.decide(mine.to_json())
-        return self._ended(round_, call, Verdict.heard(given, round_.part))
+        return self._ended(round_, call, Verdict.received(given, round_.part))
 
     def _ended(self, round_: Round, call: Call, verdict: Verdict) -> Verdict:
         if call.acts:
-            round_.count_heard()
+            round_.count_reader()
         if verdict.failure is not None and call.data:
             round_.drop_data(len(call.data))
         return verdict
@@ -240,11 +240,11 @@ class Deciding:
             round_ = Round(store, number, self._rank, len(self._ranks), fetch)
             self._attended = (number, call.what)
             try:
-                return Verdict.heard(self._hear_attending(round_, call), round_.part)
+                return Verdict.received(self._await_attended(round_, call), round_.part)
             finally:
                 self._attended = None
 
-    def _hear_attending(self, round_: Round, call: Call) -> Any:
+    def _await_attended(self, round_: Round, call: Call) -> Any:
         round_.report(call.report(), wakes_root=False)
         if self.is_root and round_.wait_to_look(inf) and round_.is_complete():
             reports = self._all_reports(round_)
@@ -252,9 +252,9 @@ class Deciding:
             if None not in reports:
                 verdict, _ = judge_reports(call, reports, {}, self._ranks, self._root)
                 return round_.decide(verdict.to_json())
-        if (heard := round_.hear(inf)) is None:
+        if (given := round_.await_verdict(inf)) is None:
             raise PeerLostError(f"could not {call.what}: this rank has left")
-        return heard
+        return given
 
     def give_up(self, waited_s: float) -> None:
         """End an :meth:`attend` in another thread: ranks that have not reported are lost."""
@@ -269,13 +269,13 @@ class Deciding:
             return
         number, what = attended
 
-        def tell() -> None:
+        def decide() -> None:
             round_ = self._round(self.open(), number, StoreWait())
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 
         try:
-            ask_store("leave the others", _LEAVING_S, tell)
+            ask_store("leave the others", _LEAVING_S, decide)
         except PeerLostError as error:
             logger.debug("%s", error)
 
@@ -283,18 +283,18 @@ class Deciding:
 
     def _give_up(self, round_: Round, what: str, waited_s: float) -> Any:
         """Decide that the ranks which have not reported are lost, unless another rank does."""
-        heard = None
+        given = None
         is_first = self.stopped.is_set() or self.is_root or round_.is_first_to_ask()
         if is_first and round_.join_teams():
             # The others wait longer, for what is decided here.
-            heard = round_.hear(time.monotonic() + _AFTER_FIRST_S / 2)
+            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S / 2)
         elif not is_first:
-            heard = round_.hear(time.monotonic() + _AFTER_FIRST_S)
-        if heard is None:
+            given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
+        if given is None:
             missing = self._verdict_on_missing(round_, what, waited_s)
-            heard = round_.decide(missing.to_json())
+            given = round_.decide(missing.to_json())
             round_.wake_root()
-        return heard
+        return given
 
     def _verdict_on_missing(self, round_: Round, what: str, waited_s: float) -> Verdict:
         """The verdict when not all have reported in time."""

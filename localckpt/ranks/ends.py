@@ -1,4 +1,4 @@
-"""How calls ended, as ranks tell each other, and what that is for all of them: plain data."""
+"""Ends of calls, as ranks report them, and what that is for all of them: plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as other ranks are told them: what went wrong on one rank is the same error on all."""
+"""Errors in plain data, as they go to other ranks: one on one rank is the same on all."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Failure:
         first = next(iter(causes.values()))
         kinds = {failure.kind for failure in causes.values()}
         alike = all(failure.fields == first.fields for failure in causes.values())
-        told = said_by({rank: failure.text for rank, failure in causes.items()})
+        texts = said_by({rank: failure.text for rank, failure in causes.items()})
         if len(kinds) > 1:
-            return cls(CheckpointingException.__name__, f"{begin}{told}")
-        return cls(first.kind, f"{begin}{told}", first.fields if alike else {})
+            return cls(CheckpointingException.__name__, f"{begin}{texts}")
+        return cls(first.kind, f"{begin}{texts}", first.fields if alike else {})
 
 
 class Attempt:
-    """Keeps the exception of what is done inside until the other ranks have been told."""
+    """Keeps the exception of what is done inside until it is reported to the other ranks."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
@@ -83,8 +83,8 @@ class Attempt:
         return self.failure is None
 
     @property
-    def told(self) -> str | None:
-        """What went wrong, in words for other ranks."""
+    def error_text(self) -> str | None:
+        """Text of the exception for other ranks; ``None`` without one."""
         return None if self.failure is None else described(self.failure)
 
     def __enter__(self) -> Attempt:

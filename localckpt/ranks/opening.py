@@ -60,7 +60,7 @@ class Opening:
         outcome = self._decide(name, _CONFIRMED if all_signed else self._describe_unsigned(name))
         if outcome != _CONFIRMED:
             raise PeerLostError(outcome)
-        if self._wait(lambda: self._store.add(f"{name}/heard", 0) >= others):
+        if self._wait(lambda: self._store.add(f"{name}/readers", 0) >= others):
             self._store.delete_key("opening")
             self._remove(name, ())
         return name
@@ -83,7 +83,7 @@ class Opening:
                 self._remove(name, [self._rank])
                 continue
             self._store.delete_key(f"{name}/signed/{self._rank}")
-            self._store.add(f"{name}/heard", 1)
+            self._store.add(f"{name}/readers", 1)
             if outcome != _CONFIRMED:
                 raise PeerLostError(outcome)
             return name
@@ -114,7 +114,7 @@ class Opening:
         return "" if name.startswith(_CLOSED) and not closed else name
 
     def _remove(self, name: str, ranks: Sequence[int]) -> None:
-        for key in ("signed", "outcome", "heard", *(f"signed/{rank}" for rank in ranks)):
+        for key in ("signed", "outcome", "readers", *(f"signed/{rank}" for rank in ranks)):
             self._store.delete_key(f"{name}/{key}")
 
     def _wait(self, is_there: Callable[[], bool]) -> bool:

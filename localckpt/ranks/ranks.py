@@ -29,7 +29,7 @@ __all__ = ["GRACE_S", "PerRank", "Ranks"]
 T = TypeVar("T")
 V = TypeVar("V")
 
-# Once a rank has failed, the others get so long to say why they did, too.
+# Once a rank has failed, the others get so long to report why they did, too.
 GRACE_S = 10.0
 
 
@@ -66,8 +66,8 @@ class Ranks:
     Attributes:
         rank: This process's rank in the group.
         global_ranks: The ranks of the group, as ranks of the job.
-        rounds: Number of the next decision. Where an interrupt may keep a rank from one, all are
-            told its number in a decision of other ``Ranks``.
+        rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
+            its number by a decision of other ``Ranks``.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class Ranks:
     ) -> dict[int, Any]:
         """As :meth:`settle`, and every rank gets the reports that are not empty, by rank.
 
-        For what few ranks have to tell, such as what went wrong.
+        For what few ranks have to report, such as what went wrong.
         """
-        told: list[Any] = self.settle(
+        reports: list[Any] = self.settle(
             what, attempt, report, _not_empty, deadline=deadline, grace_s=grace_s
         )
-        return dict(told)
+        return dict(reports)
 
     def gather(
         self, what: str, record: Any, *, deadline: Deadline | None = None, kind: str = ""
@@ -229,7 +229,7 @@ class Ranks:
         As :meth:`decide`, for work that may take long: a rank is seen to be in the call from its
         beginning, and the first failure is raised on all ranks at once, whatever the root is doing.
         Once all have reported, only the root knows whether it has acted, so no rank gives the call
-        up for the others; each one says for itself that it has not heard.
+        up for the others; each one raises for itself that it knows no verdict.
 
         Args:
             what, work: As for :meth:`decide`.
@@ -254,7 +254,7 @@ class Ranks:
         return verdict
 
     def see_off(self) -> None:
-        """On the root, after :meth:`act`: return once all ranks have heard of it, or soon.
+        """On the root, after :meth:`act`: return once all ranks have read the verdict, or soon.
 
         The job's store may live in this process, and end with it.
         """

@@ -2,7 +2,7 @@
 
 Ranks are taken in teams of about the square root of their number. The last rank of a team to report
 joins the reports of the team into one message, and the last team wakes the root. Only the root
-reads what all ranks say, and whatever is decided, by the root or by a rank that waited in vain, is
+reads all reports, and whatever is decided, by the root or by a rank that waited in vain, is
 decided once, by who writes the verdict first. A round takes O(N) operations of the store.
 """
 
@@ -69,14 +69,14 @@ class Round:
         self._team = rank // len(self._teams[0])
 
     def report(self, report: Any, *, wakes_root: bool) -> None:
-        """Say what there is to say on this rank.
+        """Report, once a round.
 
         Args:
             report: Anything that JSON can carry.
             wakes_root: Let the root know at once, though others have not reported yet.
         """
         store, number, team = self._store, self.number, self._team
-        # Two places in turn: what a rank said last is there for those who ask where it was seen.
+        # Two keys by turns: the last report stays for those who ask where a rank was last seen.
         value = json.dumps([number, report]).encode()
         put(store, _report_key(self._rank, number), value)
         if store.add(f"{number}/count/{team}", 1) == len(self._teams[team]):
@@ -92,7 +92,7 @@ class Round:
             self.wake_root()
 
     def note(self, what: str) -> None:
-        """Say what this rank begins to do, before it has anything to report."""
+        """Note what this rank begins to do, before it has anything to report."""
         self._store.set(_note_key(self._rank), json.dumps([self.number, what]))
 
     def put_data(self, data: bytes) -> None:
@@ -112,14 +112,14 @@ class Round:
         mine = _ACTS if acts else _GIVES_UP
         return bytes(self._store.compare_set(f"{self.number}/claim", "", mine)) == mine.encode()
 
-    def count_heard(self) -> None:
-        """Count this rank among those that have heard the verdict."""
-        self._store.add(f"{self.number}/heard", 1)
+    def count_reader(self) -> None:
+        """Count this rank among those that have read the verdict."""
+        self._store.add(f"{self.number}/readers", 1)
 
-    def is_heard_by_all(self) -> bool:
-        """On the root: whether all other ranks have heard the verdict."""
+    def is_read_by_all(self) -> bool:
+        """On the root: whether all other ranks have read the verdict."""
         others = sum(map(len, self._teams)) - 1
-        return int(self._store.add(f"{self.number}/heard", 0)) >= others
+        return int(self._store.add(f"{self.number}/readers", 0)) >= others
 
     def wait_for_reports(self, until: float, grace_until: Callable[[], float]) -> bool:
         """On the root: wait until all ranks have reported; whether they have.
@@ -157,7 +157,7 @@ class Round:
             # in the next round.
             joined = look_if_there(self._store, f"{number}/team/{team}")
             last = json.loads(joined) if joined else [self.last_report(rank) for rank in ranks]
-            reports += [said[1] if said and said[0] == number else None for said in last]
+            reports += [entry[1] if entry and entry[0] == number else None for entry in last]
         return reports
 
     def join_teams(self) -> bool:
@@ -183,7 +183,7 @@ class Round:
             for number in (self.number, self.number - 1)
         ]
         found = [tuple(json.loads(value)) for value in values if value is not None]
-        return max(found, key=lambda said: said[0], default=None)
+        return max(found, key=lambda entry: entry[0], default=None)
 
     def last_seen(self, rank: int) -> str | None:
         """The call that a rank was last seen in; ``None`` if it never was."""
@@ -196,12 +196,12 @@ class Round:
 
     def give_parts(self, parts: Mapping[int, Any]) -> None:
         """On the root, before the verdict: give ranks the parts of it that are theirs alone."""
-        told = {}
+        messages = {}
         for rank, part in parts.items():
             record, data = (part.record, part.data) if isinstance(part, Message) else (part, None)
             message = Message([self.number, record, data is not None], data or b"")
-            told[_part_key(rank, self.number)] = message.to_bytes()
-        put_all(self._store, told)
+            messages[_part_key(rank, self.number)] = message.to_bytes()
+        put_all(self._store, messages)
 
     def part(self) -> Any:
         """This rank's part of a verdict that has parts; ``None`` if it has none for this rank."""
@@ -228,7 +228,7 @@ class Round:
             text, kind = "", _APART
         return self._read(self._store.compare_set(f"{self.number}/verdict", "", kind + text))
 
-    def hear(self, until: float) -> Any:
+    def await_verdict(self, until: float) -> Any:
         """Wait for the verdict; ``None`` if it is not in time."""
         value = self._fetch(f"{self.number}/verdict", until)
         return None if value is None else self._read(value)
@@ -275,13 +275,13 @@ def _teams(world_size: int) -> tuple[range, ...]:
 
 
 def _forget_verdict(store: Store, number: int) -> None:
-    for key in ("teams", "complete", "look", "verdict", "asked", "claim", "heard"):
+    for key in ("teams", "complete", "look", "verdict", "asked", "claim", "readers"):
         store.delete_key(f"{number}/{key}")
     delete(store, f"{number}/body")
 
 
 def _report_key(rank: int, number: int) -> str:
-    return f"said/{rank}/{number % 2}"
+    return f"report/{rank}/{number % 2}"
 
 
 def _note_key(rank: int) -> str:

@@ -38,7 +38,7 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a round: a value, or an error, of which late ranks hear as well.
+    """The end of a round: a value, or an error, which late ranks raise as well.
 
     Attributes:
         value: What was decided.
@@ -57,7 +57,7 @@ class Verdict:
         return [self.value, failure, list(self.late), self.parts is not None]
 
     @classmethod
-    def heard(cls, fields: list[Any], part: Callable[[], Any]) -> Verdict:
+    def received(cls, fields: list[Any], part: Callable[[], Any]) -> Verdict:
         """The verdict as one rank has it; ``part`` gives that rank's part."""
         value, failure, late, has_parts = fields
         value = [value, part()] if has_parts else value
@@ -148,9 +148,9 @@ def judge_reports(
     try:
         judged = call.judge(results)
         if isinstance(judged, PerRank):
-            parts = {rank: _as_heard(part) for rank, part in judged.parts.items()}
-            return Verdict(_as_heard(judged.common), parts=parts), None
-        return Verdict(_as_heard(judged)), None
+            parts = {rank: _as_received(part) for rank, part in judged.parts.items()}
+            return Verdict(_as_received(judged.common), parts=parts), None
+        return Verdict(_as_received(judged)), None
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = Failure.of(error)
         if call.acts:
@@ -174,8 +174,8 @@ def joint_failure(what: str, reports: Sequence[Any], ranks: Sequence[int]) -> Fa
     return Failure.joint(f"could not {what}: ", failures) if failures else None
 
 
-def _as_heard(value: Any) -> Any:
-    """A value as other ranks get it, and the rank that says it as well."""
+def _as_received(value: Any) -> Any:
+    """A value as other ranks receive it, on the rank that gives it as well."""
     if isinstance(value, Message):
-        return Message(_as_heard(value.record), value.data)
+        return Message(_as_received(value.record), value.data)
     return json.loads(json.dumps(value))

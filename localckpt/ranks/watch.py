@@ -2,7 +2,7 @@
 
 A thread of each rank reports the calls that are over there, in two rounds. In the first the root
 judges how they ended. In the second each rank promises not to pass a certain poll before it has
-heard the verdict, and all ranks act in the first poll that none of them can have passed. So a poll
+read the verdict, and all ranks act in the first poll that none of them can have passed. So a poll
 counts itself and compares numbers; it waits only if it would break its rank's promise.
 """
 
@@ -32,7 +32,7 @@ _NEVER = sys.maxsize
 _MARGIN = 1
 # The root gives up first, so that it is the one to say who did not come.
 _AFTER_ROOT = 1.1
-_LAST_WORDS_S = 3.0
+_LAST_WAIT_S = 3.0
 _AGREE = "agree on async call"
 _LEAVING_S = 1.0
 
@@ -199,7 +199,7 @@ class Watch:
         return verdict
 
     def leave(self) -> None:
-        """Take part in nothing any more; others that wait for this rank are told."""
+        """Take part in nothing any more; who waits for this rank gets an error."""
         self._has_left = True
         if self._thread is not None:
             self._ranks.leave()
@@ -217,7 +217,7 @@ class Watch:
         if self._news_until(is_there, start + self._timeout_s):
             return
         self._ranks.give_up(min(time.monotonic() - start, self._ranks.timeout_s))
-        if not self._news_until(is_there, time.monotonic() + _LAST_WORDS_S):
+        if not self._news_until(is_there, time.monotonic() + _LAST_WAIT_S):
             why = f"not for {time.monotonic() - start:.1f} s"
             raise store_is_silent("agree on the async calls", why)
 
@@ -250,7 +250,7 @@ class Watch:
         try:
             ends = [call.end().to_json() for call in over]
             judged = self._ranks.attend(
-                what, ends, lambda told: self._judge(over, told), kind=_AGREE
+                what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
             )
             due = since + 1 + self._ranks.attend(what, self._promise() - since, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
@@ -269,11 +269,11 @@ class Watch:
             ]
         )
 
-    def _judge(self, over: list[Watched], told: list[list[Any]]) -> list[list[Any]]:
+    def _judge(self, over: list[Watched], reports: list[list[Any]]) -> list[list[Any]]:
         """The verdicts on the calls that are over on all ranks, up to one that is not the same."""
         verdicts: list[list[Any]] = []
-        for call, *said in zip(over, *told, strict=False):
-            ends = [CallEnd.from_json(fields) for fields in said]
+        for call, *fields_by_rank in zip(over, *reports, strict=False):
+            ends = [CallEnd.from_json(fields) for fields in fields_by_rank]
             failure, value = judge_ends(call, ends, self._ranks.global_ranks)
             oldest = min(end.number for end in ends)
             verdicts.append([oldest, None if failure is None else failure.to_json(), value])

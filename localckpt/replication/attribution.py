@@ -1,4 +1,4 @@
-"""Attribution of broken connections, by what each rank says before it cuts its own.
+"""Attribution of broken connections, by the account that each rank leaves before it cuts its own.
 
 In an exchange in which ranks wait for each other along a chain, one that is lost stops all: most
 ranks lose connections to ranks that only gave up themselves. So a rank that gives up leaves an
@@ -40,24 +40,24 @@ class GivenUp:
 
 
 def tell_given_up(store: Store, rank: int, account: GivenUp) -> None:
-    """Say why this rank gives up; returns once others can read it.
+    """Leave the account of why this rank gives up; returns once others can read it.
 
     Raises:
         PeerLostError: The store does not answer.
     """
 
-    def say() -> None:
+    def write() -> None:
         store.set(f"gave-up/{rank}", json.dumps(asdict(account)))
         # Setting does not wait for the store to have done it; reading back does.
         store.get(f"gave-up/{rank}")
 
-    ask_store("say why this rank gives up", _STORE_TIMES * _GRACE_S, say)
+    ask_store("say why this rank gives up", _STORE_TIMES * _GRACE_S, write)
 
 
 def ask_whom_to_blame(
     store: Store, ranks: Sequence[int], rank: int, own: GivenUp, *, grace_s: float = _GRACE_S
 ) -> dict[int, GivenUp | None]:
-    """Read what other ranks said, until it is known who is to blame or a grace is over.
+    """Read the accounts of other ranks, until it is known who is to blame or a grace is over.
 
     Args:
         store: Where accounts were left.
@@ -92,16 +92,16 @@ def ask_whom_to_blame(
 
 
 def whom_to_blame(rank: int, accounts: Mapping[int, GivenUp]) -> tuple[list[int], bool]:
-    """Follow who waited for whom, to those that said nothing or had a reason of their own.
+    """Follow who waited for whom, to those that left no account or had a reason of their own.
 
     Ranks that all wait for each other are all to blame.
 
     Args:
         rank: Who asks.
-        accounts: What ranks said, also the one that asks.
+        accounts: By rank, with that of the one that asks.
 
     Returns:
-        The ranks, and whether that is sure: one that is only late may yet say why.
+        The ranks, and whether that is sure: one that is only late may yet leave an account.
     """
     reached, ways = {rank}, [rank]
     gone: dict[int, bool] = {}
@@ -124,5 +124,5 @@ def _account_of(store: Store, rank: int) -> GivenUp | None:
     key = f"gave-up/{rank}"
     if not store.check([key]):
         return None
-    said = json.loads(store.get(key))
-    return GivenUp(tuple(said["peers"]), said["late"], said["reason"])
+    fields = json.loads(store.get(key))
+    return GivenUp(tuple(fields["peers"]), fields["late"], fields["reason"])

@@ -255,8 +255,8 @@ class ReplicationStrategy(ABC):
         ids = {id_ for held in globally_available_ids.values() for id_ in held}
         number_of = {id_: number for number, id_ in enumerate(sorted(ids, key=_plain_repr))}
         # Numbers, since any hashable may be an ID, and what JSON brings back is not what it was.
-        told = [number_of.get(id_, _plain_repr(id_)) for id_ in wanted]
-        records = self._world().gather("say which shards are wanted", told)
+        mine = [number_of.get(id_, _plain_repr(id_)) for id_ in wanted]
+        records = self._world().gather("say which shards are wanted", mine)
         named = {number: id_ for id_, number in number_of.items()}
         # A shard that nobody holds ends in an error that names it; it is never looked up.
         by_rank: dict[int, list[Any]] = {
@@ -304,7 +304,7 @@ class ReplicationStrategy(ABC):
         source = None
         with Attempt() as packing:
             source = pack(local_ckpt, self._identity(mine))
-        received = self.replicate_image(source, mine, _into(images), error=packing.told)
+        received = self.replicate_image(source, mine, _into(images), error=packing.error_text)
         return [local_ckpt, *(self._unpack(images, id_) for id_ in received)], [mine, *received]
 
     def retrieve_execute(

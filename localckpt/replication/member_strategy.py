@@ -42,7 +42,7 @@ class Announcement:
     offer: str
     """A name for new ones; the first member's is taken."""
     more: Any
-    """Told by the strategy itself."""
+    """Fields of the strategy's own."""
     chunk_nbytes: int = CHUNK_NBYTES
 
 
@@ -136,7 +136,7 @@ class MemberStrategy(ReplicationStrategy):
             more: Anything else for the other members, in JSON.
 
         Returns:
-            What all have told, in the order of the members.
+            Announcements of all members, in their order.
 
         Raises:
             CheckpointingException: Some member has no image, or they do not belong together; on all
@@ -155,13 +155,13 @@ class MemberStrategy(ReplicationStrategy):
             more=more,
             chunk_nbytes=self._chunk_nbytes,
         )
-        told = self._members.coordinator.gather(
+        records = self._members.coordinator.gather(
             f"announce iteration {ckpt_id.iteration} for replication",
             asdict(mine),
             deadline=Deadline.after(timeout_s),
             kind="announce for replication",
         )
-        announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in told]
+        announced = [Announcement(**record | {"id_": CkptID(*record["id_"])}) for record in records]
         _require_agreement(announced)
         return announced
 

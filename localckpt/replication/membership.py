@@ -159,7 +159,7 @@ class Membership:
             self._cliques = everyone.decide(
                 "compare cliques",
                 lambda: self.group.ranks,
-                lambda told: _places(told, everyone.global_ranks),
+                lambda cliques: _places(cliques, everyone.global_ranks),
             )
         return self._cliques
 
@@ -250,14 +250,16 @@ class Membership:
         self._group = group
 
 
-def _judge_parameters(told: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
+def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
     """Check what the ranks were given; their failure domains in runs, if they were given any.
 
     Args:
-        told: Of each rank its parameters, in words, and its failure domain.
+        reports: Of each rank its parameters, in words, and its failure domain.
     """
-    require_same("replication parameters", {r: str(params) for r, (params, _) in enumerate(told)})
-    outer = [domain for _, domain in told]
+    require_same(
+        "replication parameters", {r: str(params) for r, (params, _) in enumerate(reports)}
+    )
+    outer = [domain for _, domain in reports]
     without = [rank for rank, domain in enumerate(outer) if domain is None]
     if 0 < len(without) < len(outer):
         raise MismatchError(

@@ -340,17 +340,17 @@ def _give_up(
     except PeerLostError as unreachable:
         failed.add_note(str(unreachable))
     cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
-    told = []
+    lost = []
     for peer, account in accounts.items():
         if account is None:
             how = "did not answer in time" if progress.is_over() else "was lost"
-            told.append(f"{progress.of(peer)} {how}{cause}")
+            lost.append(f"{progress.of(peer)} {how}{cause}")
         elif account.reason is not None:
-            told.append(f"rank {peer} failed: {account.reason}")
+            lost.append(f"rank {peer} failed: {account.reason}")
         else:
-            told.append(f"{progress.of(peer)} waited in vain, too{cause}")
+            lost.append(f"{progress.of(peer)} waited in vain, too{cause}")
     return PeerLostError(
-        f"rank {connections.rank} was {what}, and {', '.join(told)}. What was saved before stands. "
+        f"rank {connections.rank} was {what}, and {', '.join(lost)}. What was saved before stands. "
         f"If the rank is alive but slow, use a longer timeout; else restart the job."
     )
 

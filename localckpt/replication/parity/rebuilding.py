@@ -117,9 +117,9 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        name, told = self._ranks.settle(phase, looking, mine, _judge_seen)
+        name, findings = self._ranks.settle(phase, looking, mine, _judge_seen)
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
-        for rank, found in told:
+        for rank, found in findings:
             for number, fields in found:
                 seen[number].append((rank, Seen.from_json(fields)))
         for group, of_group in zip(self._groups, seen, strict=True):
@@ -322,10 +322,10 @@ class Rebuilding:
             if source.refused is not None
         ]
         phase = f"say why it failed to {what}"
-        told = self._ranks.merge(phase, Attempt(), refused, deadline=self._deadline())
+        refusals = self._ranks.merge(phase, Attempt(), refused, deadline=self._deadline())
         gone = [
             PieceProblem(piece_of(Kind(kind), owner), rank, why, is_gone=True)
-            for rank, found in told.items()
+            for rank, found in refusals.items()
             for kind, owner, why in found
         ]
         self._recovered.problems += gone

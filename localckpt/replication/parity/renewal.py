@@ -56,8 +56,8 @@ class ParityRenewal:
                     sizes = [source.nbytes, envelope_nbytes(source)]
             phase = f"see whether parity of iteration {iteration} can be made"
             judge = partial(_judge_opened, self._groups)
-            told, members = ranks.settle(phase, Attempt(), [opening.told, sizes], judge)
-            unable = dict(told)
+            refusals, members = ranks.settle(phase, Attempt(), [opening.error_text, sizes], judge)
+            unable = dict(refusals)
             # Members of a group to which one has nothing to add do not begin.
             able = [g for g in self._groups if unable.keys().isdisjoint(g.ranks)]
             with Attempt() as encoding:
@@ -66,7 +66,7 @@ class ParityRenewal:
                     envelopes = [envelope for _, envelope in members]
                     keeper.commit([self._encode(keeper, identity, of, source, envelopes)])
         phase = f"make parity of iteration {iteration}"
-        failed = ranks.merge(phase, Attempt(), encoding.told)
+        failed = ranks.merge(phase, Attempt(), encoding.error_text)
         for done in able:
             for owner in done.ranks:
                 if owner not in failed:
@@ -109,13 +109,13 @@ class ParityRenewal:
         return next((group for group in self._groups if rank in group.ranks), None)
 
 
-def _judge_opened(groups: Sequence[Group], told: Sequence[Any]) -> PerRank:
+def _judge_opened(groups: Sequence[Group], reports: Sequence[Any]) -> PerRank:
     """Judge which ranks can encode: those that cannot, and for each member its group's sizes.
 
     Args:
         groups: Ranks that encode together.
-        told: Of each rank why it cannot, and the sizes of its image and of the envelope of that.
+        reports: Of each rank why it cannot, and the sizes of its image and of the envelope of that.
     """
-    unable = [[rank, text] for rank, (text, _) in enumerate(told) if text]
-    sizes = {group: [told[member][1] for member in group.ranks] for group in groups}
+    unable = [[rank, text] for rank, (text, _) in enumerate(reports) if text]
+    sizes = {group: [reports[member][1] for member in group.ranks] for group in groups}
     return PerRank(unable, {rank: sizes[group] for group in groups for rank in group.ranks})

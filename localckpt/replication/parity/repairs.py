@@ -163,14 +163,14 @@ def take_together(repair: Repair, seen: Sequence[tuple[int, Seen]]) -> Findings:
         seen: With the ranks that found it.
     """
     place = {rank: number for number, rank in enumerate(repair.group.ranks)}
-    told = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
-    of = next((s.of for _, s in told if s.of is not None and s.problem is None), None)
+    in_order = sorted(seen, key=lambda s: (s[1].kind, place[s[1].owner]))
+    of = next((s.of for _, s in in_order if s.of is not None and s.problem is None), None)
     gone: list[PieceProblem] = []
     damaged: list[PieceProblem] = []
     at: dict[Kind, dict[int, int]] = {Kind.IMAGE: {}, Kind.PARITY: {}}
     bad_blocks: dict[tuple[Kind, int], frozenset[int]] = {}
     envelopes_of: dict[int, tuple[int, ...]] = {}
-    for reader, found in told:
+    for reader, found in in_order:
         problem = found.problem
         if problem is None and found.kind is Kind.PARITY and found.of != of:
             problem = f"it is the parity of {found.of}, and others are of {of}"
@@ -213,7 +213,7 @@ def _envelope(
 
 
 def require_group(of: ParityOf, group: Group) -> None:
-    """Refuse a parity that is of another group than its node told.
+    """Refuse a parity that is of another group than its node reported.
 
     Raises:
         MismatchError: It is.

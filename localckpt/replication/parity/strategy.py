@@ -146,7 +146,9 @@ class ParityReplicationStrategy(MemberStrategy):
         if self._host is not None and self._encoder is not None and self._encoder.broken:
             self._close_connections()
         ckpt_id = identity.ckpt_id
-        announced = self._announce(source, ckpt_id, error or looking.told, step_s, own_envelope)
+        announced = self._announce(
+            source, ckpt_id, error or looking.error_text, step_s, own_envelope
+        )
         what, clique = f"iteration {ckpt_id.iteration}", self._members.coordinator
         envelopes = [peer.more for peer in announced]
 

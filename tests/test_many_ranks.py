@@ -64,7 +64,7 @@ def test_each_rank_gets_its_own_part_of_a_verdict_and_no_part_of_an_earlier_one(
 ) -> None:
     def assign(to: range, size: int = 1) -> dict[int, Any]:
         return world.all_do(
-            lambda ranks: ranks.settle(
+            lambda ranks: ranks.agree(
                 "share out",
                 Attempt(),
                 ranks.rank,

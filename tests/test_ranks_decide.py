@@ -24,7 +24,7 @@ def _come_late(rank: int, world_size: int) -> list[str]:
         began = time.monotonic()
         try:
             deadline = Deadline.after(0.3)
-            told.append(str(coordinator.settle("meet", Attempt(), rank, list, deadline=deadline)))
+            told.append(str(coordinator.agree("meet", Attempt(), rank, list, deadline=deadline)))
         except PeerLostError as error:
             told.append(str(error))
         assert time.monotonic() - began < 20.0
@@ -52,7 +52,7 @@ def _come_about_in_time(rank: int, world_size: int, rounds: int) -> list[bool]:
         time.sleep(moments.choice([0.0, 0.0, 0.018, 0.02, 0.022, 0.025, 0.03]))
         try:
             deadline = Deadline.after(0.02)
-            told = coordinator.settle("meet", Attempt(), rank, list, deadline=deadline)
+            told = coordinator.agree("meet", Attempt(), rank, list, deadline=deadline)
             assert told == [0, 1, 2]
             outcomes.append(True)
         except PeerLostError:
@@ -75,7 +75,7 @@ def _fail_and_come_late(rank: int, world_size: int) -> str:
     with Attempt() as looking:
         if rank == 0:
             raise StorageError("/disk cannot be read")
-    return _outcome(lambda: coordinator.settle("look", looking, grace_s=0.2))
+    return _outcome(lambda: coordinator.agree("look", looking, grace_s=0.2))
 
 
 def _outcome(agreeing: Callable[[], object]) -> str:
@@ -100,7 +100,7 @@ def _succeed_and_wait(rank: int, world_size: int) -> str:
             time.sleep(2.0)
             raise PeerLostError("rank 7 is lost")
     return _outcome(
-        lambda: coordinator.settle("exchange", exchanging, deadline=Deadline.after(31.0))
+        lambda: coordinator.agree("exchange", exchanging, deadline=Deadline.after(31.0))
     )
 
 

@@ -113,7 +113,7 @@ class StateCapture:
             state = wrapped(state)
             self.planner.capture(state)
         phase = f"save iteration {iteration}"
-        ranks.settle(phase, checking, grace_s=ranks.timeout_s, kind="check the state")
+        ranks.agree(phase, checking, grace_s=ranks.timeout_s, kind="check the state")
         self._states_are_good = True
         return state
 

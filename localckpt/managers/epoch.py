@@ -123,7 +123,7 @@ class Epoch:
         lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._known.lineages)
         with Attempt() as noting:
             self._store.claim.note_lineage(lineage)
-        self._ranks.settle("note what the job resumed from", noting)
+        self._ranks.agree("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
         self._known.began(lineage)
         self.lineage, self._left = lineage, []

@@ -71,7 +71,7 @@ class Look:
                 mine = _report(store, found)
         judge = partial(self._judge, strategy)
         self.found = Found.from_json(
-            ranks.settle("find the latest checkpoint", looking, mine, judge)
+            ranks.agree("find the latest checkpoint", looking, mine, judge)
         )
 
     def _judge(self, strategy: ReplicationStrategy, reports: Sequence[Any]) -> list[Any]:
@@ -93,7 +93,7 @@ class Look:
         Raises:
             PeerLostError: A rank did not answer in time.
         """
-        reports = self._ranks.settle(
+        reports = self._ranks.agree(
             "learn what the nodes hold",
             Attempt(),
             None,
@@ -207,7 +207,7 @@ def _gather_explanation(
             quarantined = ("damaged", "given up")
             damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
             mine = [_report(store, found), damaged]
-    gathered = unpacked(ranks.settle("explain what the nodes hold", looking, mine, packed))
+    gathered = unpacked(ranks.agree("explain what the nodes hold", looking, mine, packed))
     inventory.merge_all([report for report, _ in gathered])
     files = {
         node: [

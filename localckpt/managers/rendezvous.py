@@ -53,7 +53,7 @@ def join(
             store.claim.owner,
             secrets.randbelow(_DRAWS),
         ).to_json()
-    (epoch, draw, runs), owners = ranks.settle(RENDEZVOUS, looking, mine, _judge_join)
+    (epoch, draw, runs), owners = ranks.agree(RENDEZVOUS, looking, mine, _judge_join)
     nodes = _node_names([number for number, count in runs for _ in range(count)])
     strategy.place(nodes, ranks.timeout_s)
     # Every node notes the epoch before anything is saved in it. Else an attempt of which only some
@@ -61,7 +61,7 @@ def join(
     # shards of both would pass for one checkpoint later.
     with Attempt() as noting:
         store.claim.begin_epoch(epoch, owners, ranks.timeout_s)
-    ranks.settle("begin a new attempt", noting)
+    ranks.agree("begin a new attempt", noting)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.
     return nodes, Generation(epoch, draw * SAVES_AN_ATTEMPT)

@@ -165,7 +165,7 @@ class Reprotection:
         with Attempt() as connecting:
             work.connect(name, self._strategy.rate_limit)
         try:
-            ranks.settle("connect the ranks that make copies", connecting)
+            ranks.agree("connect the ranks that make copies", connecting)
         except BaseException:
             work.disconnect()
             raise

@@ -313,7 +313,7 @@ class Save:
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
         self._is_reported = ranks.world_size > 1
-        self._take_verdict(ranks.settle(phase, attempt, outcome, judge_save, kind=step))
+        self._take_verdict(ranks.agree(phase, attempt, outcome, judge_save, kind=step))
         assert self._verdict is not None
         return self._verdict
 

@@ -156,10 +156,10 @@ class Ranks:
         result: T | None = None
         with Attempt() as attempt:
             result = work()
-        verdict: V = self.settle(what, attempt, result, judge, deadline=deadline, grace_s=grace_s)
+        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline, grace_s=grace_s)
         return verdict
 
-    def settle(
+    def agree(
         self,
         what: str,
         attempt: Attempt,
@@ -179,7 +179,7 @@ class Ranks:
             result: What came of it, if it succeeded.
             kind: What all ranks must do alike, where that is less than ``what``.
         """
-        return self._settle(what, attempt, result, judge, deadline, grace_s, kind=kind)
+        return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind)
 
     def merge(
         self,
@@ -190,11 +190,11 @@ class Ranks:
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
     ) -> dict[int, Any]:
-        """As :meth:`settle`, and every rank gets the reports that are not empty, by rank.
+        """As :meth:`agree`, and every rank gets the reports that are not empty, by rank.
 
         For what few ranks have to report, such as what went wrong.
         """
-        reports: list[Any] = self.settle(
+        reports: list[Any] = self.agree(
             what, attempt, report, _not_empty, deadline=deadline, grace_s=grace_s
         )
         return dict(reports)
@@ -208,7 +208,7 @@ class Ranks:
             what: What is being done, for the error message of whoever waits in vain.
             record: Anything that JSON can carry.
             deadline: As for :meth:`decide`.
-            kind: As for :meth:`settle`.
+            kind: As for :meth:`agree`.
 
         Returns:
             The records in rank order.
@@ -216,9 +216,7 @@ class Ranks:
         Raises:
             PeerLostError, MismatchError: As :meth:`decide`.
         """
-        records: list[Any] = self.settle(
-            what, Attempt(), record, _all, deadline=deadline, kind=kind
-        )
+        records: list[Any] = self.agree(what, Attempt(), record, _all, deadline=deadline, kind=kind)
         return records
 
     def act(
@@ -235,7 +233,7 @@ class Ranks:
             what, work: As for :meth:`decide`.
             act: Called on the root with the results in rank order, once all are there. What it
                 returns is JSON, or :class:`PerRank`.
-            kind: As for :meth:`settle`.
+            kind: As for :meth:`agree`.
         """
         self._part.require_same_world()
         if not self._part.is_alone:
@@ -250,7 +248,7 @@ class Ranks:
                 with suppress(PeerLostError):
                     self.post_failure(what, error)
             raise
-        verdict: V = self._settle(what, attempt, result, act, None, 0.0, acts=True, kind=kind)
+        verdict: V = self._agree(what, attempt, result, act, None, 0.0, acts=True, kind=kind)
         return verdict
 
     def see_off(self) -> None:
@@ -272,7 +270,7 @@ class Ranks:
     def attend(
         self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
     ) -> Any:
-        """As :meth:`settle`, for work that is done, in a thread of its own and with no deadline.
+        """As :meth:`agree`, for work that is done, in a thread of its own and with no deadline.
 
         It waits on a connection of its own, until all ranks have reported, or another thread, of
         whichever rank, calls :meth:`give_up` or :meth:`leave`.
@@ -295,7 +293,7 @@ class Ranks:
         """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks."""
         self._deciding.leave()
 
-    def _settle(
+    def _agree(
         self,
         what: str,
         attempt: Attempt,

@@ -172,7 +172,7 @@ class Watch:
     def verdict(self, number: int) -> Verdict | None:
         """The verdict on this rank's oldest call, if all ranks act on it in this poll."""
         verdicts = self._verdicts
-        # Those on calls that this rank has settled alone are void.
+        # Those on calls that this rank has decided alone are void.
         while verdicts and verdicts[0].number < number:
             verdicts.popleft()
         return verdicts.popleft() if verdicts and verdicts[0].due <= self._polls else None

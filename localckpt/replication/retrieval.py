@@ -75,7 +75,7 @@ def carry_out(
                 sources[id_] = open_source(id_)
                 opened.callback(sources[id_].close)
         sizes = [sources[e.id_].nbytes for e in plan.sends(rank)] if opening.succeeded else []
-        name, coming = everyone.settle(
+        name, coming = everyone.agree(
             "open shards for other ranks",
             opening,
             sizes,
@@ -88,7 +88,7 @@ def carry_out(
                 view = as_asked(accept(entry.id_, nbytes), nbytes, entry.id_)
                 views.append((entry.sender, view))
         deadline = Deadline.after(timeout_s)
-        everyone.settle("make room for shards of other ranks", accepting, deadline=deadline)
+        everyone.agree("make room for shards of other ranks", accepting, deadline=deadline)
         with Attempt() as exchanging:
             if transport is None and (transport := connect_for(plan, name, rank, timeout_s)):
                 opened.callback(transport.close)
@@ -99,7 +99,7 @@ def carry_out(
                 outgoing = [(entry.receiver, sources[entry.id_]) for entry in sends]
                 transport.exchange(outgoing, views, timeout_s)
         # Others may be in the middle of theirs, and go on together with this rank.
-        everyone.settle(
+        everyone.agree(
             "bring shards to the ranks that lack them",
             exchanging,
             grace_s=timeout_s,

@@ -192,7 +192,7 @@ class CliqueReplicationStrategy(MemberStrategy):
                 as_asked(accept(peer.id_, peer.nbytes), peer.nbytes, peer.id_) for peer in senders
             ]
         deadline = Deadline.after(step_s)
-        clique.settle(f"make room for replicas of {what}", accepting, deadline=deadline)
+        clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
         over_device = all(peer.more for peer in announced)
@@ -210,7 +210,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
-        clique.settle(
+        clique.agree(
             f"replicate {what}",
             exchanging,
             grace_s=grace_s,
@@ -257,9 +257,9 @@ class CliqueReplicationStrategy(MemberStrategy):
         mine, keepers = self._members.group.my_global_rank, self._members.keepers_here
         place, count = self._members.group.my_group_rank, len(announced)
         rounds: list[tuple[int | None, Announcement | None]] = []
-        for turn in range(1, count):
-            receiver = announced[(place + turn) % count].rank
-            sender = announced[(place - turn) % count]
+        for distance in range(1, count):
+            receiver = announced[(place + distance) % count].rank
+            sender = announced[(place - distance) % count]
             rounds.append(
                 (
                     receiver if receiver in keepers[mine] else None,

@@ -320,16 +320,16 @@ def test_what_is_complete_is_what_a_search_of_all_that_was_told_finds(
 
 
 def _listen(manager: Any, told: dict[str, Any]) -> None:
-    """Note what this rank tells in each of a manager's decisions."""
-    settle = manager._parts.ranks.settle
+    """Note what this rank reports in each of a manager's decisions."""
+    agree = manager._parts.ranks.agree
 
-    def settle_and_note(
+    def agree_and_note(
         what: str, attempt: Any, report: Any = None, *args: Any, **options: Any
     ) -> Any:
         told[what] = report
-        return settle(what, attempt, report, *args, **options)
+        return agree(what, attempt, report, *args, **options)
 
-    manager._parts.ranks.settle = settle_and_note
+    manager._parts.ranks.agree = agree_and_note
 
 
 def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[Any]:

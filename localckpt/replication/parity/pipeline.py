@@ -197,24 +197,24 @@ class _Job:
 
     def run(self) -> None:
         while True:
-            self._settle_what_is_past()
+            self._reclaim_past_buffers()
             self._ask_ahead()
             if self._ready:
                 self._do(self._ready.popleft())
             elif self._next is not None:
                 # There is no buffer for it.
-                self._settle(self._unanswered.popleft())
+                self._reclaim_buffer(self._unanswered.popleft())
             else:
                 break
         while self._unanswered:
-            self._settle(self._unanswered.popleft())
+            self._reclaim_buffer(self._unanswered.popleft())
         self._finish_answers(0)
 
-    def _settle_what_is_past(self) -> None:
-        """Have back the buffer of what was sent two steps ago: it was taken one step ago."""
+    def _reclaim_past_buffers(self) -> None:
+        """Reclaim the buffer of what was sent two steps ago: it was taken one step ago."""
         coming = self._ready[0].task if self._ready else self._next
         while coming and self._unanswered and self._unanswered[0].step + 1 < coming.step:
-            self._settle(self._unanswered.popleft())
+            self._reclaim_buffer(self._unanswered.popleft())
 
     def _ask_ahead(self) -> None:
         """Ask for the messages of the next tasks, in their order, while there are buffers."""
@@ -278,7 +278,7 @@ class _Job:
         message = self._messages.send(peer, ready.task.chain, ready.memory)
         self._unanswered.append(_Sent(ready.task.step, ready.buffer, message))
 
-    def _settle(self, sent: _Sent) -> None:
+    def _reclaim_buffer(self, sent: _Sent) -> None:
         self._messages.await_taken(sent.message)
         if sent.buffer is not None:
             self._free.append(sent.buffer)

@@ -84,7 +84,7 @@ def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> lis
                 else:
                     spans.setdefault(tuple(parts.items()), []).append((start, stop))
             for terms, where in spans.items():
-                hops = _hops(terms, left, want.rank, turn=len(chains))
+                hops = _hops(terms, left, want.rank, number=len(chains))
                 chains.append(Chain(hops, place, tuple(where)))
     if hopeless:
         more = f", and {len(hopeless) - _NAMED} more places" if len(hopeless) > _NAMED else ""
@@ -195,7 +195,7 @@ def _edges(strip: Strip, blocks: Iterable[int]) -> Iterator[int]:
 
 
 def _hops(
-    parts: Sequence[tuple[Strip, int]], left: Left, target: int, turn: int
+    parts: Sequence[tuple[Strip, int]], left: Left, target: int, number: int
 ) -> tuple[Hop, ...]:
     terms: dict[int, list[Term]] = {}
     for strip, factor in parts:
@@ -204,7 +204,7 @@ def _hops(
         terms.setdefault(rank, []).append(Term(strip, factor))
     own = terms.pop(target, [])
     ranks = sorted(terms)
-    first = turn % len(ranks) if ranks else 0
+    first = number % len(ranks) if ranks else 0
     hops = [Hop(rank, _plain_first(terms[rank])) for rank in (*ranks[first:], *ranks[:first])]
     return (*hops, Hop(target, _plain_first(own)))
 

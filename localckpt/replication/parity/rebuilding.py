@@ -117,7 +117,7 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        name, findings = self._ranks.settle(phase, looking, mine, _judge_seen)
+        name, findings = self._ranks.agree(phase, looking, mine, _judge_seen)
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, found in findings:
             for number, fields in found:
@@ -164,9 +164,9 @@ class Rebuilding:
         what = f"rebuild shards of iteration {self._checkpoint.iteration}"
         with Attempt() as sharing:
             self._for_each_group(lambda group: self._share_envelopes(name, group, opened))
-        self._ranks.settle(f"connect to {what}", sharing, deadline=self._deadline())
-        if any(group.findings.doubtful for group in self._groups):
-            self._verify_doubtful()
+        self._ranks.agree(f"connect to {what}", sharing, deadline=self._deadline())
+        if any(group.findings.to_verify for group in self._groups):
+            self._verify_again()
         for group in self._groups:
             self._plan(group)
         if self._recovered.hopeless:
@@ -182,13 +182,11 @@ class Rebuilding:
                 self._recovered.slot = self._store.reserve(
                     mine, sizes[self._rank], self._patience_s
                 )
-        self._ranks.settle(f"make room to {what}", accepting, deadline=self._deadline())
+        self._ranks.agree(f"make room to {what}", accepting, deadline=self._deadline())
         with Attempt() as rebuilding:
             self._for_each_group(self._rebuild)
         try:
-            self._ranks.settle(
-                what, rebuilding, deadline=self._deadline(), grace_s=self._patience_s
-            )
+            self._ranks.agree(what, rebuilding, deadline=self._deadline(), grace_s=self._patience_s)
         except PeerLostError:
             raise
         except CheckpointingException as error:
@@ -210,7 +208,7 @@ class Rebuilding:
             raise failures[0]
 
     def _share_envelopes(self, name: str, group: _Group, opened: ExitStack) -> None:
-        """Heads go from the members that keep them to whoever computes, or doubts, an image."""
+        """Send envelopes from the members that keep them to those that compute or verify images."""
         repair, name = group.repair, f"{name}/{self._groups.index(group)}"
         transport = HostTransport.connect(name, repair.ranks, self._rank, self._timeout_s)
         opened.callback(transport.close)
@@ -242,8 +240,8 @@ class Rebuilding:
                 # What is computed is verified without it as well, when it is restored.
                 logger.warning("the envelope that was kept for %s is no good: %s", identity, error)
 
-    def _verify_doubtful(self) -> None:
-        """Find out by their envelopes which blocks of images are really bad, and tell each other.
+    def _verify_again(self) -> None:
+        """Find out by their envelopes which blocks of images are really bad, and report them.
 
         An image alone cannot tell whether a block is bad or its digest.
         """
@@ -252,7 +250,7 @@ class Rebuilding:
             mine += [
                 [number, rank, sorted(self._bad_blocks(group, rank))]
                 for number, group in enumerate(self._groups)
-                for rank in group.findings.doubtful
+                for rank in group.findings.to_verify
                 if group.repair.images[rank] == self._rank and rank in group.envelopes
             ]
         phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"

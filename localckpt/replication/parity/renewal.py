@@ -56,7 +56,7 @@ class ParityRenewal:
                     sizes = [source.nbytes, envelope_nbytes(source)]
             phase = f"see whether parity of iteration {iteration} can be made"
             judge = partial(_judge_opened, self._groups)
-            refusals, members = ranks.settle(phase, Attempt(), [opening.error_text, sizes], judge)
+            refusals, members = ranks.agree(phase, Attempt(), [opening.error_text, sizes], judge)
             unable = dict(refusals)
             # Members of a group to which one has nothing to add do not begin.
             able = [g for g in self._groups if unable.keys().isdisjoint(g.ranks)]

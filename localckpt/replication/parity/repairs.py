@@ -89,8 +89,8 @@ def longest_wait(repairs: Iterable[Repair]) -> int:
     """Number of repairs that may wait for one another, where each rank makes its own in order."""
     of_rank: dict[int, int] = {}
     for repair in repairs:
-        turn = 1 + max(of_rank.get(rank, 0) for rank in repair.ranks)
-        of_rank.update(dict.fromkeys(repair.ranks, turn))
+        last = 1 + max(of_rank.get(rank, 0) for rank in repair.ranks)
+        of_rank.update(dict.fromkeys(repair.ranks, last))
     return max(of_rank.values(), default=0)
 
 
@@ -146,8 +146,8 @@ class Findings:
     envelopes: Mapping[int, tuple[int, int, int]]
 
     @property
-    def doubtful(self) -> list[int]:
-        """Ranks whose images may have fewer bad blocks than was found without their envelopes."""
+    def to_verify(self) -> list[int]:
+        """Ranks whose images may have fewer bad blocks than were found without envelopes."""
         return [p.piece.rank for p in self.problems if p.piece.is_shard and not p.is_gone]
 
 

@@ -163,7 +163,7 @@ class ParityReplicationStrategy(MemberStrategy):
                 slots.append(store.reserve(parity, frame.nbytes, timeout_s))
                 parts = frame.put(slots[0].image)
             deadline = Deadline.after(step_s)
-            clique.settle(f"make room for the parity of {what}", accepting, deadline=deadline)
+            clique.agree(f"make room for the parity of {what}", accepting, deadline=deadline)
 
             started = time.monotonic()
             with Attempt() as encoding:
@@ -171,7 +171,7 @@ class ParityReplicationStrategy(MemberStrategy):
                 assert parts is not None
                 self._connected(announced, step_s).run(of, source, parts, envelopes, step_s)
             deadline = deadline_with_others(step_s)
-            clique.settle(f"encode the parity of {what}", encoding, deadline=deadline)
+            clique.agree(f"encode the parity of {what}", encoding, deadline=deadline)
             slots[0].arrived()
         except Exception:
             store.release(slots)

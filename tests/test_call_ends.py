@@ -79,7 +79,7 @@ def test_a_subclass_that_others_do_not_know_becomes_the_nearest_that_they_do() -
 
 
 @pytest.mark.parametrize("other", [CallEnd(4, "write"), CallEnd.of(3, "read", OSError("x"))])
-def test_ranks_at_different_calls_are_told_where_each_is(other: CallEnd) -> None:
+def test_ranks_at_different_calls_raise_where_each_is(other: CallEnd) -> None:
     error = error_of([GOOD, other], [0, 1])
 
     assert type(error) is MismatchError

@@ -30,11 +30,11 @@ def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
     assert ranks_named(ranks) == named
 
 
-def test_texts_that_ranks_share_are_said_once() -> None:
+def test_texts_that_ranks_share_are_given_once() -> None:
     assert said_by({0: "a.", 2: "b", 1: "a"}) == "ranks 0 and 1: a; rank 2: b"
 
 
-def test_an_error_with_an_empty_text_is_told_by_its_class() -> None:
+def test_an_error_with_an_empty_text_is_described_by_its_class() -> None:
     assert described(MemoryError()) == "MemoryError"
     assert described(ValueError("why")) == "ValueError: why"
     assert described(StorageError("full")) == "full"
@@ -85,7 +85,7 @@ def _tell_long_texts(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_an_error_of_more_than_8_mib_is_told_to_all_and_breaks_no_store() -> None:
+def test_an_error_of_more_than_8_mib_is_raised_on_all_and_breaks_no_store() -> None:
     told = run_ranks(_tell_long_texts, 2)
 
     assert told[0] == told[1]

@@ -36,7 +36,7 @@ def test_a_python_on_the_path_is_found_by_its_version(
     assert said.stdout.strip() == sys.version
 
 
-def test_a_python_that_the_machine_lacks_is_told_and_nothing_passed(
+def test_a_python_that_the_machine_lacks_is_reported_and_nothing_passed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = main(["3.99:2.13.0", "--", "--no-such-argument"])

@@ -78,7 +78,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
     assert time.monotonic() - started < 20.0
 
 
-def test_a_rank_that_was_expected_to_die_is_told_by_its_signal() -> None:
+def test_a_rank_that_was_expected_to_die_is_identified_by_its_signal() -> None:
     alive, dead = run_ranks(_rank_one_kills_itself, 2, init_group=False, expect_dead={1})
 
     assert alive == 0

@@ -149,7 +149,7 @@ def _fail_on_two(rank: int, world_size: int) -> str:
     return told
 
 
-def test_of_two_errors_all_ranks_are_told_the_first_though_the_root_is_at_work() -> None:
+def test_of_two_errors_all_ranks_raise_the_first_though_the_root_is_at_work() -> None:
     told = run_ranks(_fail_on_two, 3)
 
     assert told == ["StorageError: could not try: rank 2: the first"] * 3
@@ -175,7 +175,7 @@ def _fail_with_what_is_no_exception(rank: int, world_size: int, failing: str) ->
 
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("failing", ["work", "judge"])
-def test_what_is_no_exception_is_told_to_all_at_once_too(failing: str) -> None:
+def test_what_is_no_exception_is_raised_on_all_at_once_too(failing: str) -> None:
     told = run_ranks(_fail_with_what_is_no_exception, 2, failing)
 
     at = 1 if failing == "work" else 0
@@ -288,7 +288,7 @@ def _miss_a_round(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.fault("interrupted")
-def test_a_rank_that_missed_a_round_goes_on_with_the_others_at_the_number_it_is_told() -> None:
+def test_a_rank_that_missed_a_round_goes_on_with_the_others_at_the_number_it_is_given() -> None:
     lost, missed, lost_too = run_ranks(_miss_a_round, 3)
 
     assert lost == lost_too == ["PeerLostError", 3, 3]

@@ -34,7 +34,7 @@ def _come_late(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_rank_that_comes_too_late_is_told_and_the_next_gathering_works() -> None:
+def test_a_rank_that_comes_too_late_raises_and_the_next_gathering_works() -> None:
     waiting, late = run_ranks(_come_late, 2)
 
     assert waiting[0] == late[0] == "[0, 1]"

@@ -133,7 +133,7 @@ def _schedules_less(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.fault("disagreement")
-def test_ranks_that_are_at_different_calls_are_told_who_is_where() -> None:
+def test_ranks_that_are_at_different_calls_raise_who_is_where() -> None:
     first, second = run_ranks(_schedules_less, 2)
 
     assert first == second

@@ -475,7 +475,7 @@ class TestWorker:
 
         assert work.await_file(tmp_path / "collected")
 
-    def test_its_last_words_are_told(self, make: Any) -> None:
+    def test_its_last_output_is_in_the_error(self, make: Any) -> None:
         error = outcome(make(PersistentAsyncCaller), work.die, signal.SIGABRT, "so it ends")
 
         assert "SIGABRT" in str(error)

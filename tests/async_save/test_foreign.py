@@ -80,7 +80,7 @@ def _ends_when(outcome: ForeignOutcome, event: Callable[[], object]) -> bool:
     return waited and not waiting.is_alive()
 
 
-def test_a_process_waits_until_the_trainer_has_told_or_closed() -> None:
+def test_a_process_waits_until_the_trainer_has_reported_or_closed() -> None:
     told, closed = ForeignOutcome(), ForeignOutcome()
 
     assert _ends_when(told, lambda: told.report(None))

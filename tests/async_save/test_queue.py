@@ -158,7 +158,7 @@ def test_a_scheduled_request_is_frozen(owner: Owner) -> None:
     assert owner.finalized == []
 
 
-def test_an_error_is_raised_once_the_owner_is_told_and_later_calls_work(
+def test_an_error_is_raised_once_the_failure_functions_ran_and_later_calls_work(
     owner: Owner, tmp_path: Path
 ) -> None:
     owner.schedule(work.fail_storage, name="bad")
@@ -298,7 +298,7 @@ def test_close_raises_what_failed_after_everything_else_is_finalized(
     assert not our_children()
 
 
-def test_close_with_abort_finalizes_nothing_and_tells_the_owner(
+def test_close_with_abort_finalizes_nothing_and_runs_the_failure_functions(
     owner: Owner, tmp_path: Path, our_children: Children
 ) -> None:
     owner.schedule(work.write_when, tmp_path / "a", tmp_path / "gate", name="a")
@@ -338,7 +338,7 @@ def test_leaving_the_with_block_by_an_error_ends_the_calls_well_and_asks_nobody(
 
 
 @pytest.mark.parametrize("how", ["left with an error", "aborted"])
-def test_calls_are_told_not_to_wait_for_others_before_the_queue_waits_for_them(how: str) -> None:
+def test_stop_functions_run_before_the_queue_waits_for_its_calls(how: str) -> None:
     begun, told, over = threading.Event(), threading.Event(), list[bool]()
     queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
 
@@ -364,7 +364,7 @@ def test_calls_are_told_not_to_wait_for_others_before_the_queue_waits_for_them(h
     assert over == [True]
 
 
-def test_a_queue_that_is_closed_tells_no_call_to_stop(queue: AsyncCallsQueue) -> None:
+def test_a_queue_that_is_closed_runs_no_stop_function(queue: AsyncCallsQueue) -> None:
     told, finalized = list[str](), list[str]()
     stop, finalize = (lambda: told.append("stop")), (lambda: finalized.append("finalized"))
 

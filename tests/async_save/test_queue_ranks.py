@@ -214,7 +214,7 @@ def _schedules_other(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.fault("disagreement")
-def test_ranks_that_schedule_different_calls_are_told_who_is_where() -> None:
+def test_ranks_that_schedule_different_calls_raise_who_is_where() -> None:
     results = run_ranks(_schedules_other, 2)
 
     raised, failed, finalized = results[0]
@@ -273,7 +273,7 @@ def _polls_and_then_asks_nobody(rank: int, world_size: int, directory: Path) -> 
     return early, seconds < 2.0, one.finalized
 
 
-def test_what_ranks_were_told_of_a_call_is_void_once_it_is_settled_without_them(
+def test_a_verdict_on_a_call_is_void_once_the_call_was_finalized_without_the_ranks(
     tmp_path: Path,
 ) -> None:
     results = run_ranks(_polls_and_then_asks_nobody, 2, tmp_path)

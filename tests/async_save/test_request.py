@@ -105,7 +105,9 @@ def test_execute_sync_without_a_function_still_finalizes() -> None:
 
 
 @pytest.mark.parametrize("where", ["preload_fn", "async_fn"])
-def test_execute_sync_that_fails_tells_the_owner_and_does_not_finalize(where: str) -> None:
+def test_execute_sync_that_fails_runs_the_failure_functions_and_does_not_finalize(
+    where: str,
+) -> None:
     seen: list[Any] = []
     functions: dict[str, Any] = {"preload_fn": None, "async_fn": work.nothing}
     functions[where] = work.fail_storage

@@ -87,7 +87,7 @@ def test_what_is_called_complete_is_what_coverage_finds_in_its_order(inventory: 
 
 
 @given(_any_inventory | _jobs())
-def test_every_holder_of_every_shard_is_told_and_no_other(inventory: Found) -> None:
+def test_every_holder_of_every_shard_is_named_and_no_other(inventory: Found) -> None:
     told = {
         (node, standing.checkpoint.shard(rank, "run"))
         for standing in _explain(inventory).checkpoints

@@ -117,7 +117,7 @@ def _use_in_a_fork(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_that_saves_or_loads_is_told_whose_the_manager_is(
+def test_a_fork_that_saves_or_loads_raises_whose_the_manager_is(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(1)

@@ -139,7 +139,7 @@ def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
 
 
 @pytest.mark.parametrize("policy", ["wait", "skip", "error"])
-def test_a_request_that_was_dropped_is_told_at_the_next_save_which_then_works(
+def test_a_request_that_was_dropped_is_an_error_at_the_next_save_which_then_works(
     kind: str, root: Path, policy: str
 ) -> None:
     with make_manager(kind, root, on_busy=policy, keep_last=2) as manager:
@@ -156,7 +156,7 @@ def test_a_request_that_was_dropped_is_told_at_the_next_save_which_then_works(
     assert iterations_on(root) == {1, 2}
 
 
-def test_requests_that_are_kept_but_not_scheduled_are_told_when_they_have_all_buffers(
+def test_requests_that_are_kept_but_not_scheduled_are_an_error_when_they_have_all_buffers(
     kind: str, root: Path
 ) -> None:
     with make_manager(kind, root) as manager:
@@ -378,7 +378,7 @@ def test_a_manager_that_is_closed_late_leaves_the_saves_of_a_newer_one_alone(
         assert resume(newer, 0, 3) == "own node"
 
 
-def test_what_was_told_of_the_newest_save_stays_when_an_older_one_is_finalized(
+def test_the_report_of_the_newest_save_stays_when_an_older_one_is_finalized(
     kind: str, root: Path
 ) -> None:
     with make_manager(kind, root, on_busy="skip", num_buffers=1) as manager:

@@ -476,7 +476,7 @@ def _fail_before_a_late_peer_comes(rank: int, world_size: int) -> str:
         return error_of(lambda: queue.maybe_finalize_async_calls(blocking=True), SaveFailedError)
 
 
-def test_the_first_thing_that_went_wrong_is_what_all_ranks_are_told(node_dirs: Dirs) -> None:
+def test_the_first_thing_that_went_wrong_is_what_all_ranks_raise(node_dirs: Dirs) -> None:
     told = run_ranks(_fail_before_a_late_peer_comes, 2, store_per_node=node_dirs(2))
 
     assert told[0] == told[1]

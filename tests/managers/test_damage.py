@@ -91,7 +91,7 @@ def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> list[Path]:
 
 @pytest.mark.fault("bad-copies")
 @pytest.mark.parametrize("position", [_BEGINNING, _MIDDLE, _END], ids=["start", "middle", "end"])
-def test_a_bad_own_copy_is_set_aside_and_the_replica_is_taken(
+def test_a_bad_own_copy_is_quarantined_and_the_replica_is_taken(
     kind: str, position: float, nodes: list[Path]
 ) -> None:
     run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
@@ -122,7 +122,7 @@ def test_a_bad_replica_does_no_harm_while_the_own_copy_is_good(
 
 
 @pytest.mark.fault("bad-copies")
-def test_a_replica_that_turns_out_bad_on_its_way_is_set_aside_where_it_is_kept(
+def test_a_replica_that_turns_out_bad_on_its_way_is_quarantined_where_it_is_kept(
     kind: str, nodes: list[Path]
 ) -> None:
     run_ranks(_save_iterations, 2, kind, True, store_per_node=nodes)
@@ -324,7 +324,7 @@ def _receive_badly(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.fault("bad-copies")
-def test_a_copy_that_was_spoiled_on_its_way_is_not_set_aside_where_it_is_good(
+def test_a_copy_that_was_spoiled_on_its_way_is_not_quarantined_where_it_is_good(
     node_dirs: Dirs,
 ) -> None:
     nodes = node_dirs(3)

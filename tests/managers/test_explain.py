@@ -46,7 +46,7 @@ def _explain(rank: int, world_size: int, kind: str) -> tuple[str, Any, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_are_told_why_a_newer_checkpoint_is_not_loaded(
+def test_all_ranks_get_why_a_newer_checkpoint_is_not_loaded(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(4)
@@ -75,7 +75,7 @@ def test_all_ranks_are_told_why_a_newer_checkpoint_is_not_loaded(
 
 
 @pytest.mark.parametrize("position", [0.0001, 0.9], ids=["header", "tensors"])
-def test_a_newer_checkpoint_without_an_intact_copy_is_told_and_older_ones_load(
+def test_a_newer_checkpoint_without_an_intact_copy_is_named_and_older_ones_load(
     position: float, node_dirs: Dirs
 ) -> None:
     nodes = node_dirs(4)
@@ -97,7 +97,7 @@ def test_a_newer_checkpoint_without_an_intact_copy_is_told_and_older_ones_load(
     assert "is damaged: " not in text.partition("Not counted")[0]
 
 
-def test_without_any_checkpoint_that_is_what_is_told(node_dirs: Dirs) -> None:
+def test_without_any_checkpoint_the_explanation_is_that(node_dirs: Dirs) -> None:
     told = run_ranks(_explain, 2, "disk", store_per_node=node_dirs(2))
 
     assert [found for *_, found in told] == [-1, -1]

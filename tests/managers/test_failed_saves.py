@@ -279,7 +279,7 @@ def _lose_the_store_before_the_verdict(rank: int, world_size: int) -> tuple[str,
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_save_of_which_one_rank_heard_no_verdict_is_whole_if_the_others_completed_it(
+def test_a_save_of_which_one_rank_read_no_verdict_is_whole_if_the_others_completed_it(
     node_dirs: Dirs,
 ) -> None:
     nodes = node_dirs(2)

@@ -62,7 +62,7 @@ def _told(records: Sequence[ShardRecord]) -> Any:
         st.tuples(_ANY_CHECKPOINT, st.integers(0, MOST_RANKS - 1)), _NUMBERS, max_size=20
     )
 )
-def test_what_a_node_tells_is_what_the_others_know(
+def test_the_report_of_a_node_is_what_the_others_have(
     shards: Mapping[tuple[Checkpoint, int], int],
 ) -> None:
     inventory = Inventory(_RANKS_ON)
@@ -77,7 +77,7 @@ def test_what_a_node_tells_is_what_the_others_know(
     assert known == shards
 
 
-def test_a_node_of_a_large_job_tells_less_than_32_bytes_a_shard() -> None:
+def test_a_node_of_a_large_job_reports_less_than_32_bytes_a_shard() -> None:
     ranks, size = 16384, 20_000_000_000
     owners = [*range(ranks - 24, ranks - 16), *range(ranks - 8, ranks)]
     checkpoints = [
@@ -89,7 +89,7 @@ def test_a_node_of_a_large_job_tells_less_than_32_bytes_a_shard() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 1000])
-def test_the_widest_numbers_take_as_much_as_is_said(shards: int) -> None:
+def test_the_widest_numbers_take_as_much_as_is_documented(shards: int) -> None:
     widest = 10**19 - 1
     checkpoint = Checkpoint(Generation(widest, widest), widest, MOST_RANKS)
     owners = range(MOST_RANKS - shards, MOST_RANKS)
@@ -99,7 +99,7 @@ def test_the_widest_numbers_take_as_much_as_is_said(shards: int) -> None:
     assert nbytes <= 100 + 30 * shards
 
 
-def test_a_shard_that_a_node_has_twice_is_told_once() -> None:
+def test_a_shard_that_a_node_has_twice_is_reported_once() -> None:
     checkpoint = Checkpoint(Generation(1, 2), 3, 2)
 
     twice = [_record(checkpoint, 1, 5), _record(checkpoint, 1, 5)]
@@ -122,7 +122,7 @@ def _lineages(epochs: int) -> list[Lineage]:
     ]
 
 
-def test_a_lineage_is_told_once_for_each_epoch_and_in_less_than_300_bytes() -> None:
+def test_a_lineage_is_reported_once_for_each_epoch_and_in_less_than_300_bytes() -> None:
     lineages = _lineages(2)
     records, without = [], []
     for lineage in lineages:
@@ -141,7 +141,7 @@ def test_a_lineage_is_told_once_for_each_epoch_and_in_less_than_300_bytes() -> N
 
 
 @pytest.mark.parametrize(("ranks", "telling"), [(1, 1), (8, 8), (64, 64), (127, 127), (16384, 64)])
-def test_in_a_large_job_the_shards_of_some_ranks_tell_the_lineage(ranks: int, telling: int) -> None:
+def test_in_a_large_job_the_shards_of_some_ranks_have_the_lineage(ranks: int, telling: int) -> None:
     (lineage,) = _lineages(1)
     generation = Generation(lineage.epoch.number, lineage.epoch.draw * SAVES_AN_ATTEMPT)
     checkpoint = Checkpoint(generation, 5, ranks)
@@ -205,7 +205,7 @@ def test_a_lineage_that_cannot_be_is_refused_and_nothing_is_taken_in(lineage: An
     ],
     ids=str,
 )
-def test_what_cannot_be_understood_is_refused_and_names_who_told_it(told: Any) -> None:
+def test_a_report_that_cannot_be_read_is_refused_and_its_rank_named(told: Any) -> None:
     inventory = Inventory(_RANKS_ON)
     shards = [[1, 1, 9, 1, [0], [8]], *told] if isinstance(told, list) else told
 
@@ -228,7 +228,7 @@ _NEARLY_TOLD = st.lists(
 
 
 @given(_JSON | _NEARLY_TOLD)
-def test_whatever_is_told_is_either_refused_or_known_as_it_was_told(told: Any) -> None:
+def test_every_report_is_either_refused_or_taken_as_it_is(told: Any) -> None:
     inventory = Inventory(_RANKS_ON)
 
     try:
@@ -292,7 +292,7 @@ def test_the_first_rank_of_each_node_speaks_for_it(nodes: list[str]) -> None:
 @given(
     st.dictionaries(_NODES, st.lists(st.tuples(_FEW_CHECKPOINTS, st.integers(0, 2)), max_size=20))
 )
-def test_what_is_complete_is_what_a_search_of_all_that_was_told_finds(
+def test_what_is_complete_is_what_a_search_of_all_reports_finds(
     found: Mapping[str, Sequence[tuple[Checkpoint, int]]],
 ) -> None:
     inventory = Inventory(_RANKS_ON)
@@ -345,7 +345,7 @@ def _restart_and_listen(rank: int, world_size: int, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_one_rank_of_each_node_tells_the_shards_of_both(
+def test_one_rank_of_each_node_reports_the_shards_of_both(
     kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)

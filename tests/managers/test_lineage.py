@@ -96,7 +96,7 @@ def _choose_between_two(rank: int, world_size: int, base: Path) -> str:
 
 
 @pytest.mark.fault("old-files")
-def test_where_two_lineages_know_nothing_of_each_other_the_choice_is_told_with_both(
+def test_where_two_lineages_are_unrelated_the_choice_is_logged_with_both(
     tmp_path: Path,
 ) -> None:
     told = run_ranks(_choose_between_two, 2, tmp_path)

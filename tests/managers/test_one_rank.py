@@ -191,7 +191,7 @@ def test_load_into_another_structure_is_refused_and_changes_nothing(kind: str, r
         resume(manager, 0, 2)
 
 
-def test_load_puts_tensors_where_it_is_told(kind: str, root: Path) -> None:
+def test_load_puts_tensors_on_the_device_that_it_is_given(kind: str, root: Path) -> None:
     with make_manager(kind, root) as manager:
         manager.save(state_of(0, 2), 2)
         manager.find_latest()
@@ -435,7 +435,7 @@ def test_leaving_the_context_closes_the_manager(kind: str, root: Path) -> None:
     assert (our_threads(), our_children()) == before
 
 
-def test_the_memory_is_told_once_and_a_save_and_a_load_are_one_line_each_in_the_log(
+def test_the_memory_is_logged_once_and_a_save_and_a_load_are_one_line_each(
     kind: str, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "localckpt")

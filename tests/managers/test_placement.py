@@ -206,7 +206,7 @@ def test_what_is_found_after_a_restart_stands_where_the_save_left_it(node_dirs: 
     assert owners == [["0", "2"], ["1"], ["0", "1", "2"]]
 
 
-def test_copies_are_in_other_racks_where_racks_are_told(node_dirs: Dirs) -> None:
+def test_copies_are_in_other_racks_where_racks_are_given(node_dirs: Dirs) -> None:
     kept = run_ranks(_by_domains, 4, "xxyy", store_per_node=node_dirs(4))
 
     assert kept == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]

@@ -143,7 +143,7 @@ def _restart_on_a_disk_that_refuses(rank: int, world_size: int) -> list[int]:
 
 
 @pytest.mark.fault("refused-io")
-def test_a_node_that_cannot_keep_the_copies_is_told_and_training_goes_on(node_dirs: Dirs) -> None:
+def test_a_node_that_cannot_keep_the_copies_is_logged_and_training_goes_on(node_dirs: Dirs) -> None:
     nodes = node_dirs(2)
     run_ranks(_save, 2, "disk", 1, 2, store_per_node=nodes)
     _empty(nodes[0])

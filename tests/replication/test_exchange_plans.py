@@ -63,7 +63,7 @@ def test_an_own_copy_is_never_fetched_from_another_rank(
 
 
 @given(_worlds(), st.randoms(use_true_random=False))
-def test_the_order_in_which_ranks_are_told_makes_no_difference(
+def test_the_order_in_which_ranks_are_given_makes_no_difference(
     world: tuple[dict[int, list[CkptID]], dict[int, list[CkptID]]], chance: random.Random
 ) -> None:
     available, wanted = world

@@ -62,7 +62,7 @@ def test_the_last_cliques_of_a_lane_that_does_not_divide_are_larger() -> None:
 
 
 @given(st.integers(1, 9), st.integers(2, 9), st.integers(2, 40))
-def test_what_is_said_to_fit_does_fit(jump: int, factor: int, world_size: int) -> None:
+def test_what_an_error_proposes_does_fit(jump: int, factor: int, world_size: int) -> None:
     try:
         parse_group_sequence(jump, factor, world_size)
     except MismatchError as error:
@@ -208,5 +208,5 @@ def _facts_of_groups(rank: int, world_size: int) -> None:
             GroupWrapper.from_list_of_groups(wrong)
 
 
-def test_a_group_tells_ranks_and_backend_and_refuses_wrong_lists() -> None:
+def test_a_group_has_ranks_and_backend_and_refuses_wrong_lists() -> None:
     run_ranks(_facts_of_groups, 4)

@@ -319,6 +319,6 @@ def test_the_usual_schemes_are_those_that_fit(nodes: int) -> None:
     assert told == [scheme for scheme, least in needed.items() if nodes >= least]
 
 
-def test_chances_are_told_up_to_four_lost_nodes_or_all_of_them() -> None:
+def test_chances_are_given_up_to_four_lost_nodes_or_all_of_them() -> None:
     assert [len(survivability(nodes, 1, "none").loss) for nodes in (1, 3, 64)] == [1, 3, 4]
     assert len(survivability(64, 1, "none", most_lost=9).loss) == 9

@@ -415,7 +415,7 @@ def _over_nccl(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_device_memory_travels_over_nccl() -> None:
+def test_device_memory_is_sent_over_nccl() -> None:
     run_ranks(_over_nccl, 2, backend="nccl", timeout_s=120.0)
 
 

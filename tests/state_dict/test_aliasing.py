@@ -138,7 +138,7 @@ def test_empty_tensors_share_nothing() -> None:
     assert_same(loaded, state)
 
 
-def test_tensors_of_one_name_are_told_apart() -> None:
+def test_tensors_of_one_name_are_distinguished() -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.ones(3)}
 
     loaded = round_trip(state)

@@ -208,7 +208,7 @@ def test_the_digests_say_the_same_wherever_the_parts_of_a_block_lie(nbytes: int)
 
 
 @pytest.mark.fault("flipped-bit")
-def test_the_identity_is_told_only_by_a_header_that_is_intact() -> None:
+def test_the_identity_is_read_only_from_a_header_that_is_intact() -> None:
     image = image_of(SMALL)
     position = image.index(b'"iteration": "40"') + len('"iteration": "4')
 
@@ -219,7 +219,7 @@ def test_the_identity_is_told_only_by_a_header_that_is_intact() -> None:
         read_verified_record(source_of(image))
 
 
-def test_the_identity_is_told_by_a_header_of_several_blocks() -> None:
+def test_the_identity_is_read_from_a_header_of_several_blocks() -> None:
     state = {f"a tensor with a long name {n:0200d}": torch.tensor(n) for n in range(6000)}
     source = pack(state, IDENTITY)
     assert read_header(source).data_start > BLOCK_NBYTES
@@ -235,7 +235,7 @@ def test_the_identity_is_told_by_a_header_of_several_blocks() -> None:
 @given(st.integers(1, 10 * BLOCK_NBYTES) | st.integers(1, 1 << 50))
 @example(BLOCK_NBYTES)
 @example(BLOCK_NBYTES + 1)
-def test_the_size_of_an_image_tells_where_its_digests_begin(covered: int) -> None:
+def test_the_size_of_an_image_determines_where_its_digests_begin(covered: int) -> None:
     assert covered_nbytes(covered + digests_nbytes(covered)) == covered
 
 

@@ -71,7 +71,7 @@ def test_an_error_names_all_that_cannot_be_allowed_and_what_to_save_instead() ->
     )
 
 
-def test_what_torch_was_told_to_allow_is_not_allowed_if_it_runs_code() -> None:
+def test_what_torch_allows_is_not_allowed_if_it_runs_code() -> None:
     state = {"value": Reduced(eval, ("1 + 1",))}
 
     with (
@@ -189,7 +189,7 @@ MISSING = _Missing()
 # All reasons at once, with their places.
 
 
-def test_all_refused_classes_are_told_at_once_each_with_its_place() -> None:
+def test_all_refused_classes_are_listed_at_once_each_with_its_place() -> None:
     state = {
         "model": {"weight": torch.ones(2), "config": Other()},
         "list": [1, {"deep": (2, Settings(1))}],
@@ -207,7 +207,7 @@ def test_all_refused_classes_are_told_at_once_each_with_its_place() -> None:
     assert "functools.partial cannot be allowed: it calls any function" in text
 
 
-def test_all_values_that_cannot_be_pickled_are_told_at_once_each_with_its_place() -> None:
+def test_all_values_that_cannot_be_pickled_are_listed_at_once_each_with_its_place() -> None:
     state = {"model": {"lock": threading.Lock()}, "list": [1, lambda: 2], "class": Other()}
 
     with pytest.raises(UnsafeGlobalError) as refused:
@@ -219,12 +219,12 @@ def test_all_values_that_cannot_be_pickled_are_told_at_once_each_with_its_place(
     assert "test_refusals.Other (at 'class')" in text
 
 
-def test_a_refused_class_inside_of_an_allowed_object_is_told_by_its_attribute() -> None:
+def test_a_refused_class_inside_of_an_allowed_object_is_named_by_its_attribute() -> None:
     with pytest.raises(UnsafeGlobalError, match=r"Other \(at 'settings\.value\.0'\)"):
         pack({"settings": Settings([Other()])}, IDENTITY, ImagePlanner(ALLOWED))
 
 
-def test_very_many_refused_values_are_told_in_one_short_error() -> None:
+def test_very_many_refused_values_are_one_short_error() -> None:
     with pytest.raises(UnsafeGlobalError) as refused:
         pack({"many": [Other() for _ in range(20_000)]}, IDENTITY)
 

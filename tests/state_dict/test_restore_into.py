@@ -157,7 +157,7 @@ def test_another_order_of_the_same_tensors_is_refused() -> None:
         load_into(saved, dict(reversed(saved.items())))
 
 
-def test_many_differences_are_told_in_a_few_lines() -> None:
+def test_many_differences_are_listed_in_a_few_lines() -> None:
     saved = {f"t{n}": torch.ones(2) for n in range(1000)}
 
     with pytest.raises(MismatchError, match="and 990 more") as refused:

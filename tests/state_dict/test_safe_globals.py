@@ -316,7 +316,7 @@ def test_what_is_allowed_when_made_can_be_saved_and_loaded() -> None:
         unpack(image)
 
 
-def test_what_torch_is_told_to_allow_can_be_saved_and_loaded() -> None:
+def test_what_torch_allows_can_be_saved_and_loaded() -> None:
     state = {"settings": Settings(torch.ones(2))}
     planner = ImagePlanner()
 

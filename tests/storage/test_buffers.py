@@ -321,7 +321,7 @@ def test_a_buffer_that_was_dropped_is_not_given_again() -> None:
     pool.close()
 
 
-def test_the_owner_tells_whether_a_buffer_was_taken_again() -> None:
+def test_the_owner_determines_whether_a_buffer_was_taken_again() -> None:
     pool = BufferPool(PrivateBuffer, depth=1)
     buffer = pool.take(0, 1000, 1.0, owner="a save")
     buffer.give_back()

@@ -113,7 +113,7 @@ def test_a_fork_that_writes_from_shared_memory_finds_it_by_its_name(
     assert not buffer.path.exists()
 
 
-def test_a_fork_is_told_that_private_memory_is_not_its_own() -> None:
+def test_a_fork_raises_that_private_memory_is_not_its_own() -> None:
     buffer = PrivateBuffer(_NBYTES)
 
     def look() -> None:

@@ -96,7 +96,7 @@ def test_too_few_inodes_are_an_error_at_the_first_save(small_disk: Callable[[str
         manager.save(state(), 1)
 
 
-def test_a_disk_that_is_memory_is_said(
+def test_a_disk_that_is_memory_is_logged(
     small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     root = small_disk("size=64m")
@@ -107,7 +107,7 @@ def test_a_disk_that_is_memory_is_said(
     assert f"{root} is on tmpfs: checkpoints there outlive processes, but not" in caplog.text
 
 
-def test_memory_that_is_a_disk_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_a_disk_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if file_system(tmp_path) == "tmpfs":
         pytest.skip("temporary files are in memory here")
 

@@ -309,7 +309,7 @@ def test_discarding_what_is_not_there_does_nothing(node: Node) -> None:
     assert found(store) == {identity(1)}
 
 
-def test_a_shard_that_is_set_aside_is_kept_but_not_found(node: Node) -> None:
+def test_a_shard_in_quarantine_is_kept_but_not_found(node: Node) -> None:
     store = node()
     save(store, identity(1))
     save(store, identity(2))
@@ -344,7 +344,7 @@ def test_two_bad_copies_of_a_shard_are_both_kept_with_what_was_wrong(node: Node)
 
 @pytest.mark.fault("flipped-bit")
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"garbage", None])
-def test_a_file_with_a_damaged_header_is_set_aside_and_the_others_are_found(
+def test_a_file_with_a_damaged_header_is_quarantined_and_the_others_are_found(
     node: Node, damage: bytes | None
 ) -> None:
     store = node()

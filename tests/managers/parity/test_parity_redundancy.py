@@ -163,7 +163,7 @@ def _chances(rank: int, world_size: int) -> list[float]:
         return [chance.probability for chance in manager.survivability()]
 
 
-def test_a_manager_tells_the_chances_of_its_parity_groups(node_dirs: Dirs) -> None:
+def test_a_manager_gives_the_chances_of_its_parity_groups(node_dirs: Dirs) -> None:
     told = run_ranks(_chances, 6, store_per_node=node_dirs(6))
 
     # Two groups of three nodes: of 15 pairs of nodes 6 are in one of them.

@@ -133,7 +133,7 @@ def test_the_breaking_sets_are_the_smallest_whose_loss_loses_the_checkpoint(
 
 @settings(deadline=None)
 @given(_found())
-def test_parities_are_known_as_they_were_told(found: dict[str, list[ShardRecord]]) -> None:
+def test_parities_are_taken_as_they_were_reported(found: dict[str, list[ShardRecord]]) -> None:
     inventory = Inventory(ranks_by_node(list("abcde")), SCHEMES)
 
     for node, records in found.items():
@@ -174,7 +174,9 @@ def test_parities_that_cannot_be_are_refused_and_nothing_is_taken_in(parities: A
 
 
 @pytest.mark.parametrize("others", [7, [], {}, [[0, 1, 0, 1, 3]], {"a": 7}, {"a": "b"}], ids=str)
-def test_pieces_that_are_told_otherwise_are_refused_and_nothing_is_taken_in(others: Any) -> None:
+def test_pieces_that_are_reported_otherwise_are_refused_and_nothing_is_taken_in(
+    others: Any,
+) -> None:
     inventory = Inventory({"a": [0], "b": [1]}, SCHEMES)
 
     with pytest.raises(MismatchError, match="what rank 1 tells of its node's shards"):
@@ -198,7 +200,7 @@ def test_pieces_of_which_no_scheme_can_make_anything_do_not_count(others: Any) -
     assert not inventory.groups(checkpoint)
 
 
-def test_a_node_of_a_large_job_tells_less_than_32_bytes_for_each_shard_and_each_parity() -> None:
+def test_a_node_of_a_large_job_reports_less_than_32_bytes_for_each_shard_and_each_parity() -> None:
     nodes = [str(rank // 8) for rank in range(16384)]
     groups = place_parity_groups(nodes, 2, 8)
     checkpoint = Checkpoint(Generation(1234, 2**60), 10**7, 16384)

@@ -289,7 +289,7 @@ def test_a_member_that_stops_is_named_by_every_other_after_the_deadline() -> Non
         assert 1.5 < took < 20.0
 
 
-def test_a_source_that_fails_raises_there_and_its_reason_is_told_to_all() -> None:
+def test_a_source_that_fails_raises_there_and_its_reason_on_all() -> None:
     results = run_ranks(_lose_a_peer, 4, 2, "fail", 60.0)
 
     assert results[1][0] == "disk gone"

@@ -281,6 +281,17 @@ def await_announced(name: str, timeout_s: float = 30.0) -> Any:
     return pickle.loads(store.get(name))
 
 
+def init_group_with_store_on(host: int, rank: int, world_size: int) -> dist.TCPStore:
+    """In a rank, with ``init_group=False``: make the default group; one rank hosts its store."""
+    if rank == host:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        announce("port", store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", await_announced("port"), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return store
+
+
 @dataclass(frozen=True, slots=True)
 class _RankCall:
     pickled: bytes

@@ -34,7 +34,7 @@ from localckpt.async_save.request import (
     run_failure_fns,
     run_stop_fns,
 )
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ranks.watch import Verdict, Watched
 
 if TYPE_CHECKING:
@@ -256,7 +256,11 @@ class AsyncCallsQueue:
         while self._entries:
             entry = self._entries.popleft()
             why = f"{entry.name} was given up when its queue was closed"
-            run_failure_fns(entry.request, raised or CheckpointingException(why))
+            cause = raised or CheckpointingException(why)
+            if entry.watched.may_stand:
+                cause = PeerLostError(f"{why}. Other ranks may have finalized it")
+                cause.outcome_unknown = True
+            run_failure_fns(entry.request, cause)
         if raised is not None:
             try:
                 raise raised

@@ -59,6 +59,7 @@ class Watched:
         report: Gives what came of it, for ``judge``; anything that JSON can carry.
         judge: A pure function of what came of it on each rank, called on the root.
         since: The poll since which it is watched.
+        may_stand: Whether other ranks may act on it without this one.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Watched:
     report: Callable[[], Any] | None = None
     judge: Callable[[list[Any]], Any] | None = None
     since: int = 0
+    may_stand: bool = False
 
     def end(self) -> CallEnd:
         """How it ended on this rank."""
@@ -252,6 +254,8 @@ class Watch:
             judged = self._ranks.attend(
                 what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
             )
+            for call in over:
+                call.may_stand = True
             due = since + 1 + self._ranks.attend(what, self._promise() - since, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])

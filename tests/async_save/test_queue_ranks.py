@@ -20,7 +20,7 @@ from localckpt.async_save.request import runs_in_trainer
 from localckpt.errors import CheckpointingException, PeerLostError, StorageError
 from localckpt.ranks.ranks import Ranks
 from tests.async_save import work
-from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.ranks import announce, await_announced, init_group_with_store_on, run_ranks, start_ranks
 
 PATIENCE_S = 20.0
 _STEPS = 300
@@ -686,12 +686,7 @@ def test_eight_ranks_finalize_the_same_calls_in_order(tmp_path: Path) -> None:
 
 
 def _lose_the_store(rank: int, world_size: int) -> Any:
-    if rank == 1:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        announce("port", store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", await_announced("port"), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    init_group_with_store_on(1, rank, world_size)
     one = Rank()
     one.schedule(work.nothing)
     dist.barrier()

@@ -34,7 +34,14 @@ from tests.managers.jobs import (
     save,
     state_of,
 )
-from tests.ranks import DeadRank, announce, await_announced, node_store, run_ranks
+from tests.ranks import (
+    DeadRank,
+    announce,
+    await_announced,
+    init_group_with_store_on,
+    node_store,
+    run_ranks,
+)
 
 Dirs = Callable[[int], list[Path]]
 
@@ -244,51 +251,54 @@ def _cut_off_from_the_store(store: dist.TCPStore) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _lose_the_store_before_the_verdict(rank: int, world_size: int) -> tuple[str, set[int]]:
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        announce("port", store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", await_announced("port"), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def _miss_the_verdict(rank: int, world_size: int, aborts: bool) -> tuple[str, set[int]]:
+    store = init_group_with_store_on(0, rank, world_size)
     manager = make_manager("disk", node_store(), "job", keep_last=1)
     queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
     save(manager, state_of(rank, 1), 1, queue)
     request, told = manager.save(state_of(rank, 2), 2, is_async=True), ""
-    if rank == 1:
+    if rank == 1 and not aborts:
         report = Round.report
 
         def report_and_be_cut_off(round_: Round, *args: Any, **options: Any) -> None:
             report(round_, *args, **options)
-            # The last word of this rank: that it will not pass a certain poll.
+            # The last report of this rank: that it will not pass a certain poll.
             if threading.current_thread() is not threading.main_thread() and round_.number == 3:
                 _cut_off_from_the_store(store)
 
         Round.report = report_and_be_cut_off  # type: ignore[method-assign]
     queue.schedule_async_request(request)
+    # From now on the ranks agree, each in a thread.
+    queue.maybe_finalize_async_calls()
     poll = lambda: queue.maybe_finalize_async_calls(blocking=True)  # noqa: E731
-    if rank == 1:
-        told = error_of(poll, PeerLostError)
-        announce("cut off")
-    else:
+    if rank == 0:
         poll()
-        await_announced("cut off")
+        announce("completed")
+        await_announced("missed")
+    else:
+        if aborts:
+            await_announced("completed")
+            queue.close(abort=True)
+        else:
+            told = error_of(poll, PeerLostError)
+        announce("missed")
     queue.close()
     manager.close()
     return told, iterations_on(node_store())
 
 
 @pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize("aborts", [False, True])
 def test_a_save_of_which_one_rank_read_no_verdict_is_whole_if_the_others_completed_it(
-    node_dirs: Dirs,
+    aborts: bool, node_dirs: Dirs
 ) -> None:
     nodes = node_dirs(2)
 
     (_, kept), (told, left) = run_ranks(
-        _lose_the_store_before_the_verdict, 2, init_group=False, store_per_node=nodes
+        _miss_the_verdict, 2, aborts, init_group=False, store_per_node=nodes
     )
 
-    assert "key-value store does not answer" in told
+    assert aborts or "key-value store does not answer" in told
     assert (kept, left) == ({2}, {1, 2})
     assert run_ranks(_resume_newest, 2, store_per_node=nodes) == [2, 2]
 

@@ -86,8 +86,11 @@ class Resuming:
     def note_progress(self, iteration: int) -> None:
         """Remove all counts if a checkpoint, now complete on all ranks, is progress."""
         is_counting = self.current is not None or self.trust.resumes
-        if not is_counting or not self.is_progress(iteration):
-            return
+        if is_counting and self.is_progress(iteration):
+            self.forget()
+
+    def forget(self) -> None:
+        """Count no start so far any more."""
         try:
             self._notes.forget_resumes()
         except StorageError as error:

@@ -25,8 +25,8 @@ __all__ = [
     "resumed_in_vain",
 ]
 
-MarkKind = Literal["quarantined"]
-"""Kinds of marks."""
+MarkKind = Literal["good", "quarantined"]
+"""Kinds of marks, from the weakest to the strongest."""
 
 _LIMIT = 10**MOST_DIGITS
 _WHY_CHARACTERS = 300
@@ -56,7 +56,8 @@ class Mark:
 
     Attributes:
         checkpoint: The checkpoint.
-        kind: ``"quarantined"`` for a checkpoint that is never to be loaded again.
+        kind: ``"good"`` for a checkpoint that the job called good; ``"quarantined"`` for one that
+            is never to be loaded again.
         why: Reason, as a text for messages.
     """
 

@@ -24,7 +24,7 @@ from localckpt.ids import (
 )
 from localckpt.storage.names import shard_named
 from localckpt.storage.store import Stored
-from localckpt.trust import Choice, Trust, choose, resumed_in_vain
+from localckpt.trust import Choice, Mark, Trust, choose, resumed_in_vain
 
 __all__ = ["Explanation", "Lack", "Standing", "explain", "ranges"]
 
@@ -61,6 +61,7 @@ class Standing:
             of ranks is that of the same attempt's other checkpoints; without any, there may be more
             ranks than the names tell of.
         resumed: Number of starts of the job that resumed from it and made no progress.
+        mark: Its mark, ``None`` for none.
         passed_over: Why a restart does not take it, complete or not, by what is known of it beside
             its shards; empty if it may.
     """
@@ -73,6 +74,7 @@ class Standing:
     is_by_name: bool = False
     computed: Mapping[int, str] = field(default_factory=dict)
     resumed: int = 0
+    mark: Mark | None = None
     passed_over: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +87,8 @@ class Standing:
             "by_name": self.is_by_name,
             "computed": sorted(self.computed),
             "resumed": self.resumed,
+            "mark": self.mark and self.mark.kind,
+            "mark_why": self.mark.why if self.mark else "",
             "passed_over": self.passed_over,
         }
 
@@ -195,6 +199,7 @@ def explain(
                 checkpoint, held, damaged, checkpoint in complete, computable(checkpoint, inventory)
             ),
             resumed=inventory.trust.count(checkpoint),
+            mark=inventory.trust.marks.get(checkpoint),
             passed_over=_why_passed_over(checkpoint, choice, inventory.trust),
         )
         for checkpoint in newest_first([*held, *_by_name(damaged, held)], inventory.lineages)
@@ -400,6 +405,10 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
         if standing.resumed and not standing.passed_over:
             why = resumed_in_vain(standing.resumed)
             lines.append(f"Of iteration {standing.checkpoint.iteration}: {why}.")
+        if standing.mark and not standing.passed_over:
+            told = f": {standing.mark.why}" if standing.mark.why else ""
+            iteration = standing.checkpoint.iteration
+            lines.append(f"Iteration {iteration} is marked {standing.mark.kind}{told}.")
     return lines
 
 

@@ -358,6 +358,28 @@ class Checkpointer:
         """Leave a checkpoint to the retention again; all ranks call it. Raises as :meth:`pin`."""
         self._shared_manager("unpin").unpin(step)
 
+    def mark_good(self, why: str = "") -> int:
+        """Mark the newest checkpoint on the nodes as good, by what only the job can judge.
+
+        That is the one that the job was resumed from, or the newest that is complete since; all
+        ranks call it, and no message is sent. The newest good one is kept on the nodes beside the
+        ``keep_last`` newest, and no start so far counts as one in vain.
+
+        Args:
+            why: Reason, for people: ``localckpt explain`` shows it.
+
+        Returns:
+            Its step.
+
+        Raises:
+            CheckpointingException: There is no such checkpoint on the nodes.
+            StorageError: The mark cannot be noted on this node.
+        """
+        self._require_open()
+        if self._shared is not None:
+            self._shared.manager.forget_attempts()
+        return self._nodes.manager.mark_good(why)
+
     def wait_until_finished(self) -> None:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
         with self._record.stream.timed("wait", self._last_step):

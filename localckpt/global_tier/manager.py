@@ -413,6 +413,11 @@ class GlobalCheckpointManager:
         """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
         self._root.resuming.note_progress(iteration)
 
+    def forget_attempts(self) -> None:
+        """Count no start so far as one in vain: the job has got on by its own account."""
+        if self.rank == 0:
+            self._root.resuming.forget()
+
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""
         if os.getpid() == self._process:

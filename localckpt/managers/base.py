@@ -23,7 +23,7 @@ from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
-from localckpt.ids import CkptID
+from localckpt.ids import Checkpoint, CkptID
 from localckpt.lineage import Lineage
 from localckpt.managers.calls import Calls, one_call
 from localckpt.managers.epoch import checked_origin
@@ -39,7 +39,7 @@ from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
 from localckpt.state_dict.basic import TensorAwareStateDict, give_states, unwrapped
 from localckpt.storage.hooks import HookStore
-from localckpt.trust import is_orderly
+from localckpt.trust import Mark, is_orderly
 
 __all__ = ["BaseCheckpointManager"]
 
@@ -113,6 +113,8 @@ class BaseCheckpointManager(ABC):
         self.skipped_saves = 0
         self.degraded_saves = 0
         self._parts = Parts(session_id, repl_strategy, options, self, hint=lambda: self._calls.hint)
+        # What was loaded or saved last.
+        self._current: Checkpoint | None = None
         self._rank, self._world_size = self._parts.ranks.rank, self._parts.ranks.world_size
         self._finder = Finder(self._parts)
         self._process = os.getpid()
@@ -251,6 +253,7 @@ class BaseCheckpointManager(ABC):
         # What find_latest saw while this save was under way is out of date.
         self._forget_latest()
         reached = save.finalize()
+        self._current = save.identity.checkpoint
         if reached.lacking:
             self.degraded_saves += 1
             logger.warning("%s", reached)
@@ -306,6 +309,7 @@ class BaseCheckpointManager(ABC):
         self._parts.epoch.resume_elsewhere(from_iteration, lineage)
         # What was loaded here before is not what training goes on from.
         self._parts.resuming.take_back()
+        self._current = None
 
     @one_call
     def lineage_of_save(self, iteration: int) -> Lineage:
@@ -411,6 +415,7 @@ class BaseCheckpointManager(ABC):
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
         state = give_states(into, unwrapped(loaded.state))
+        self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
 
@@ -457,6 +462,40 @@ class BaseCheckpointManager(ABC):
         """
         if os.getpid() == self._process:
             self._parts.resuming.take_back()
+
+    @property
+    def newest(self) -> int | None:
+        """Iteration that was loaded or is complete since, the later; ``None`` for none."""
+        return None if self._current is None else self._current.iteration
+
+    def mark_good(self, why: str = "") -> int:
+        """Mark the checkpoint that was loaded last, or is complete since, as good.
+
+        The newest one that is marked good is kept beside the ``keep_last`` newest. The job has got
+        on by its own account, so no start so far counts as one in vain. All ranks call it; no
+        message is sent, and the mark of any node counts.
+
+        Args:
+            why: Reason, for people.
+
+        Returns:
+            Its iteration.
+
+        Raises:
+            CheckpointingException: There is no such checkpoint.
+            StorageError: The mark cannot be noted on this node.
+        """
+        self._require_writable()
+        if self._current is None:
+            raise CheckpointingException(
+                "there is no checkpoint to mark as good: none was loaded from the nodes, and none "
+                "is complete since. Wait for the save first"
+            )
+        mark = Mark(self._current, "good", why)
+        self._parts.store.claim.note_mark(mark)
+        self._parts.known.marks[mark.checkpoint] = mark
+        self._parts.resuming.forget()
+        return self._current.iteration
 
     def is_progress(self, iteration: int) -> bool:
         """Return whether a complete checkpoint is above all from which starts ended in vain."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from localckpt.availability.durability import Durability, durability_found, spared
 from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory
@@ -10,6 +12,7 @@ from localckpt.availability.retention import Retirement
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.replication.redundancy import Redundancy
+from localckpt.trust import Mark
 
 __all__ = ["KnownCheckpoints"]
 
@@ -24,6 +27,7 @@ class KnownCheckpoints:
         complete: Those that a restart tries, the newest first.
         exhausted: Others that are complete, which the job was resumed from in vain too often, and
             why they are passed over.
+        marks: Marks of checkpoints.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
         seen: What was complete at the last look at all nodes; ``None`` before the first.
@@ -35,6 +39,7 @@ class KnownCheckpoints:
         self._redundancy = redundancy
         self.complete: list[Checkpoint] = []
         self.exhausted: dict[Checkpoint, str] = {}
+        self.marks: dict[Checkpoint, Mark] = {}
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
         self.lineages: dict[EpochId, Lineage] = {}
@@ -65,6 +70,7 @@ class KnownCheckpoints:
         """Take in what a look at all nodes found."""
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
+        self.marks = dict(found.trust.marks)
         self._reached.update(found.complete)
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
         # The job goes back from what it passes over, too.
@@ -98,8 +104,9 @@ class KnownCheckpoints:
     def keep(self, saved: int, count: int) -> Retirement | None:
         """Forget all but the newest, and what must stay beside them.
 
-        Beside them stays the newest that survives the loss of a node, if none of them does; and
-        what other lineages have that is newer by iteration, unless the job gave it up knowingly.
+        Beside them stays the newest that survives the loss of a node, if none of them does; the
+        newest that is marked good, if none of them is; and what other lineages have that is newer
+        by iteration, unless the job gave it up knowingly.
 
         Args:
             saved: The iteration that was saved last.
@@ -114,8 +121,18 @@ class KnownCheckpoints:
         kept, older = own[:count], own[count:]
         if len(kept) < count:
             return None
-        stays = spared(kept, older, self._reached)
+        stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
         up_to = min(known.iteration for known in kept)
         retirement = Retirement(up_to, lineage, frozenset((*kept, *stays)))
         self.complete = [known for known in self.complete if not retirement.takes(known)]
         return retirement
+
+    def _newest_good(
+        self, kept: Sequence[Checkpoint], older: Sequence[Checkpoint]
+    ) -> list[Checkpoint]:
+        """The newest that is marked good, if none of those that are kept is."""
+
+        def is_good(checkpoint: Checkpoint) -> bool:
+            return checkpoint in self.marks and self.marks[checkpoint].kind == "good"
+
+        return [] if any(map(is_good, kept)) else list(filter(is_good, older))[:1]

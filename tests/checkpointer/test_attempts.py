@@ -275,3 +275,54 @@ def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_p
     assert "no checkpoint on shared storage is left" in told
     assert _start(local, 3, **options, max_attempts=None) == 6
     assert _start(local, 0, **options) == 9
+
+
+# Marks.
+
+
+def _do(checkpointer: localckpt.Checkpointer, steps: range) -> None:
+    for step in steps:
+        checkpointer.step(step)
+        checkpointer.wait_until_finished()
+
+
+def test_the_newest_good_checkpoint_is_kept_beside_the_newest_over_restarts(
+    tmp_path: Path,
+) -> None:
+    with _checkpointer(tmp_path, _Poison(), keep_last=1) as checkpointer:
+        checkpointer.resume()
+        _do(checkpointer, range(6))
+        assert checkpointer.mark_good("the loss is as it should be") == 5
+        _do(checkpointer, range(6, 12))
+        before = checkpointer.manager.all_iterations()
+    with _checkpointer(tmp_path, _Poison(), keep_last=1) as checkpointer:
+        _do(checkpointer, range(checkpointer.resume(), 15))
+        after = checkpointer.manager.all_iterations()
+        shown = call("explain", tmp_path).out
+        checkpointer.mark_good()
+        _do(checkpointer, range(15, 18))
+        last = checkpointer.manager.all_iterations()
+
+    assert [before, after, last] == [[11, 5], [14, 5], [17, 14]]
+    assert "Iteration 5 is marked good: the loss is as it should be." in shown
+
+
+def test_a_good_checkpoint_ends_the_count(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    _fail(tmp_path)
+    checkpointer = _checkpointer(tmp_path, _Poison())
+    checkpointer.resume()
+
+    assert checkpointer.mark_good() == 5
+
+    checkpointer.__exit__(RuntimeError, RuntimeError(), None)
+    assert _noted(tmp_path, 0) == []
+
+
+def test_there_must_be_a_checkpoint_to_mark(tmp_path: Path) -> None:
+    with _checkpointer(tmp_path, _Poison()) as checkpointer:
+        checkpointer.resume()
+
+        told = error_of(checkpointer.mark_good)
+
+    assert "no checkpoint to mark" in told

@@ -107,6 +107,8 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                         "by_name": "bool",
                         "computed": [],
                         "resumed": "int",
+                        "mark": "NoneType",
+                        "mark_why": "str",
                         "passed_over": "str",
                     }
                 ],

@@ -32,6 +32,7 @@ __all__ = [
     "size",
     "store_or_default",
     "stores_argument",
+    "table_lines",
     "warn",
 ]
 
@@ -74,7 +75,16 @@ def say(*lines: str, bold: bool = False, red: bool = False) -> None:
 
 
 def say_table(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
-    """Print a table.
+    """Print a table; arguments as of :func:`table_lines`."""
+    head, *lines = table_lines(names, rows, right)
+    say(head, bold=True)
+    say(*lines)
+
+
+def table_lines(
+    names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> list[str]:
+    """Lay out a table.
 
     Args:
         names: What stands above the columns.
@@ -83,15 +93,13 @@ def say_table(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
     """
     table = [names, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.rjust(width) if name in right else cell.ljust(width)
             for name, cell, width in zip(names, row, widths, strict=True)
         ).rstrip()
         for row in table
     ]
-    say(lines[0], bold=True)
-    say(*lines[1:])
 
 
 def say_json(value: Any) -> None:

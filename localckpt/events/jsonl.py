@@ -11,12 +11,13 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.events.appending import AppendedFile, file_name, file_prefix
 from localckpt.events.event import Event
 
-__all__ = ["JsonLines", "read_events"]
+__all__ = ["JsonLines", "RecordReader", "read_events"]
 
 _ENDING = ".jsonl"
 # A job that fails at once, again and again, leaves files that are nearly empty.
@@ -109,27 +110,67 @@ def read_events(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
         StorageError: A path cannot be read.
         CheckpointingException: A line is no event, or of a newer schema; it names file and line.
     """
-    found: dict[tuple[str, int], Event] = {}
-    for path in map(Path, paths):
-        try:
-            is_folder = path.is_dir()
-            for file in sorted(path.rglob(f"*{_ENDING}")) if is_folder else [path]:
-                # A job that runs may have removed its oldest file since.
-                with suppress(FileNotFoundError) if is_folder else nullcontext():
-                    found |= {(event.run, event.number): event for event in _read(file)}
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error}") from error
-    return sorted(found.values(), key=lambda event: (event.start, event.run, event.number))
+    return RecordReader(paths).read()
 
 
-def _read(file: Path) -> Iterator[Event]:
-    lines = file.read_bytes().split(b"\n")
-    # What is behind the last end of a line is empty, or torn.
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise CheckpointingException("this is no event of localckpt: it is no object")
-            yield Event.from_json(fields)
-        except (ValueError, CheckpointingException) as error:
-            raise CheckpointingException(f"{file}, line {number}: {error}") from error
+class RecordReader:
+    """Reader of records that may still grow.
+
+    Args:
+        paths: As for :func:`read_events`.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._places: dict[Path, _Place] = {}
+        self._seen: set[tuple[str, int]] = set()
+
+    def read(self) -> list[Event]:
+        """Read the events that are new since the last call, in the order in which they began.
+
+        Raises:
+            StorageError, CheckpointingException: As for :func:`read_events`.
+        """
+        found: list[Event] = []
+        for path in self._paths:
+            try:
+                is_folder = path.is_dir()
+                for file in sorted(path.rglob(f"*{_ENDING}")) if is_folder else [path]:
+                    # A job that runs may have removed its oldest file since.
+                    with suppress(FileNotFoundError) if is_folder else nullcontext():
+                        found += self._read(file)
+            except OSError as error:
+                raise StorageError(f"{path} cannot be read: {error}") from error
+        return sorted(found, key=lambda event: (event.start, event.run, event.number))
+
+    def _read(self, file: Path) -> Iterator[Event]:
+        place = self._places.get(file, _Place())
+        with file.open("rb") as stream:
+            stream.seek(place.nbytes)
+            # What is behind the last end of a line is empty, torn, or not all there yet.
+            whole, end, _ = stream.read().rpartition(b"\n")
+        lines = whole.split(b"\n") if end else []
+        for number, line in enumerate(lines, place.lines + 1):
+            event = _event(line, file, number)
+            if (key := (event.run, event.number)) not in self._seen:
+                self._seen.add(key)
+                yield event
+        nbytes = place.nbytes + len(whole) + len(end)
+        self._places[file] = _Place(nbytes, place.lines + len(lines))
+
+
+class _Place(NamedTuple):
+    """Place up to which a file was read."""
+
+    nbytes: int = 0
+    lines: int = 0
+
+
+def _event(line: bytes, file: Path, number: int) -> Event:
+    try:
+        fields = json.loads(line)
+        if not isinstance(fields, dict):
+            raise CheckpointingException("this is no event of localckpt: it is no object")
+        return Event.from_json(fields)
+    except (ValueError, CheckpointingException) as error:
+        raise CheckpointingException(f"{file}, line {number}: {error}") from error

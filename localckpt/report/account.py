@@ -7,15 +7,16 @@ as fast as its slowest rank, so of what all ranks do at once the longest counts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from localckpt.events.event import Event
+from localckpt.report.saves import JobSave, SaveOutcome, saves_of
 from localckpt.report.starts import Start, ended_at
 
-__all__ = ["PARTS", "Account", "Kind", "Restart", "Saves", "Stretch", "account"]
+__all__ = ["PARTS", "Account", "Kind", "Restart", "Saves", "Stretch", "account", "degraded_since"]
 
 Kind: TypeAlias = Literal["training", "blocking", "waiting", "repeated", "recovery", "down"]
 """Use of a stretch of time. ``blocking``: training waits for a save. ``waiting``: it waits for
@@ -46,7 +47,7 @@ class Saves:
     Attributes:
         ok: Number that were complete on all ranks.
         failed: Number that failed.
-        cut_off: Number that have no end: the start ended before, or is not over.
+        cut_off: Number that have no known end: the start ended before, or is not over.
         blocking_s: Time that training waited for them.
         nbytes: Bytes of all ranks in those that were complete.
     """
@@ -144,7 +145,7 @@ class Account:
         last = self.restarts[-1].start
         if last.last_step is None or last.resumed_step is None:
             return None
-        saved = [e.step for e in last.named("save") if e.outcome == "ok" and e.step is not None]
+        saved = [save.step for save in saves_of(last) if save.outcome == "ok"]
         return last.last_step - max([last.resumed_step, *saved])
 
     def to_json(self) -> dict[str, Any]:
@@ -181,6 +182,7 @@ def account(starts: Sequence[Start]) -> Account:
                 lost += gone
             else:
                 lost_steps = 0
+        saves = saves_of(start)
         began = start.began if until is None else max(until, start.began)
         trained_from = max(began, start.trained_from)
         others.append(Stretch("recovery", began, trained_from))
@@ -197,8 +199,8 @@ def account(starts: Sequence[Start]) -> Account:
                 lost_steps=lost_steps,
                 repeated_s=repeated_s,
                 sources=_sources(start),
-                on_nodes=_saves(start, is_shared=False),
-                on_shared=_saves(start, is_shared=True),
+                on_nodes=_saves(save for save in saves if not save.is_shared),
+                on_shared=_saves(save for save in saves if save.is_shared),
                 degraded_s=_degraded_s(start),
             )
         )
@@ -296,46 +298,43 @@ def _sources(start: Start) -> dict[str, int]:
     return dict(Counter(e.tier for e in start.named("resume") if e.tier is not None))
 
 
-def _saves(start: Start, *, is_shared: bool) -> Saves:
-    def of_tier(name: str) -> dict[tuple[int, int], list[Event]]:
-        """Events of all ranks by step, and by how often the step had been saved before."""
-        by_save: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        attempts: Counter[tuple[int, int]] = Counter()
-        for event in start.named(name):
-            if (event.tier == "shared") == is_shared and event.step is not None:
-                by_save[event.step, attempts[event.rank, event.step]].append(event)
-                attempts[event.rank, event.step] += 1
-        return by_save
-
-    began, ended = of_tier("blocking"), of_tier("save")
-    ok = [key for key, events in ended.items() if {event.outcome for event in events} == {"ok"}]
-    failed = [key for key, events in ended.items() if any(e.outcome == "failed" for e in events)]
+def _saves(saves: Iterable[JobSave]) -> Saves:
+    outcomes: Counter[SaveOutcome] = Counter()
+    blocking_s, nbytes = 0.0, 0
+    for save in saves:
+        outcomes[save.outcome] += 1
+        blocking_s += save.blocking_s
+        nbytes += save.nbytes if save.outcome == "ok" else 0
     return Saves(
-        ok=len(ok),
-        failed=len(failed),
-        cut_off=len((began.keys() | ended.keys()) - {*ok, *failed}),
-        blocking_s=sum(max(event.duration for event in events) for events in began.values()),
-        nbytes=sum(event.nbytes or 0 for key in ok for event in ended[key]),
+        outcomes["ok"], outcomes["failed"], outcomes["unfinished"], blocking_s, nbytes=nbytes
     )
 
 
+def degraded_since(start: Start) -> float | None:
+    """When the newest checkpoint came to have too few copies; ``None`` if it has all."""
+    times = _degraded(start)
+    return times[-1][0] if times and times[-1][1] is None else None
+
+
 def _degraded_s(start: Start) -> float:
-    """Time from a save with too few copies to one that has all, or until copies were made again."""
+    return sum((start.ended if end is None else end) - began for began, end in _degraded(start))
+
+
+def _degraded(start: Start) -> list[tuple[float, float | None]]:
+    """Times from a save with too few copies to one that has all, or until copies were made."""
     lacking = {event.step for event in start.named("degraded")}
-    changes = [(e.start, True) for e in start.named("degraded")]
+    changes = [(event.start, True) for event in start.named("degraded")]
     changes += [
-        (ended_at(e), False)
-        for e in start.named("save", "reprotected")
-        if e.outcome == "ok" and e.tier != "shared" and e.step not in lacking
+        (ended_at(event), False)
+        for event in start.named("save", "reprotected")
+        if event.outcome == "ok" and event.tier != "shared" and event.step not in lacking
     ]
-    return _time_on(sorted(changes), start.ended)
-
-
-def _time_on(changes: Iterable[tuple[float, bool]], until: float) -> float:
-    seconds, since = 0.0, None
-    for at, is_on in changes:
+    times: list[tuple[float, float | None]] = []
+    since: float | None = None
+    for at, is_on in sorted(changes):
         if is_on and since is None:
             since = at
         elif not is_on and since is not None:
-            seconds, since = seconds + at - since, None
-    return seconds + (0.0 if since is None else until - since)
+            times.append((since, at))
+            since = None
+    return times if since is None else [*times, (since, None)]

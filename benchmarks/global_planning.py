@@ -238,7 +238,14 @@ class _SimulatedRanks(Ranks):
         self.local_s = 0.0
         self._others = others
 
-    def act(self, what: str, work: Callable[[], Any], act: Callable[[list[Any]], Any]) -> Any:
+    def act(
+        self,
+        what: str,
+        work: Callable[[], Any],
+        act: Callable[[list[Any]], Any],
+        *,
+        kind: str = "",
+    ) -> Any:
         began = time.perf_counter()
         said: Message = work()
         self.local_s = time.perf_counter() - began

@@ -64,7 +64,7 @@ _ARROWS = {
     "report": {"events"},
     "integrations": {
         *("errors", "ids", "ranks", "state_dict", "storage", "replication", "async_save"),
-        *("managers", "global_tier"),
+        *("managers", "global_tier", "checkpointer"),
     },
 }
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import localckpt
 from benchmarks.peers.base import Peer
-from localckpt.global_tier.folders import folders_in, remove
+from localckpt.global_tier.folders import folders_in
+from localckpt.global_tier.removal import remove
 
 __all__ = ["OursGlobal", "OursProcess", "OursThread"]
 

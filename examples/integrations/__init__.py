@@ -1,0 +1,1 @@
+"""Training with other libraries, each on local checkpoints."""

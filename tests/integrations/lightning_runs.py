@@ -1,0 +1,153 @@
+"""Runs of Lightning's ``Trainer`` whose losses tell whether they were resumed.
+
+Dropout and the order of the batches draw random numbers, so a loss is the same bit for bit only if
+the parameters, the optimizer, the schedule, the position and all generators are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, TensorDataset
+
+from localckpt import CheckpointingException, Every
+from localckpt.integrations.lightning import LocalCheckpoint
+
+__all__ = ["fit", "refuse_a_path"]
+
+_EPOCHS, _BATCHES = 4, 7
+
+
+class _Model(LightningModule):
+    def __init__(self, losses: list[str], end: dict[int, int], pause_s: float) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+        )
+        self._losses = losses
+        self._end = end
+        self._pause_s = pause_s
+        self.tokens = 0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        total = self.trainer.fit_loop.total_batch_idx
+        loss = self.layers(batch[0]).square().mean()
+        self.tokens += len(batch[0])
+        self._losses.append(f"{total}: {batch[0].sum().item().hex()} {loss.item().hex()}")
+        if (number := self._end.get(total)) is not None:
+            # Else the batch that the run is resumed at would depend on how fast saves are.
+            self.trainer.callbacks[-1].checkpointer.wait_until_finished()
+            os.kill(os.getpid(), number)
+        time.sleep(self._pause_s)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tokens"] = self.tokens
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens = checkpoint["tokens"]
+
+
+class _CountValidations(Callback):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.count += not trainer.sanity_checking
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    local: Path,
+    every: int,
+    end: dict[int, int],
+    *,
+    is_new: bool = True,
+    pause_s: float = 0.0,
+) -> tuple[list[str], list[int]]:
+    """Fit a model, as far as this run gets.
+
+    Args:
+        local: Directory of the node.
+        every: Steps between saves.
+        end: Signals that this rank sends itself, by batch.
+        is_new: Whether the run begins here; else it begins with other random numbers.
+        pause_s: Length of each step, in seconds.
+
+    Returns:
+        The losses of the batches that this run has trained on, and at its end: the samples that
+        were seen, the validations that were made, and whether it was stopped.
+    """
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(rank if is_new else random.SystemRandom().randrange(1 << 32))
+    samples = torch.randn(2 * _BATCHES, 4, generator=torch.Generator().manual_seed(100 + rank))
+    losses: list[str] = []
+    model, validations = _Model(losses, end, pause_s), _CountValidations()
+    trainer = _trainer(world_size, [validations, _checkpoints(local, every)])
+    trainer.fit(
+        model,
+        DataLoader(TensorDataset(samples), batch_size=2, shuffle=True),
+        DataLoader(TensorDataset(torch.ones(2, 4)), batch_size=2),
+    )
+    return losses, [model.tokens, validations.count, int(trainer.should_stop)]
+
+
+def refuse_a_path(local: Path) -> str:
+    """Fit twice, the second time from a file of Lightning's; the error that this raises."""
+    file, data = local / "lightning.ckpt", DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    trainer = _trainer(1, [_checkpoints(local, 1)])
+    trainer.fit(_Model([], {}, 0.0), data)
+    trainer.save_checkpoint(file)
+    try:
+        _trainer(1, [_checkpoints(local, 1)]).fit(_Model([], {}, 0.0), data, ckpt_path=file)
+    except CheckpointingException as error:
+        return str(error)
+    return "no error"
+
+
+def _checkpoints(local: Path, every: int) -> LocalCheckpoint:
+    return LocalCheckpoint(local=local, every=Every(steps=every))
+
+
+def _trainer(world_size: int, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        max_epochs=_EPOCHS,
+        accelerator="cpu",
+        devices=world_size,
+        # The loader of each rank draws the order of its own samples.
+        use_distributed_sampler=False,
+        # Without it DDP rounds the first step of a process in another way.
+        strategy=DDPStrategy(find_unused_parameters=True) if world_size > 1 else "auto",
+        plugins=[TorchElasticEnvironment()] if world_size > 1 else [],
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

@@ -146,6 +146,12 @@ class EventStream:
         """Time what is done inside of a ``with``: emit it, and add it to :attr:`seconds`."""
         return Timed(self, name, step)
 
+    def noting_failure(
+        self, name: Name, began: float, step: int, tier: Tier | None = None
+    ) -> FailureNoted:
+        """Emit what fails inside of a ``with``, where no other event tells of its end."""
+        return FailureNoted(self, name, began, step, tier)
+
     def add(self, name: Name, began: float, ended: float, **fields: Any) -> None:
         """Emit a stretch of time, and add it to :attr:`seconds`; arguments as of :meth:`emit`."""
         self.seconds[name] += ended - began
@@ -222,3 +228,25 @@ class Timed:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         now = time.monotonic()
         self._stream.add(self._name, self._began, now, step=self._step, error=error)
+
+
+class FailureNoted:
+    """An attempt that is an event only if it fails; see :meth:`EventStream.noting_failure`."""
+
+    def __init__(
+        self, stream: EventStream, name: Name, began: float, step: int, tier: Tier | None
+    ) -> None:
+        self._stream = stream
+        self._name = name
+        self._began = began
+        self._step = step
+        self._tier = tier
+
+    def __enter__(self) -> None:
+        """Begin the attempt."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._stream.emit(
+                self._name, began=self._began, step=self._step, tier=self._tier, error=error
+            )

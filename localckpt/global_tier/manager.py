@@ -240,12 +240,13 @@ class GlobalCheckpointManager:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
         plain = plain_metrics(metrics)
         began = time.monotonic()
-        self._require_usable()
-        called = time.monotonic()
-        lineage = None if self._local is None else self._local.lineage_of_save(iteration)
-        planner, planned = self._plan(
-            state_dict, iteration, lambda: self._begin(iteration, lineage)
-        )
+        with self._events.noting_failure("save", began, iteration, "shared"):
+            self._require_usable()
+            called = time.monotonic()
+            lineage = None if self._local is None else self._local.lineage_of_save(iteration)
+            planner, planned = self._plan(
+                state_dict, iteration, lambda: self._begin(iteration, lineage)
+            )
         # A rank that is interrupted before the save is its own has planned nothing.
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun

@@ -221,17 +221,20 @@ class BaseCheckpointManager(ABC):
     ) -> AsyncRequest | None:
         parts = self._parts
         iteration = parts.epoch.checked(number)
-        parts.in_flight.give_up_forgotten(iteration)
-        self._join()
-        asked = time.monotonic()
-        if not parts.in_flight.admits(iteration, is_async):
+        with parts.events.noting_failure("save", called, iteration):
+            parts.in_flight.give_up_forgotten(iteration)
+            self._join()
+            asked = time.monotonic()
+            is_admitted = parts.in_flight.admits(iteration, is_async)
+            waited_s = time.monotonic() - asked
+            if is_admitted:
+                state = parts.capture.checked(state, iteration, parts.ranks)
+                self._begin_epoch(iteration)
+        if not is_admitted:
             parts.events.emit("save", began=called, step=iteration, outcome="skipped")
             self.last_save = SaveReport.of_skipped(iteration)
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
-        waited_s = time.monotonic() - asked
-        state = parts.capture.checked(state, iteration, parts.ranks)
-        self._begin_epoch(iteration)
         self._forget_latest()
         save = Save(parts, parts.epoch.next_identity(iteration), called, waited_s)
         save.capture(state)

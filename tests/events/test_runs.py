@@ -227,3 +227,18 @@ def test_a_damaged_file_is_recorded_when_it_is_put_aside(tmp_path: Path) -> None
     assert quarantined.details["path"] == str(newest)
     assert quarantined.details["error"]
     assert [event.step for event in sink.named("resume")] == [1]
+
+
+def test_a_save_that_cannot_begin_is_recorded(tmp_path: Path) -> None:
+    sink, local = Kept(), tmp_path / "local"
+    with Checkpointer(_state(), local=local, events=[sink]) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        (local / "session-" / "0").rename(tmp_path / "away")
+        checkpointer.save(0)
+        assert checkpointer.failed_saves == 1
+        (tmp_path / "away").rename(local / "session-" / "0")
+
+    (save,) = sink.named("save")
+    assert (save.step, save.outcome, save.error_class) == (0, "failed", "StorageError")
+    assert not sink.named("blocking")

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.metadata import FORMAT_VERSION
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
@@ -96,9 +97,11 @@ class Save:
         self._staging_error: BaseException | None = None
         self._task: Task[None] | None = None
         self._thread: threading.Thread | None = None
-        self._began, self._called, self._planned_at = began, called, time.monotonic()
+        self._called, self._planned_at = called, time.monotonic()
         self._staged_at = 0.0
         self._events = events
+        self._record = SaveRecord(events, self.iteration, began, "shared")
+        self._record.waited_s = called - began
 
     def stage(self, planner: SavePlanner) -> None:
         """Copy this rank's tensors. What goes wrong is told to all ranks, by what follows.
@@ -123,7 +126,9 @@ class Save:
 
     def start(self) -> None:
         """Have the rest done by a thread, also if nothing could be staged."""
-        self._staged_at = time.monotonic()
+        self._staged_at = self._record.went_on = time.monotonic()
+        self._record.copied = self._planned_at, self._staged_at
+        self._record.nbytes = self._nbytes
         if self._staging_error is not None:
             self._writer.give_up(self._staging_error)
         self._task = Task(self._run)
@@ -135,12 +140,8 @@ class Save:
             self._task.run()
 
     def note_blocking(self) -> None:
-        """Note that training goes on, for how long it was held up, and by what."""
-        events, step, nbytes = self._events, self.iteration, self._nbytes
-        planned, staged = self._planned_at, self._staged_at
-        events.emit("blocking", began=self._began, step=step, nbytes=nbytes, tier="shared")
-        events.emit("wait_prev", began=self._began, ended=self._called, step=step, tier="shared")
-        events.emit("d2h", began=planned, ended=staged, step=step, nbytes=nbytes, tier="shared")
+        """Note that training goes on."""
+        self._record.note_blocking()
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is over, well or badly.
@@ -185,26 +186,13 @@ class Save:
             self._on_over()
 
     def _note_end(self) -> None:
-        events, step, nbytes = self._events, self.iteration, self._nbytes
-        if self.committed:
-            events.emit(
-                "background", began=self._staged_at, step=step, nbytes=nbytes, tier="shared"
-            )
-        events.emit(
-            "save",
-            began=self._began,
-            step=step,
-            nbytes=nbytes,
+        # Another rank may know more than one that has lost it.
+        is_unknown = not self.committed and isinstance(self.error, PeerLostError)
+        self._record.note_end(
+            durable=time.monotonic() if self.committed else None,
             tier="shared",
-            # Another rank may know more than one that has lost it.
-            outcome="unknown" if isinstance(self.error, PeerLostError) else None,
+            outcome="unknown" if is_unknown else None,
             error=None if self.committed else self.error,
-            details={
-                "blocking_s": self._staged_at - self._began,
-                "wait_prev_s": self._called - self._began,
-                "d2h_s": self._staged_at - self._planned_at,
-                "background_s": time.monotonic() - self._staged_at,
-            },
         )
 
     def _carry_out(self) -> None:

@@ -22,7 +22,8 @@ from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_i
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
 from localckpt.errors import CheckpointingException, PeerLostError, SaveFailedError
-from localckpt.events.event import Outcome, Tier
+from localckpt.events.event import Tier
+from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.handed_over import HandedOver
@@ -78,9 +79,9 @@ class Save:
         self._verdict: SaveVerdict | None = None
         self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._called = self._captured = self._returned = called
-        self._waited_s, self._copied_s = waited_s, 0.0
         self._durable: float | None = None
-        self._blocked_s = 0.0
+        self._record = SaveRecord(parts.events, identity.iteration, called)
+        self._record.waited_s = waited_s
 
     # Captured.
 
@@ -118,8 +119,9 @@ class Save:
         self.slots.append(own)
         self._captured = time.monotonic()
         # Also for a buffer that an older save has.
-        self._waited_s += own.reserved_at - began
-        self._copied_s = self._captured - own.reserved_at
+        self._record.waited_s += own.reserved_at - began
+        self._record.copied = own.reserved_at, self._captured
+        self._record.nbytes = own.nbytes
         if parts.replicator is not None:
             with record_function("localckpt.replicate"):
                 parts.replicator.begin(self._replication, parts.store, own)
@@ -150,7 +152,7 @@ class Save:
             failure = Failure.of(error)
             raise replace(failure, text=f"{failure.text}. {_KEPT}").error() from error.__cause__
         finally:
-            self._note_blocking()
+            self._record.note_blocking()
 
     def request(self, finalize: Callable[[], None]) -> AsyncRequest:
         """A request that carries the save out behind training.
@@ -178,7 +180,7 @@ class Save:
             hand_over=cache(lambda: self._hand_over(work)),
         )
         self._is_returned = True
-        self._note_blocking()
+        self._record.note_blocking()
         return AsyncRequest(call, work.args, [finalize])
 
     def _work(self) -> partial[Any]:
@@ -336,7 +338,8 @@ class Save:
         parts.resuming.note_progress(iteration)
         self._end()
         self.is_complete = True
-        self._note_end("ok", tier="replicated" if reached.survives_node_loss else "local")
+        tier: Tier = "replicated" if reached.survives_node_loss else "local"
+        self._record.note_end(durable=self._durable, tier=tier)
 
     def roll_back(self, error: BaseException | None = None) -> None:
         """Remove what this rank has written, and let the iteration be saved again.
@@ -358,7 +361,7 @@ class Save:
             logger.exception(
                 "rank %d could not remove iteration %d", identity.rank, identity.iteration
             )
-        self._note_end("failed", error=error)
+        self._record.note_end(durable=None, tier=None, outcome="failed", error=error)
 
     def _fail(self, error: BaseException) -> None:
         """End the save in the place of :meth:`finalize`, after the error that its queue raises."""
@@ -373,7 +376,7 @@ class Save:
         self._end()
         self._parts.store.release(self._all_slots())
         self._parts.known.forget(self.identity.iteration)
-        self._note_end("unknown")
+        self._record.note_end(durable=None, tier=None, outcome="unknown")
 
     def clean_up_interrupted(self) -> None:
         """Leave the save, or roll it back, once a call of the manager was interrupted."""
@@ -397,43 +400,6 @@ class Save:
             self._replication.seconds,
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
-        )
-
-    def _note_blocking(self) -> None:
-        """Note for how long training was held up, and by what."""
-        events, step, began = self._parts.events, self.identity.iteration, self._called
-        captured, nbytes = self._captured, self.report().nbytes
-        self._blocked_s = time.monotonic() - began
-        events.emit("blocking", began=began, step=step, nbytes=nbytes)
-        events.emit("wait_prev", began=began, ended=began + self._waited_s, step=step)
-        if self._copied_s:
-            copying = captured - self._copied_s
-            events.emit("d2h", began=copying, ended=captured, step=step, nbytes=nbytes)
-
-    def _note_end(
-        self, outcome: Outcome, tier: Tier | None = None, error: BaseException | None = None
-    ) -> None:
-        events, step, nbytes = self._parts.events, self.identity.iteration, self.report().nbytes
-        details = {
-            "blocking_s": self._blocked_s,
-            "wait_prev_s": self._waited_s,
-            "d2h_s": self._copied_s,
-        }
-        blocked = self._called + self._blocked_s
-        if self._durable is not None and self._durable > blocked:
-            details["background_s"] = self._durable - blocked
-            events.emit("background", began=blocked, ended=self._durable, step=step, nbytes=nbytes)
-        ended = self._durable if outcome == "ok" else None
-        events.emit(
-            "save",
-            began=self._called,
-            ended=ended,
-            step=step,
-            nbytes=nbytes,
-            tier=tier,
-            outcome=outcome,
-            error=error,
-            details=details,
         )
 
     def _all_slots(self) -> list[Slot]:

@@ -9,6 +9,7 @@ from localckpt.managers.look import Look
 from localckpt.managers.rendezvous import join
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
+from localckpt.resuming import Resuming
 from localckpt.storage.disk import DiskStore
 from tests.simulated import World
 
@@ -21,7 +22,7 @@ def _join_and_look(ranks: Ranks, root: Path) -> tuple[Any, ...]:
     try:
         strategy = NoReplication(20.0, None)
         nodes, generation = join(ranks, store, strategy, "run")
-        look = Look(ranks, store, nodes, strategy)
+        look = Look(ranks, store, nodes, strategy, Resuming(store.claim, None))
         inventory = look.inventory()
         return nodes, generation, look.found, inventory.reports(), store.claim.newest_epoch()
     finally:

@@ -246,7 +246,7 @@ class _SimulatedRank:
 
     def _begin(self) -> None:
         self._ranks = Ranks("control", timeout_s=_TIMEOUT_S, group=self._group)
-        self._ranks.settle("begin", Attempt())
+        self._ranks.agree("begin", Attempt())
         self._counts = CountingStore.count(self._ranks)
         self._watch = Watch(self._ranks, _TIMEOUT_S)
 

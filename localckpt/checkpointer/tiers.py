@@ -27,6 +27,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.ranks.failure import forget_frames
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
 
 __all__ = [
@@ -71,6 +72,8 @@ class Failures:
         self.count += 1
         self._in_a_row += 1
         self._last = error
+        # Else the images that the failed calls had would stay until the next save succeeds.
+        forget_frames(error)
         logger.warning(
             "save %d in a row to %s failed, of %d that may: %s",
             *(self._in_a_row, self._what, self._most - 1, error),

@@ -1,15 +1,19 @@
-"""The site names every public name once, and every page."""
+"""The site names every public name and every page once, and its pages fetch nothing elsewhere."""
 
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 
+import pytest
 import yaml
 
 import localckpt
 from tests.docs.blocks import ROOT
 
 _DOCS = ROOT / "docs"
+_HOOKS = runpy.run_path(str(_DOCS / "site_hooks.py"))
 
 
 def test_the_reference_has_every_public_name_once() -> None:
@@ -36,3 +40,36 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
     assert len(links) > 8
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "fetching",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        "<img src=//pictures.example/x.png>",
+        '<link href="https://fonts.example/css" rel="stylesheet">',
+        '<link rel=preconnect href="https://fonts.example">',
+    ],
+)
+def test_a_page_that_fetches_from_another_host_ends_the_build(
+    fetching: str, tmp_path: Path
+) -> None:
+    (tmp_path / "page.html").write_text(f"<p>one</p>{fetching}")
+
+    with pytest.raises(RuntimeError, match=r"page\.html: "):
+        _HOOKS["on_post_build"]({"site_dir": str(tmp_path)})
+
+
+def test_a_page_that_links_to_another_host_does_not(tmp_path: Path) -> None:
+    page = (
+        '<a href="https://x.example"></a><img src="a.svg"><link rel="canonical" href="https://x">'
+    )
+    (tmp_path / "page.html").write_text(page)
+
+    _HOOKS["on_post_build"]({"site_dir": str(tmp_path)})
+
+
+def test_roles_of_docstrings_are_dropped() -> None:
+    shown = _HOOKS["on_page_content"]("as for :class:<code>Every</code>, :meth:<code>save</code>")
+
+    assert shown == "as for <code>Every</code>, <code>save</code>"

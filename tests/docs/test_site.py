@@ -20,7 +20,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     pages = [page.read_text() for page in (_DOCS / "api").glob("*.md")]
 
     named = [
-        name for page in pages for name in re.findall(r"^::: localckpt\.(\S+)$", page, re.MULTILINE)
+        name for page in pages for name in re.findall(r"^::: localckpt\.(\w+)$", page, re.MULTILINE)
     ]
 
     assert sorted(named) == sorted(set(localckpt.__all__) - {"__version__"})

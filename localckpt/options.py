@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -42,6 +42,7 @@ class SaveOptions:
     read_only: bool = False
     events: EventStream | None = None
     max_attempts: int | None = None
+    check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "num_buffers", "staging_threads", "max_attempts"):
@@ -61,6 +62,11 @@ class SaveOptions:
         if self.async_worker not in ("thread", "process"):
             raise CheckpointingException(
                 f"async_worker is {self.async_worker!r}; it can be 'thread' or 'process'"
+            )
+        if self.by_process and self.check is not None:
+            raise CheckpointingException(
+                "check works with async_worker='thread' only: another process does not have the "
+                "captured tensors"
             )
         if self.read_only and self.max_attempts is not None:
             raise CheckpointingException(

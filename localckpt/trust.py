@@ -25,7 +25,7 @@ __all__ = [
     "resumed_in_vain",
 ]
 
-MarkKind = Literal["good", "quarantined"]
+MarkKind = Literal["bad", "good", "quarantined"]
 """Kinds of marks, from the weakest to the strongest."""
 
 _LIMIT = 10**MOST_DIGITS
@@ -56,8 +56,8 @@ class Mark:
 
     Attributes:
         checkpoint: The checkpoint.
-        kind: ``"good"`` for a checkpoint that the job called good; ``"quarantined"`` for one that
-            is never to be loaded again.
+        kind: ``"bad"`` for a checkpoint that its check found bad; ``"good"`` for one that the job
+            called good; ``"quarantined"`` for one that is never to be loaded again.
         why: Reason, as a text for messages.
     """
 
@@ -141,7 +141,7 @@ class Choice:
     """Complete checkpoints, divided by the action of a restart.
 
     Attributes:
-        usable: Checkpoints that the restart tries, in that order.
+        usable: Checkpoints that the restart tries, in that order: those that are marked bad last.
         quarantined: Checkpoints that it puts in quarantine, with the reasons.
         exhausted: Checkpoints that it neither moves nor takes by itself, with the reasons: each was
             resumed from in vain too often, but the nodes have no other to take instead.
@@ -190,7 +190,10 @@ def choose(
         for checkpoint in complete
         if most is not None and trust.count(checkpoint) - (checkpoint == current) >= most
     }
+    bad = trust.marked("bad")
     usable = [c for c in complete if c not in spent and c not in marked]
+    # The sort keeps the given order among the sound and among the bad checkpoints.
+    usable.sort(key=bad.__contains__)
     # A checkpoint gives way only to one of the same world size, since a job of another size cannot
     # load it.
     can_do_without = {checkpoint.world_size for checkpoint in usable}

@@ -23,6 +23,7 @@ __all__ = [
     "judge_newest",
     "judge_resumed",
     "save_problems",
+    "why_bad",
 ]
 
 
@@ -160,6 +161,8 @@ class SaveOutcome:
     """Target number of copies of this rank's shard; see :class:`Durability`."""
     group: Group | None = None
     """Group for which this rank also keeps a piece of another kind; ``None`` for none."""
+    bad: str | None = None
+    """Why the state is bad, according to its check; ``None`` if it is not, or has no check."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -170,11 +173,12 @@ class SaveOutcome:
             self.kept,
             self.wanted,
             self.group and [self.group.ranks, self.group.spare, self.group.kind],
+            self.bad,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted, group = fields
+        iteration, generation, error, missing, kept, wanted, group, bad = fields
         return cls(
             iteration,
             Generation(*generation),
@@ -183,6 +187,7 @@ class SaveOutcome:
             tuple(kept),
             wanted,
             group and Group(tuple(group[0]), *group[1:]),
+            bad,
         )
 
 
@@ -205,6 +210,12 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
             )
             problems.append(f"rank {rank} was to keep {shards}, and does not have it")
     return problems
+
+
+def why_bad(outcomes: Sequence[SaveOutcome]) -> str | None:
+    """Return why the state of a save is bad, naming ranks; ``None`` if no rank found it so."""
+    told = {rank: outcome.bad for rank, outcome in enumerate(outcomes) if outcome.bad is not None}
+    return said_by(told) if told else None
 
 
 def _by_value(values: Sequence[Any]) -> str:

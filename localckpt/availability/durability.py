@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from localckpt.availability.coverage import SaveOutcome, save_problems
+from localckpt.availability.coverage import SaveOutcome, save_problems, why_bad
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, Generation, Group
@@ -72,20 +72,22 @@ class SaveVerdict:
         problems: Reasons why the save is not complete; empty if it is complete.
         generation: Highest generation that any rank has used.
         reached: Durability of the checkpoint; ``None`` if it is not complete.
+        bad: Why its state is bad, according to its check; ``None`` if it is not, or has no check.
     """
 
     problems: tuple[str, ...]
     generation: Generation
     reached: Durability | None = None
+    bad: str | None = None
 
     def to_json(self) -> list[Any]:
-        return [self.problems, self.generation, self.reached and astuple(self.reached)]
+        return [self.problems, self.generation, self.reached and astuple(self.reached), self.bad]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached = fields
+        problems, generation, reached, bad = fields
         durability = Durability(*reached) if reached else None
-        return cls(tuple(problems), Generation(*generation), durability)
+        return cls(tuple(problems), Generation(*generation), durability, bad)
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -93,7 +95,8 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     outcomes = [SaveOutcome.from_json(fields) for fields in reports]
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
-    return SaveVerdict(problems, max(o.generation for o in outcomes), reached).to_json()
+    generation = max(outcome.generation for outcome in outcomes)
+    return SaveVerdict(problems, generation, reached, why_bad(outcomes)).to_json()
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:

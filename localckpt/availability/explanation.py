@@ -390,6 +390,8 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
         is_newer = is_newer and standing.checkpoint != newest
         if is_newer and standing.passed_over:
             lines.append(f"{what} is passed over: {standing.passed_over}.")
+        elif is_newer and standing.is_complete:
+            lines.append(f"{what} is newer, and would be taken only if there were no other.")
         elif is_newer:
             lines.append(f"{what} {'is newer, and ' if newest else ''}lacks:")
             lines += [

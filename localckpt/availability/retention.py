@@ -18,14 +18,17 @@ class Retirement:
         up_to: Checkpoints up to this iteration are pruned.
         lineage: Checkpoints that this lineage gave up are pruned, too; ``None`` for none.
         but: Checkpoints that are kept in any case.
+        also: Checkpoints that are pruned in any case.
     """
 
     up_to: int
     lineage: Lineage | None
     but: frozenset[Checkpoint]
+    also: frozenset[Checkpoint] = frozenset()
 
     def takes(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint is to be pruned."""
         epoch, iteration = checkpoint.generation.epoch_id, checkpoint.iteration
         given_up = self.lineage is not None and self.lineage.gives_up(epoch, iteration)
-        return checkpoint not in self.but and (iteration <= self.up_to or given_up)
+        is_over = iteration <= self.up_to or given_up
+        return checkpoint in self.also or (checkpoint not in self.but and is_over)

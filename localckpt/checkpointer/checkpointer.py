@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.cadence import Every
+from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
 from localckpt.checkpointer.pulse import Plan, Pulse
@@ -98,6 +99,12 @@ class Checkpointer:
         max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
             later one is complete, in a row. Then it is quarantined, and an older one is taken.
             ``None`` for any number.
+        finite: Whether to look at the parameters of all modules in each captured state, behind
+            training. A checkpoint with one that is infinite or no number is marked bad: it is
+            loaded only if there is no other.
+        check: Judges each captured state as well: is given this rank's tensors by name, such as
+            ``"model.weight"``, and returns why they are bad, or ``None``. It runs behind training,
+            and may neither change the tensors nor keep them.
         timeout_s: Deadline of every wait, in seconds.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
@@ -137,6 +144,8 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         max_failures: int = 3,
         max_attempts: int | None = 3,
+        finite: bool = False,
+        check: Check | None = None,
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
@@ -169,6 +178,7 @@ class Checkpointer:
                 "safe_globals": allowed,
                 "events": self._record.stream,
                 "max_attempts": max_attempts,
+                "check": combined_check(self._parts, check, finite=finite),
             }
             if memory:
                 return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
@@ -484,7 +494,15 @@ class Checkpointer:
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
-        self._shared.save(step, metrics)
+        newest = self._nodes.newest
+        if newest is not None and self._nodes.manager.is_bad(newest):
+            # The same on all ranks, which have finalized that save in the same step.
+            logger.warning(
+                "step %d is not saved to shared storage: step %d on the nodes is marked bad",
+                *(step, newest),
+            )
+        else:
+            self._shared.save(step, metrics)
         self._shared_from = step
         steps = self._shared_every.steps
         self._next_shared = _NEVER if steps is None else step + steps
@@ -503,7 +521,8 @@ class Checkpointer:
         step = self._nodes.newest
         if self._shared is None or step is None:
             return
-        if self._nodes.manager.is_progress(step):
+        manager = self._nodes.manager
+        if manager.is_progress(step) and not manager.is_bad(step):
             self._shared.manager.note_progress(step)
 
     def _take_back_attempt(self, received: signal.Signals | None = None) -> None:

@@ -330,7 +330,9 @@ def load_newest(
     except NoReplicasAvailableError as error:
         given_up = error
     try:
-        if nodes.manager.find_latest() >= max(on_shared, 0):
+        newest = nodes.manager.find_latest()
+        has_better = on_shared >= 0 and nodes.manager.is_bad(newest)
+        if newest >= max(on_shared, 0) and not has_better:
             step = nodes.manager.load(into=parts)[1].iteration
             # A damaged checkpoint makes way for the one before, which may be too old.
             if step >= on_shared:

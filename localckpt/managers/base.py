@@ -500,6 +500,11 @@ class BaseCheckpointManager(ABC):
         self._parts.resuming.forget()
         return self._current.iteration
 
+    def is_bad(self, iteration: int) -> bool:
+        """Return whether a complete checkpoint is marked bad, at the last look or save."""
+        marks = self._parts.known.marked("bad")
+        return any(checkpoint.iteration == iteration for checkpoint in marks)
+
     def is_progress(self, iteration: int) -> bool:
         """Return whether a complete checkpoint is above all from which starts ended in vain."""
         return self._parts.resuming.is_progress(iteration)

@@ -12,7 +12,7 @@ from localckpt.availability.retention import Retirement
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.replication.redundancy import Redundancy
-from localckpt.trust import Mark
+from localckpt.trust import Mark, MarkKind
 
 __all__ = ["KnownCheckpoints"]
 
@@ -106,7 +106,8 @@ class KnownCheckpoints:
 
         Beside them stays the newest that survives the loss of a node, if none of them does; the
         newest that is marked good, if none of them is; and what other lineages have that is newer
-        by iteration, unless the job gave it up knowingly.
+        by iteration, unless the job gave it up knowingly. One that is marked bad counts for
+        nothing, and only the newest of them stays, as long as nothing newer is complete.
 
         Args:
             saved: The iteration that was saved last.
@@ -118,12 +119,22 @@ class KnownCheckpoints:
         lineage = self._lineage if self.job_has_looked else None
         passed = Retirement(saved, lineage, frozenset())
         own = [known for known in self.complete if passed.takes(known)]
-        kept, older = own[:count], own[count:]
+        bad = [known for known in own if self._is_marked(known, "bad")]
+        sound = [known for known in own if known not in bad]
+        kept, older = sound[:count], sound[count:]
+        newest = max((known.iteration for known in sound), default=-1)
+        # Of bad ones that are newer than all others, the newest is the last resort.
+        last_bad = [known for known in bad if known.iteration > newest][:1]
+        also = frozenset(bad).difference(last_bad)
         if len(kept) < count:
-            return None
-        stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
-        up_to = min(known.iteration for known in kept)
-        retirement = Retirement(up_to, lineage, frozenset((*kept, *stays)))
+            if not also:
+                return None
+            retirement = Retirement(-1, None, frozenset(), also)
+        else:
+            stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
+            up_to = min(known.iteration for known in kept)
+            but = frozenset((*kept, *stays, *last_bad))
+            retirement = Retirement(up_to, lineage, but, also)
         self.complete = [known for known in self.complete if not retirement.takes(known)]
         return retirement
 
@@ -132,7 +143,13 @@ class KnownCheckpoints:
     ) -> list[Checkpoint]:
         """The newest that is marked good, if none of those that are kept is."""
 
-        def is_good(checkpoint: Checkpoint) -> bool:
-            return checkpoint in self.marks and self.marks[checkpoint].kind == "good"
+        if any(self._is_marked(checkpoint, "good") for checkpoint in kept):
+            return []
+        return [checkpoint for checkpoint in older if self._is_marked(checkpoint, "good")][:1]
 
-        return [] if any(map(is_good, kept)) else list(filter(is_good, older))[:1]
+    def marked(self, kind: MarkKind) -> list[Checkpoint]:
+        """The complete checkpoints with a kind of mark."""
+        return [checkpoint for checkpoint in self.complete if self._is_marked(checkpoint, kind)]
+
+    def _is_marked(self, checkpoint: Checkpoint, kind: MarkKind) -> bool:
+        return checkpoint in self.marks and self.marks[checkpoint].kind == kind

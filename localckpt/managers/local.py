@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,11 @@ class LocalCheckpointManager(StoreCheckpointManager):
         max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
             later one is complete, in a row. Then it is quarantined, and an older one is taken.
             ``None`` to count none.
+        check: Judges each captured state behind training, on each rank: it is given the rank's
+            tensors by name, in the memory that is about to be written, and returns why they are
+            bad, or ``None``. It may neither change nor keep them. A checkpoint that is bad on any
+            rank is marked so, with a warning, and is loaded only if there is no other. A check
+            that raises fails the save.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -75,6 +80,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         read_only: bool = False,
         events: EventStream | None = None,
         max_attempts: int | None = None,
+        check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

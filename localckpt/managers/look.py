@@ -158,6 +158,11 @@ class Finder:
         judge_newest(known.complete, self._parts.ranks.world_size)
         if known.complete:
             newest = known.complete[0]
+            if (mark := known.marks.get(newest)) is not None and mark.kind == "bad":
+                logger.warning(
+                    "iteration %d is marked bad (%s), and the nodes have none that is not",
+                    *(newest.iteration, mark.why),
+                )
             if others := unrelated(newest, known.complete[1:], known.lineages):
                 logger.warning("%s", describe_choice(newest, others))
             return newest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             ``/dev/shm/localckpt-<uid>``.
         timeout, process_group, async_worker, safe_globals, background, strict: As for
             :class:`LocalCheckpointManager`.
-        num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts: Also as for
+        num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts, check: As for
             that class.
 
     Raises:
@@ -62,6 +62,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         read_only: bool = False,
         events: EventStream | None = None,
         max_attempts: int | None = None,
+        check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None,
     ) -> None:
         options = SaveOptions.of(locals())
 

@@ -32,9 +32,11 @@ from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import SaveReport
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.views import tensor_views
 from localckpt.storage.hooks import commit_here
 from localckpt.storage.slot import Slot
 from localckpt.storage.store import run_commit
+from localckpt.trust import Mark
 
 __all__ = ["Save"]
 
@@ -55,6 +57,7 @@ class Save:
     Attributes:
         slots: Slots of what this rank keeps, its own first.
         error: What went wrong on this rank, which is reported when the save is finalized.
+        bad: Why the state of this rank is bad, according to its check.
         ticket: Place of the save in a queue of ours; ``None`` in no queue, or in a foreign one.
         is_scheduled: Whether somebody carries it out.
         is_handed_over: Whether that is a foreign queue.
@@ -68,6 +71,7 @@ class Save:
         self.identity = identity
         self.slots: list[Slot] = []
         self.error: str | None = None
+        self.bad: str | None = None
         self.ticket: Ticket | None = None
         self.is_scheduled = self.is_handed_over = self.is_complete = False
         self._is_returned = False
@@ -219,6 +223,7 @@ class Save:
         for slot in self.slots:
             slot.await_digests()
         try:
+            self._check()
             commit_here(self._parts.store, self._parts.hooks, self.slots)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -227,6 +232,26 @@ class Save:
             # This save is not over while others send to it.
             self._await_exchanged()
             raise
+
+    def _check(self) -> None:
+        """Have the captured state judged; if it is bad, note that before it is committed."""
+        check = self._parts.options.check
+        if check is None or not self.slots:
+            return
+        try:
+            self.bad = check(tensor_views(self.slots[0].image)) or None
+        except Exception as error:
+            logger.exception("the check of iteration %d failed", self.identity.iteration)
+            # Not the error itself: its frames keep the memory of the image.
+            raise CheckpointingException(
+                f"the check of the state raised {with_class(error)}"
+            ) from None
+        if self.bad is not None:
+            self._mark_bad(self.bad)
+
+    def _mark_bad(self, why: str) -> None:
+        mark = Mark(self.identity.checkpoint, "bad", why)
+        self._parts.store.claim.note_mark(mark)
 
     # Protected.
 
@@ -267,6 +292,7 @@ class Save:
             tuple(self._replication.kept),
             parts.known.copies_wanted(identity.rank),
             self._replication.group,
+            self.bad,
         )
 
     def _take_back(self) -> None:
@@ -309,7 +335,7 @@ class Save:
             finally:
                 # Else the error would keep itself by this variable.
                 del failed
-        self._complete(verdict.reached)
+        self._complete(verdict.reached, verdict.bad)
         return verdict.reached
 
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
@@ -322,11 +348,17 @@ class Save:
     def _take_verdict(self, fields: Any) -> None:
         self._verdict = SaveVerdict.from_json(fields)
 
-    def _complete(self, reached: Durability) -> None:
+    def _complete(self, reached: Durability, bad: str | None) -> None:
         parts, iteration = self._parts, self.identity.iteration
         parts.known.forget(iteration)
+        if bad is not None:
+            logger.warning("iteration %d is marked bad: %s", iteration, bad)
+            parts.known.marks[self.identity.checkpoint] = Mark(self.identity.checkpoint, "bad", bad)
         parts.known.add(self.identity.checkpoint, reached)
         try:
+            if bad is not None:
+                # On all nodes: that of the rank that found it may be lost.
+                self._mark_bad(bad)
             parts.store.release(self._all_slots())
             parts.hooks._cleanup(iteration)
             if not parts.store.keeps_images:
@@ -334,8 +366,9 @@ class Save:
                 del parts.known.complete[1:]
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
-            logger.exception("rank %d could not prune older checkpoints", self.identity.rank)
-        parts.resuming.note_progress(iteration)
+            logger.exception("rank %d could not mark or prune checkpoints", self.identity.rank)
+        if bad is None:
+            parts.resuming.note_progress(iteration)
         self._end()
         self.is_complete = True
         tier: Tier = "replicated" if reached.survives_node_loss else "local"

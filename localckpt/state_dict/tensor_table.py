@@ -35,6 +35,7 @@ __all__ = [
     "TableEntry",
     "TensorTable",
     "build_table",
+    "dtype_named",
     "packed",
     "parse_entries",
     "signature",
@@ -59,6 +60,8 @@ _LABELS = {
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
+
+_DTYPES = {label: dtype for dtype, label in _LABELS.items()}
 
 _SHARED = "shared:"
 _View = tuple[int, tuple[int, ...]]
@@ -303,6 +306,11 @@ def _may_lie_otherwise(entry: TableEntry, views_of_slot: int) -> bool:
         return offset == 0 and sized == [(n, s) for n, s in contiguous if n > 1]
     # A tensor that repeats items (stride 0) cannot take the values of one that does not.
     return all(s > 0 for _, s in sized)
+
+
+def dtype_named(label: str) -> torch.dtype:
+    """Return the dtype of a label of the safetensors format that an image uses."""
+    return _DTYPES[label]
 
 
 def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:

@@ -17,26 +17,31 @@ from localckpt.storage.write import replace_file, sync_folder
 __all__ = ["pin", "put_back_if_pinned", "remove", "remove_folder", "unpin"]
 
 
-def remove(folder: Folder, *, by_rename: bool) -> None:
+def remove(folder: Folder, *, by_rename: bool) -> bool:
     """Remove a checkpoint, unless it is pinned; what is half removed is never found.
 
     Args:
         folder: The checkpoint.
         by_rename: Directories can be renamed at once; else its record goes first.
 
+    Returns:
+        Whether it is gone: it may have been pinned since it was decided on.
+
     Raises:
         StorageError: The file system refused.
     """
     with storage_errors("remove", folder.path):
         if folder.is_pinned:
-            return
+            return False
         if not by_rename:
             (folder.path / RECORD_NAME).unlink(missing_ok=True)
             shutil.rmtree(folder.path)
-            return
+            return True
         folder.path.rename(folder.removed)
-        if not put_back_if_pinned(folder):
-            remove_folder(folder.removed)
+        if put_back_if_pinned(folder):
+            return False
+        remove_folder(folder.removed)
+        return True
 
 
 def put_back_if_pinned(folder: Folder) -> bool:

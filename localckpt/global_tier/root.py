@@ -253,8 +253,8 @@ class CheckpointRoot:
                 self._retention, complete.values(), save.folder.version, self._loaded
             )
             for epoch, iteration in sorted(complete.keys() - kept.keys()):
-                remove(Folder(self.path, iteration, epoch), by_rename=self._atomic_rename)
-                removed.append(iteration)
+                if remove(Folder(self.path, iteration, epoch), by_rename=self._atomic_rename):
+                    removed.append(iteration)
         except StorageError as error:
             logger.warning("checkpoints that may go stay for now: %s", error)
         return removed
@@ -354,10 +354,10 @@ class CheckpointRoot:
         return [(folder, record) for folder, record in records if record is not None]
 
     def _why_not_there(self, iteration: int) -> str:
-        there = ", ".join(map(str, self.iterations()[:_SHOWN])) or "none"
+        there = ", ".join(str(folder.iteration) for folder, _ in self._complete()[:_SHOWN])
         return (
             f"there is no checkpoint of iteration {iteration} under {self.path}; the newest are: "
-            f"{there}. Nothing was changed"
+            f"{there or 'none'}. Nothing was changed"
         )
 
     def _record_of(self, folder: Folder, *, asked_for: bool = False) -> CommitRecord | None:

@@ -138,9 +138,10 @@ def test_a_checkpoint_that_is_pinned_while_it_is_removed_is_put_back(tmp_path: P
     folder = _checkpoint(tmp_path)
     _when(".removed", lambda: pin(folder))
 
-    remove(folder, by_rename=True)
+    is_gone = remove(folder, by_rename=True)
 
     assert folder.is_pinned
+    assert not is_gone
     with manager_on(tmp_path) as manager:
         assert manager.load({"w": torch.zeros(9)}, 1) == 1
     assert leftovers_in(tmp_path) == []

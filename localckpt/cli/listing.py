@@ -43,6 +43,7 @@ from localckpt.storage.catalog import (
     find_sessions,
     node_token,
 )
+from localckpt.trust import Trust, choose, resumed_in_vain
 
 __all__ = ["SharedListing", "look", "ls"]
 
@@ -236,11 +237,15 @@ class SharedListing:
     leftovers: int
     kept: Mapping[Version, tuple[Reason, ...]]
     """Why each checkpoint stays; those that are not in it go at the job's next save."""
+    trust: Trust
+    """Notes on starts of the job in vain."""
 
     @property
     def loads(self) -> SharedCheckpoint | None:
-        """The checkpoint that a restart loads from it, as far as records tell."""
-        return next((known for known in self.checkpoints if known.problem is None), None)
+        """The checkpoint that a restart loads from it, as far as records and notes tell."""
+        whole = {known.folder.as_checkpoint: known for known in self.checkpoints if known.is_whole}
+        usable = choose([*whole], self.trust, self.trust.most).usable
+        return whole[usable[0]] if usable else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; keys are only ever added."""
@@ -282,6 +287,8 @@ class SharedListing:
         else:
             say("no checkpoint")
         for known in self.checkpoints:
+            if count := self.trust.count(known.folder.as_checkpoint):
+                say(f"of iteration {known.folder.iteration}: {resumed_in_vain(count)}")
             if known.problem is not None:
                 say(f"not counted: {known.folder.path}: {known.problem}", red=True)
         if self.leftovers:
@@ -334,4 +341,7 @@ def look(session: SharedSession) -> SharedListing:
         StorageError: It cannot be read.
     """
     checkpoints = tuple(session.checkpoints())
-    return SharedListing(session, checkpoints, len(session.leftovers()), why_kept(checkpoints))
+    return SharedListing(
+        *(session, checkpoints, len(session.leftovers()), why_kept(checkpoints)),
+        session.noted_trust(),
+    )

@@ -27,6 +27,8 @@ from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import SESSION_PREFIX, session_of
 from localckpt.storage.open_file import OpenFile
+from localckpt.storage.trust_notes import TrustNotes
+from localckpt.trust import Trust
 
 __all__ = ["SharedCheckpoint", "SharedSession", "find_shared_sessions", "verify_file", "why_kept"]
 
@@ -51,6 +53,11 @@ class SharedCheckpoint:
     problem: CheckpointingException | None
     saved_at: float
     is_pinned: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it can be loaded, as far as its record says."""
+        return self.problem is None
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +87,14 @@ class SharedSession:
         """
         found = [self._look(folder) for folder in folders_in(self.root)[0]]
         return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def noted_trust(self) -> Trust:
+        """Everything noted of starts of the job in vain.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        return TrustNotes(self.root).read()
 
     def leftovers(self) -> list[Path]:
         """Directories of saves under way, of saves that were cut off, and of what is removed.

@@ -22,6 +22,7 @@ from localckpt.errors import (
     FormatVersionError,
 )
 from localckpt.global_tier.retention import Retention, metrics_from_json, metrics_to_json
+from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import session_name
@@ -62,6 +63,11 @@ class Folder:
     @property
     def version(self) -> tuple[int, int]:
         return self.epoch, self.iteration
+
+    @property
+    def as_checkpoint(self) -> Checkpoint:
+        """Name of the checkpoint in notes on trust; any number of ranks can load it."""
+        return Checkpoint(Generation(self.epoch, 0), self.iteration, 1)
 
     @property
     def path(self) -> Path:

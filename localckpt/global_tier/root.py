@@ -33,7 +33,6 @@ from localckpt.global_tier.metadata import METADATA_NAME
 from localckpt.global_tier.removal import pin, put_back_if_pinned, remove, remove_folder, unpin
 from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
 from localckpt.global_tier.write_files import make_folder, write_durably
-from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
 from localckpt.resuming import Resuming
 from localckpt.storage.failures import storage_errors
@@ -237,7 +236,7 @@ class CheckpointRoot:
 
     def note_resume(self, loaded: Found) -> None:
         """Note on the first rank that training is about to go on from what was loaded."""
-        self.resuming.begin(_as_checkpoint(loaded.folder))
+        self.resuming.begin(loaded.folder.as_checkpoint)
 
     def prune(self, save: BegunSave) -> list[int]:
         """Remove older checkpoints, now that this one is there; the iterations of those."""
@@ -322,7 +321,7 @@ class CheckpointRoot:
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job was not resumed from in vain too often."""
         trust = self.resuming.trust = self._notes.read()
-        by_checkpoint = {_as_checkpoint(folder): folder for folder in folders}
+        by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
         choice = choose([*by_checkpoint], trust, self.resuming.max_attempts, self.resuming.current)
         given_up = {**choice.quarantined, **choice.exhausted}
         told = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
@@ -373,11 +372,6 @@ class CheckpointRoot:
                 raise
             logger.error("%s is not counted: %s", folder.path, error)
             return None
-
-
-def _as_checkpoint(folder: Folder) -> Checkpoint:
-    # Any number of ranks can load it.
-    return Checkpoint(Generation(folder.epoch, 0), folder.iteration, 1)
 
 
 def _remove(path: Path) -> None:

@@ -268,8 +268,11 @@ def test_shared_storage_comes_after_the_nodes_and_then_what_is_older_there(tmp_p
     shutil.rmtree(local)
 
     found = [_fail(local, **options) for _ in range(4)]
+    shown = call("explain", tmp_path / "shared").out
     told = _refusal(local, **options)
 
+    assert "of iteration 5: the job was resumed from it 2 times and made no progress" in shown
+    assert "From shared storage a restart finds nothing to load." in shown
     # 5 and 2 on shared storage; the nodes have nothing.
     assert found == [6, 6, 3, 3]
     assert "no checkpoint on shared storage is left" in told

@@ -17,12 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
+from localckpt.checkpointer.arguments import check_arguments, check_shared_arguments
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
+from localckpt.checkpointer.schedule import Schedule
 from localckpt.checkpointer.shared import OnResize
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.checkpointer.tiers import (
@@ -51,7 +53,6 @@ __all__ = ["Checkpointer"]
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 1 << 62
 _LOOK_S = 0.005
 # For ranks that have the same time to stop in, and do not begin to stop at the same moment.
 _AGREEING_S = 10.0
@@ -150,10 +151,9 @@ class Checkpointer:
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
     ) -> None:
-        _check(local, memory, replication_factor, repl_strategy, on_error, max_failures)
-        _check_shared(shared_every, on_resize, shared_keep_last, shared_retention)
+        check_arguments(local, memory, replication_factor, repl_strategy, on_error, max_failures)
+        check_shared_arguments(shared_every, on_resize, shared_keep_last, shared_retention)
         self._parts = parts_of(state, rng=rng)
-        self._every, self._shared_every = every, shared_every
         self._grace_s = timeout_s if grace_s is None else grace_s
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
@@ -224,11 +224,10 @@ class Checkpointer:
             self._stop_requests.why,
             self._meter.costs,
         )
-        # Steps of the next saves and the next pulse, and the first of them: what is before it is
-        # not looked at closer.
-        self._next_save = self._next_shared = self._next_pulse = self._due = _NEVER
-        # The steps of the last saves, or the one that the job was resumed from.
-        self._saved_from = self._shared_from = -1
+        self._schedule = Schedule(every, None if shared is None else shared_every)
+        # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
+        # the manager has buffers.
+        self._may_overlap = every.steps is not None
         self._last_step: int | None = None
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
@@ -271,14 +270,8 @@ class Checkpointer:
             self._record.resumed(began, None, "", "", error)
             raise
         self._record.resumed(began, loaded, source, job_run)
-        self._last_step = self._saved_from = self._shared_from = loaded
-        if self._every.steps is not None:
-            self._next_save = loaded + self._every.steps
-        if self._shared is not None and self._shared_every.steps is not None:
-            self._next_shared = loaded + self._shared_every.steps
-        # The first pulse is to know how long a step takes.
-        self._next_pulse = loaded + 2
-        self._due = min(self._next_save, self._next_shared, self._next_pulse)
+        self._last_step = loaded
+        self._schedule.begin(loaded)
         return loaded + 1
 
     def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
@@ -307,7 +300,7 @@ class Checkpointer:
             raise self._out_of_order(step)
         self._last_step = step
         is_save = False
-        if is_busy or step >= self._due or self._pulse.is_under_way:
+        if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
             is_save = self._attend(step, metrics)
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
@@ -450,25 +443,15 @@ class Checkpointer:
             if plan.stop is not None:
                 self._save_before_stop(step, metrics)
                 return True
-        if step >= self._next_save and self._has_room:
+        if self._schedule.is_save_due(step) and (self._may_overlap or not self._nodes.is_busy):
             self._begin_save(step)
             is_save = True
-        if step >= self._next_shared:
+        if self._schedule.is_shared_save_due(step):
             self._begin_shared_save(step, metrics)
-        if step >= self._next_pulse:
+        if self._schedule.is_pulse_due(step):
             self._pulse.begin(step)
-            self._next_pulse = _NEVER
-        self._due = min(self._next_save, self._next_shared, self._next_pulse)
+            self._schedule.note_pulse()
         return is_save
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether a save that is due may begin; the same on all ranks.
-
-        With a cadence that is measured, saves do not overlap. With one in steps they do as far as
-        the manager has buffers.
-        """
-        return self._every.steps is not None or not self._nodes.is_busy
 
     def _follow(self, plan: Plan, step: int) -> None:
         """Take in what all ranks have decided; they do so in the same step."""
@@ -476,21 +459,13 @@ class Checkpointer:
         self._record.steps(step, self._meter.costs())
         if plan.stop is not None:
             self._take_back_attempt()
-        self._next_pulse = step + plan.pulse_steps
-        if plan.interval is not None:
-            self._next_save = self._saved_from + plan.interval
-        elif self._nodes.begun is None:
-            # What a save costs is not known before the first.
-            self._next_save = step
-        if plan.shared_interval is not None:
-            self._next_shared = self._shared_from + plan.shared_interval
+        self._schedule.follow(plan, step, is_first_save=self._nodes.begun is None)
         if self._shared is not None:
             self._shared.look()
 
     def _begin_save(self, step: int) -> None:
         self._nodes.save(self._parts, step)
-        self._saved_from = step
-        self._next_save = _NEVER if self._every.steps is None else step + self._every.steps
+        self._schedule.note_save(step)
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
@@ -503,9 +478,7 @@ class Checkpointer:
             )
         else:
             self._shared.save(step, metrics)
-        self._shared_from = step
-        steps = self._shared_every.steps
-        self._next_shared = _NEVER if steps is None else step + steps
+        self._schedule.note_shared_save(step)
 
     def _finalize(self, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
@@ -568,7 +541,7 @@ class Checkpointer:
             logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
         if is_shared_late:
             logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
-        self._due = _NEVER
+        self._schedule.end()
 
     def _is_on_any_rank(self, is_late: bool) -> bool:
         """Return whether time is over for some rank, so that all go on in the same way."""
@@ -634,45 +607,3 @@ def _judge_sources(told_by: list[list[str]]) -> list[str]:
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
     return [", ".join(told), told_by[0][1]]
-
-
-def _check(
-    local: object,
-    memory: bool,
-    replication_factor: int | None,
-    repl_strategy: object,
-    on_error: str,
-    max_failures: int,
-) -> None:
-    if local is None and not memory:
-        raise CheckpointingException(
-            "give local=, a directory on a disk of each node, or memory=True to keep checkpoints "
-            "in the nodes' memory"
-        )
-    if replication_factor is not None and repl_strategy is not None:
-        raise CheckpointingException("give replication_factor= or repl_strategy=, not both")
-    if replication_factor is not None and replication_factor < 1:
-        raise CheckpointingException(
-            f"replication_factor is {replication_factor}: it counts the node itself, and must be "
-            f"1 (no copies) or more"
-        )
-    if on_error not in ("warn", "raise"):
-        raise CheckpointingException(f"on_error is {on_error!r}; it must be 'warn' or 'raise'")
-    if max_failures < 1:
-        raise CheckpointingException(f"max_failures is {max_failures}; it must be above 0")
-
-
-def _check_shared(
-    shared_every: Every, on_resize: str, keep_last: int | None, retention: Retention | None
-) -> None:
-    if keep_last is not None and retention is not None:
-        raise CheckpointingException(
-            f"give shared_keep_last= or shared_retention=, not both: "
-            f"shared_retention=Retention(last={keep_last}, ...) has all rules"
-        )
-    if shared_every.steps is None and shared_every.minutes is None:
-        raise CheckpointingException(
-            "shared_every takes steps or minutes: the cost that is measured is that of the nodes"
-        )
-    if on_resize not in ("error", "drop"):
-        raise CheckpointingException(f"on_resize is {on_resize!r}; it must be 'error' or 'drop'")

@@ -1,0 +1,53 @@
+"""Checks of the arguments of a :class:`Checkpointer`, made before it makes anything."""
+
+from __future__ import annotations
+
+from localckpt.checkpointer.cadence import Every
+from localckpt.errors import CheckpointingException
+from localckpt.global_tier.retention import Retention
+
+__all__ = ["check_arguments", "check_shared_arguments"]
+
+
+def check_arguments(
+    local: object,
+    memory: bool,
+    replication_factor: int | None,
+    repl_strategy: object,
+    on_error: str,
+    max_failures: int,
+) -> None:
+    """Check arguments that concern the nodes; raises CheckpointingException."""
+    if local is None and not memory:
+        raise CheckpointingException(
+            "give local=, a directory on a disk of each node, or memory=True to keep checkpoints "
+            "in the nodes' memory"
+        )
+    if replication_factor is not None and repl_strategy is not None:
+        raise CheckpointingException("give replication_factor= or repl_strategy=, not both")
+    if replication_factor is not None and replication_factor < 1:
+        raise CheckpointingException(
+            f"replication_factor is {replication_factor}: it counts the node itself, and must be "
+            f"1 (no copies) or more"
+        )
+    if on_error not in ("warn", "raise"):
+        raise CheckpointingException(f"on_error is {on_error!r}; it must be 'warn' or 'raise'")
+    if max_failures < 1:
+        raise CheckpointingException(f"max_failures is {max_failures}; it must be above 0")
+
+
+def check_shared_arguments(
+    shared_every: Every, on_resize: str, keep_last: int | None, retention: Retention | None
+) -> None:
+    """Check arguments that concern shared storage; raises CheckpointingException."""
+    if keep_last is not None and retention is not None:
+        raise CheckpointingException(
+            f"give shared_keep_last= or shared_retention=, not both: "
+            f"shared_retention=Retention(last={keep_last}, ...) has all rules"
+        )
+    if shared_every.steps is None and shared_every.minutes is None:
+        raise CheckpointingException(
+            "shared_every takes steps or minutes: the cost that is measured is that of the nodes"
+        )
+    if on_resize not in ("error", "drop"):
+        raise CheckpointingException(f"on_resize is {on_resize!r}; it must be 'error' or 'drop'")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from localckpt import Checkpointer, CheckpointingException, Every, SameMachineReplicationException
 from tests.checkpointer.loops import stores
@@ -228,3 +230,41 @@ def test_all_ranks_leave_off_when_the_time_of_one_of_them_is_over(
 
     assert first == second
     assert first[1]
+
+
+def _train_in_parallel(root: Path, steps: int, *, seed: int) -> list[str]:
+    """Losses and scales of a tensor parallel loop, up to a number of steps."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    losses = []
+    with Checkpointer(state, local=root, every=Every(steps=10**6)) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            data = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(data).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(f"{loss.item().hex()} {scaler.get_scale()}")
+            checkpointer.step(step)
+        checkpointer.save(steps - 1)
+    return losses
+
+
+def _train_in_parallel_and_resume(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    root = node_store()
+    whole = _train_in_parallel(root / "whole", 8, seed=1)
+    assert _train_in_parallel(root / "parts", 5, seed=1) == whole[:5]
+    return whole[5:], _train_in_parallel(root / "parts", 8, seed=2)
+
+
+def test_a_tensor_parallel_loop_with_a_gradient_scaler_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    found = run_ranks(_train_in_parallel_and_resume, 2, store_per_node=stores(tmp_path, 1))
+
+    for whole, resumed in found:
+        assert resumed == whole

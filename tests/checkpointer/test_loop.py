@@ -47,7 +47,7 @@ def test_a_loop_that_is_killed_goes_on_bit_for_bit(
     moments = random.Random(sharding)
     nodes = stores(tmp_path, 1 if world_size == 1 else 2)
     options = {"every": localckpt.Every(steps=3)}
-    for number in range(10 if long_form else 1):
+    for number in range(30 if long_form else 1):
         for node in nodes:
             shutil.rmtree(node, ignore_errors=True)
         with start_ranks(

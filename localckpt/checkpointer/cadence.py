@@ -17,7 +17,7 @@ class Costs:
     Attributes:
         step_s: Duration of a step without any save, in seconds; ``None`` before the first.
         save_s: Training time that one save takes away, in seconds: how long training waits for it,
-            and how much slower the steps beside it are. ``None`` before the first save.
+            and how much slower the steps beside it are. ``None`` before the second save.
     """
 
     step_s: float | None = None

@@ -459,7 +459,7 @@ class Checkpointer:
         self._record.steps(step, self._meter.costs())
         if plan.stop is not None:
             self._take_back_attempt()
-        self._schedule.follow(plan, step, is_first_save=self._nodes.begun is None)
+        self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
         if self._shared is not None:
             self._shared.look()
 

@@ -18,6 +18,7 @@ class Meter:
 
     A step is timed from the end of one call of the checkpointer to the beginning of the next.
     Steps beside which a save is written are kept apart: what they take longer is a cost of saving.
+    The first save does not count: training waits there for memory that later saves use again.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Meter:
         self._beside: list[float] = []
         self._waited_s = 0.0
         self._save_s: float | None = None
+        self._is_first_save = True
 
     def enter(self, *, is_beside_save: bool) -> float:
         """Note that a step has ended; the time now, by the monotonic clock."""
@@ -51,7 +53,9 @@ class Meter:
         if self._beside and self._undisturbed:
             usual_s = _median(tuple(self._undisturbed))
             slower_s = max(0.0, sum(self._beside) - usual_s * len(self._beside))
-        self._save_s = self._waited_s + slower_s
+        if not self._is_first_save:
+            self._save_s = self._waited_s + slower_s
+        self._is_first_save = False
         self._beside.clear()
         self._waited_s = 0.0
 

@@ -42,18 +42,18 @@ class Schedule:
         """Schedule nothing any more."""
         self._next_save = self._next_shared_save = self._next_pulse = self.due = _NEVER
 
-    def follow(self, plan: Plan, step: int, *, is_first_save: bool) -> None:
+    def follow(self, plan: Plan, step: int, *, may_save: bool) -> None:
         """Schedule what all ranks have decided in this step.
 
         Args:
             plan: The decision.
             step: Number of the step.
-            is_first_save: Whether no save was begun yet, so that its cost is not known.
+            may_save: Whether a save may begin to find out what one costs, if that is not known.
         """
         self._next_pulse = step + plan.pulse_steps
         if plan.interval is not None:
             self._next_save = self._saved + plan.interval
-        elif is_first_save:
+        elif may_save:
             self._next_save = step
         if plan.shared_interval is not None:
             self._next_shared_save = self._shared_saved + plan.shared_interval

@@ -94,6 +94,10 @@ def test_a_save_costs_what_training_waits_and_what_steps_beside_it_take_longer(
     for _ in range(10):
         step(2.0)
     assert timed.costs() == Costs(2.0, None)
+    # The first save waits for memory besides.
+    step(2.0, 7.0)
+    timed.end_save()
+    assert timed.costs() == Costs(2.0, None)
     step(2.0, 0.5)
     step(3.0, is_beside_save=True)
     step(2.5, 0.25, is_beside_save=True)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +42,8 @@ class StagingFolder:
         self._owner = f"{STAGING_PREFIX}{Owner.me()}.{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._release: Callable[[], object] | None = None
+        # A buffer may be made ahead of time while a save makes another one.
+        self._locking = threading.Lock()
 
     def new_path(self) -> Path:
         """Return a path for a new buffer, and make the lock that marks its maker as alive.
@@ -48,10 +51,12 @@ class StagingFolder:
         Raises:
             OSError: The lock file cannot be made.
         """
-        if self._release is None:
-            lock = self.path / f"{self._owner}{_LOCK}"
-            # A finalizer, so that the lock is released even if close() is never called.
-            self._release = weakref.finalize(self, _let_go, os.getpid(), lock, _make_locked(lock))
+        with self._locking:
+            if self._release is None:
+                lock = self.path / f"{self._owner}{_LOCK}"
+                held = _make_locked(lock)
+                # A finalizer, so that the lock is released even if close() is never called.
+                self._release = weakref.finalize(self, _let_go, os.getpid(), lock, held)
         return self.path / f"{self._owner}.{next(self._numbers)}"
 
     def nbytes(self) -> int:

@@ -6,7 +6,10 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -228,6 +231,23 @@ def test_the_lock_of_an_owner_is_gone_with_its_last_buffers(shared: Path) -> Non
         buffer.close()
     folder.close()
     folder.close()
+
+    assert not list(shared.iterdir())
+
+
+def test_threads_that_make_the_first_buffers_at_once_share_one_lock(shared: Path) -> None:
+    threads = 4
+    for _ in range(50):
+        folder, together = StagingFolder(), threading.Barrier(threads)
+
+        def new_path(folder: StagingFolder = folder, together: Any = together) -> Path:
+            together.wait()
+            return folder.new_path()
+
+        with ThreadPoolExecutor(threads) as pool:
+            paths = [pool.submit(new_path) for _ in range(threads)]
+        assert len({path.result() for path in paths}) == threads
+        folder.close()
 
     assert not list(shared.iterdir())
 

@@ -186,6 +186,7 @@ class Checkpointer:
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
         with ExitStack() as undo:
+            undo.callback(self._ranks.close)
             undo.callback(self._record.stream.close)
             if repl_strategy is not None:
                 manager = make_manager(repl_strategy)

@@ -76,12 +76,15 @@ class StopRequests:
         return self._received or looking.take_result()
 
     def _look(self) -> str | None:
-        if self._file is not None and self._file.exists():
-            return f"{self._file} is there"
+        # Whatever is asked may be out of reach for a while; training is not to end for that.
+        try:
+            if self._file is not None and self._file.exists():
+                return f"{self._file} is there"
+        except OSError as error:
+            logger.warning("stop_file cannot be looked at, as if it were not there: %s", error)
         try:
             return None if self._ask is None else self._ask() or None
         except Exception:
-            # Whatever it asks may be out of reach for a while; training is not to end for that.
             logger.exception("stop_when failed, as if it had told nothing")
             return None
 

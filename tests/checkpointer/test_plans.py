@@ -144,6 +144,16 @@ def test_a_handler_that_was_set_later_stays() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_file_that_cannot_be_looked_at_stops_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Too long a name is an error for root, too.
+    requests = _nothing_asked(file=tmp_path / ("x" * 300), ask=lambda: "maintenance")
+
+    assert requests.why() == "maintenance"
+    assert "stop_file cannot be looked at" in caplog.text
+
+
 def test_a_file_and_a_function_ask_to_stop(tmp_path: Path) -> None:
     file, told = tmp_path / "stop", [""]
     requests = _nothing_asked(file=file, ask=lambda: told[0])

@@ -210,14 +210,15 @@ class Checkpointer:
                     failures=self._failures[1],
                     events=self._record.stream,
                 )
+                undo.callback(self._shared.close, is_in_step=False)
+            self._stop_requests = StopRequests(
+                *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
+                self._take_back_attempt,
+            )
             undo.pop_all()
         self._record.stream.release()
         self._own_strategy = None if repl_strategy is not None else own_strategy
         self._meter = Meter()
-        self._stop_requests = StopRequests(
-            *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
-            self._take_back_attempt,
-        )
         self._pulse = Pulse(
             every,
             None if shared is None else shared_every,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from localckpt.errors import CheckpointingException
 from localckpt.threads import Task
 
 __all__ = ["StopRequests"]
@@ -55,7 +56,14 @@ class StopRequests:
                 )
             return
         for number in signals:
-            self._before[number] = signal.signal(number, self._receive)
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise CheckpointingException(
+                    f"stop_signals has {number!r}, which a process cannot handle ({error}): leave "
+                    f"it out"
+                ) from error
         # Where a shell has it ignored, it stays so.
         if signal.SIGINT not in signals and callable(signal.getsignal(signal.SIGINT)):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)

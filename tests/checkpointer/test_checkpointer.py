@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def _state() -> dict[str, Any]:
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointingException, match=told):
         Checkpointer(_state(), **options)
+
+
+def test_a_signal_that_cannot_be_handled_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
+    signals = [signal.SIGUSR1, signal.SIGKILL]
+
+    with pytest.raises(CheckpointingException, match="leave it out"):
+        Checkpointer(_state(), local=tmp_path, stop_signals=signals)
+
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    Checkpointer(_state(), local=tmp_path).close()
 
 
 def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_path: Path) -> None:

@@ -5,36 +5,26 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks import announce, node_store, run_ranks, start_ranks
-from tests.upstream.environment import UPSTREAM
+from tests.upstream.environment import import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
 _Run = tuple[list[str], list[int]]
 
-pytestmark = pytest.mark.skipif(
-    not (UPSTREAM / "lightning").is_dir(),
-    reason=f"needs Lightning in {UPSTREAM} (make test installs it)",
-)
+pytestmark = needs("lightning")
 
 # What Lightning takes to be imported on a busy machine is within it.
 _LONGEST_S = 150.0
 
 
-def _with_lightning(module: str) -> Any:
-    sys.path.insert(0, str(UPSTREAM))
-    return import_module(module)
-
-
 def _fit(*args: Any, **kwargs: Any) -> _Run:
-    run: _Run = _with_lightning("tests.integrations.lightning_runs").fit(*args, **kwargs)
+    run: _Run = import_upstream("tests.integrations.lightning_runs").fit(*args, **kwargs)
     return run
 
 
@@ -83,7 +73,7 @@ def test_a_run_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(
 
 
 def _refuse_a_path(rank: int, world_size: int) -> str:
-    return str(_with_lightning("tests.integrations.lightning_runs").refuse_a_path(node_store()))
+    return str(import_upstream("tests.integrations.lightning_runs").refuse_a_path(node_store()))
 
 
 def test_a_path_to_begin_from_is_refused_beside_a_checkpoint_that_was_found(
@@ -95,7 +85,7 @@ def test_a_path_to_begin_from_is_refused_beside_a_checkpoint_that_was_found(
 
 
 def _run_example_twice(rank: int, world_size: int) -> list[str]:
-    example = _with_lightning("examples.integrations.lightning_training")
+    example = import_upstream("examples.integrations.lightning_training")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for epochs in (1, 2):
             example.main(str(node_store()), epochs)

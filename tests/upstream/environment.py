@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -14,18 +15,39 @@ import pytest
 
 from tests.ranks import run_ranks
 
-__all__ = ["UPSTREAM", "needs_upstream", "run_upstream_ranks", "upstream_variables"]
+__all__ = [
+    "UPSTREAM",
+    "import_upstream",
+    "needs",
+    "needs_upstream",
+    "run_upstream_ranks",
+    "upstream_variables",
+]
 
 UPSTREAM = Path(os.environ.get("LOCALCKPT_UPSTREAM") or Path(sys.prefix) / "upstream")
-"""Where ``make test`` installs what ``requirements.txt`` lists."""
+"""Where ``make test`` installs what ``constraints-integrations.txt`` lists."""
 
 _SITE = Path(__file__).parent / "site"
 
-needs_upstream = pytest.mark.skipif(
-    not (UPSTREAM / "megatron/core").is_dir()
-    or not (UPSTREAM / "nvidia_resiliency_ext/checkpointing").is_dir(),
-    reason=f"needs Megatron-Core and NVRx in {UPSTREAM} (make test installs them)",
-)
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip tests where a package is not installed, such as ``"lightning"``."""
+    missing = [name for name in packages if not (UPSTREAM / name.replace(".", "/")).is_dir()]
+    return pytest.mark.skipif(
+        bool(missing),
+        reason=f"needs {', '.join(missing)} in {UPSTREAM} (make test installs them)",
+    )
+
+
+needs_upstream = needs("megatron.core", "nvidia_resiliency_ext.checkpointing")
+
+
+def import_upstream(module: str) -> Any:
+    """Import a module that imports installed frameworks, in a process that a test has started."""
+    if str(UPSTREAM) not in sys.path:
+        # Behind all others: a package that both have is the one that localckpt is tested with.
+        sys.path.append(str(UPSTREAM))
+    return importlib.import_module(module)
 
 
 def upstream_variables() -> dict[str, str]:

@@ -1,0 +1,211 @@
+"""Training states of libraries beside torch, each resumed and compared with an undisturbed run.
+
+A run draws random numbers in each step and goes on from other ones than it began with, so that its
+losses are the same bit for bit only if all of its state is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import torch
+import torch.utils._pytree
+import torchao.optim
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import localckpt
+
+__all__ = ["CASES", "RANKS_CASES", "is_resumed"]
+
+_STEPS, _STOPPED_AT, _SAVED_AT = 6, 3, 2
+_WIDTH = 256
+_BATCH = torch.randn(8, 32, generator=torch.Generator().manual_seed(5))
+
+
+class _Training(NamedTuple):
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[], torch.Tensor]
+    parts: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen model with a trained low-rank addition."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Parameter(torch.randn(32, 4))
+        self.up = torch.nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.base(batch) + batch @ self.down @ self.up
+
+
+def _perceptron() -> torch.nn.Sequential:
+    layers = torch.nn.Linear(32, _WIDTH), torch.nn.Dropout(0.1), torch.nn.Linear(_WIDTH, 32)
+    return torch.nn.Sequential(*layers)
+
+
+def _loss_of(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+    return lambda: model(_BATCH).square().mean()
+
+
+def _low_precision_optimizer(kind: Any) -> _Training:
+    model = _perceptron()
+    return _Training(model, kind(model.parameters(), lr=0.01), _loss_of(model))
+
+
+def _sharded_low_precision_optimizer(kind: Any) -> _Training:
+    model = _perceptron()
+    fully_shard(model)
+    return _Training(model, kind(model.parameters(), lr=0.01), _loss_of(model))
+
+
+def _quantised(config: Any) -> _Training:
+    base = _perceptron().requires_grad_(False)
+    quantize_(base, config)
+    model = _Adapted(base)
+    trained = [model.down, model.up]
+    return _Training(model, torch.optim.AdamW(trained, lr=0.01), _loss_of(model))
+
+
+def _small_dtypes() -> _Training:
+    model = _perceptron()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8):
+        values = torch.randn(33).abs().to(dtype)
+        model.register_buffer(f"buffer_{dtype}".replace(".", "_"), values)
+    return _Training(model, torch.optim.SGD(model.parameters(), 0.1, 0.9), _loss_of(model))
+
+
+def _sparse_gradients() -> _Training:
+    model = torch.nn.Embedding(50, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    return _Training(model, optimizer, lambda: model(torch.randint(50, (6,))).square().mean())
+
+
+def _tied(*, is_compiled: bool) -> _Training:
+    inner = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False))
+    inner[1].weight = inner[0].weight
+    model: Any = torch.compile(inner, backend="eager") if is_compiled else inner
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return _Training(model, optimizer, lambda: model(torch.randint(50, (6,))).square().mean())
+
+
+def _low_rank_adaptation() -> _Training:
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes)), config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(40, (2, 8))
+        found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return found
+
+    return _Training(model, torch.optim.AdamW(trained, lr=0.1), loss)
+
+
+def _stateful_loader(workers: int) -> _Training:
+    # Nothing beside the loader draws random numbers: making its iterator draws one, too.
+    model = torch.nn.Linear(32, 1)
+    data = TensorDataset(torch.randn(40, 32, generator=torch.Generator().manual_seed(1)))
+    loader = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+    batches: list[Iterator[Any]] = []
+
+    def loss() -> torch.Tensor:
+        if not batches:
+            # After the resume, which tells the loader where to go on.
+            batches.append(iter(loader))
+        found: torch.Tensor = model(next(batches[0])[0]).square().mean()
+        return found
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _Training(model, optimizer, loss, {"loader": loader})
+
+
+CASES: dict[str, Callable[[], _Training]] = {
+    "adamw-of-8-bits": lambda: _low_precision_optimizer(torchao.optim.AdamW8bit),
+    "adamw-of-4-bits": lambda: _low_precision_optimizer(torchao.optim.AdamW4bit),
+    "adamw-of-float8": lambda: _low_precision_optimizer(torchao.optim.AdamWFp8),
+    "int8-weights": lambda: _quantised(Int8WeightOnlyConfig()),
+    "int8-weights-and-activations": lambda: _quantised(Int8DynamicActivationInt8WeightConfig()),
+    "float8-weights": lambda: _quantised(Float8WeightOnlyConfig()),
+    "float8-and-uint8-buffers": _small_dtypes,
+    "sparse-gradients": _sparse_gradients,
+    "tied-weights": lambda: _tied(is_compiled=False),
+    "tied-weights-compiled": lambda: _tied(is_compiled=True),
+    "low-rank-adaptation": _low_rank_adaptation,
+    "stateful-loader": lambda: _stateful_loader(0),
+    "stateful-loader-with-workers": lambda: _stateful_loader(2),
+}
+"""Trainings of a process that is alone."""
+
+RANKS_CASES: dict[str, Callable[[], _Training]] = {
+    "fsdp2-and-adamw-of-8-bits": lambda: _sharded_low_precision_optimizer(torchao.optim.AdamW8bit),
+    "fsdp2-and-adamw-of-float8": lambda: _sharded_low_precision_optimizer(torchao.optim.AdamWFp8),
+}
+"""Trainings of several ranks."""
+
+
+def is_resumed(make: Callable[[], _Training], directory: Path) -> bool:
+    """Return whether a training goes on bit for bit after its first attempt was left."""
+    warnings.simplefilter("ignore")
+    # Low-precision optimizers compile their step, which takes far longer than the step.
+    torch.compiler.set_stance("force_eager")
+    whole, state = _train(make, directory / "whole", _STEPS, seed=1)
+    _train(make, directory / "resumed", _STOPPED_AT, seed=1)
+    resumed, resumed_state = _train(make, directory / "resumed", _STEPS, seed=2)
+    return resumed == whole[_SAVED_AT + 1 :] and _is_equal(state, resumed_state)
+
+
+def _train(
+    make: Callable[[], _Training], local: Path, steps: int, *, seed: int
+) -> tuple[list[str], list[Any]]:
+    torch.manual_seed(seed)
+    training = make()
+    parts = {"model": training.model, "optimizer": training.optimizer, **training.parts}
+    losses = []
+    with localckpt.Checkpointer(
+        parts, local=local, every=localckpt.Every(steps=10**6), events=()
+    ) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            loss = training.loss()
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            losses.append(loss.item().hex())
+            checkpointer.step(step)
+            if step == _SAVED_AT:
+                checkpointer.save(step)
+    states = training.model.state_dict(), training.optimizer.state_dict()
+    return losses, torch.utils._pytree.tree_leaves(states)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values of states are equal, tensors bit for bit and of the same class."""
+    if isinstance(one, list):
+        pairs = zip(one, other, strict=True)
+        return len(one) == len(other) and all(_is_equal(*pair) for pair in pairs)
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    if type(one) is not type(other) or one.dtype is not other.dtype:
+        return False
+    if hasattr(one, "__tensor_flatten__"):
+        names, _ = one.__tensor_flatten__()
+        return all(_is_equal(getattr(one, name), getattr(other, name)) for name in names)
+    ours, others = (value.flatten().view(torch.uint8) for value in (one, other))
+    return torch.equal(ours, others)

@@ -20,8 +20,26 @@ from localckpt.state_dict.basic import is_stateful
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+        XLAStrategy,
+    )
 except ImportError:
     from pytorch_lightning import Callback
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+        XLAStrategy,
+    )
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -29,6 +47,11 @@ if TYPE_CHECKING:
 __all__ = ["LocalCheckpoint"]
 
 logger = logging.getLogger(__name__)
+
+# Their modules and optimizers are torch's own, wrapped or sharded.
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+# Subclasses of DDPStrategy that keep the state in forms or on devices of their own.
+_UNKNOWN_STRATEGIES = (DeepSpeedStrategy, XLAStrategy)
 
 
 class LocalCheckpoint(Callback):
@@ -198,17 +221,27 @@ class _Position:
         self._epoch_random = dict(state["random"])
 
 
+def require_known(strategy: Strategy) -> None:
+    """Refuse a strategy whose modules and optimizers are not torch's own.
+
+    Raises:
+        CheckpointingException: The strategy may keep the state in a form of its own.
+    """
+    if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, _UNKNOWN_STRATEGIES):
+        names = ", ".join(known.__name__ for known in _STRATEGIES)
+        raise CheckpointingException(
+            f"{type(strategy).__name__} may keep the training state in a form of its own, which "
+            f"LocalCheckpoint cannot save: use one of {names}. Nothing was made"
+        )
+
+
 def _state_of(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str, Any]:
     """Parts of a run's state, for a :class:`Checkpointer`.
 
     Raises:
         CheckpointingException: The trainer's strategy keeps the state in a form of its own.
     """
-    if not trainer.strategy.lightning_restore_optimizer:
-        raise CheckpointingException(
-            f"{type(trainer.strategy).__name__} keeps the optimizers' states in a form of its own, "
-            f"which LocalCheckpoint cannot save: use it with DDP or FSDP. Nothing was made"
-        )
+    require_known(trainer.strategy)
     others = {c.state_key: c for c in trainer.callbacks if c is not own}
 
     def callback_states() -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
@@ -34,10 +35,17 @@ class _Model(LightningModule):
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
         )
+        self._is_sharded = False
         self._losses = losses
         self._end = end
         self._pause_s = pause_s
         self.tokens = 0
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self._is_sharded:
+            assert self.device_mesh is not None
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+            self._is_sharded = True
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         total = self.trainer.fit_loop.total_batch_idx
@@ -88,6 +96,7 @@ def fit(
     end: dict[int, int],
     *,
     is_new: bool = True,
+    is_sharded: bool = False,
     pause_s: float = 0.0,
 ) -> tuple[list[str], list[int]]:
     """Fit a model, as far as this run gets.
@@ -97,6 +106,7 @@ def fit(
         every: Steps between saves.
         end: Signals that this rank sends itself, by batch.
         is_new: Whether the run begins here; else it begins with other random numbers.
+        is_sharded: Whether FSDP2 shards the model; else it is in DDP where there are two ranks.
         pause_s: Length of each step, in seconds.
 
     Returns:
@@ -109,7 +119,7 @@ def fit(
     samples = torch.randn(2 * _BATCHES, 4, generator=torch.Generator().manual_seed(100 + rank))
     losses: list[str] = []
     model, validations = _Model(losses, end, pause_s), _CountValidations()
-    trainer = _trainer(world_size, [validations, _checkpoints(local, every)])
+    trainer = _trainer(world_size, [validations, _checkpoints(local, every)], is_sharded=is_sharded)
     trainer.fit(
         model,
         DataLoader(TensorDataset(samples), batch_size=2, shuffle=True),
@@ -135,15 +145,20 @@ def _checkpoints(local: Path, every: int) -> LocalCheckpoint:
     return LocalCheckpoint(local=local, every=Every(steps=every))
 
 
-def _trainer(world_size: int, callbacks: list[Callback]) -> Trainer:
+def _trainer(world_size: int, callbacks: list[Callback], *, is_sharded: bool = False) -> Trainer:
+    strategy: Any = "auto"
+    if is_sharded:
+        strategy = ModelParallelStrategy(world_size, tensor_parallel_size=1)
+    elif world_size > 1:
+        # Without the option DDP rounds the first step of a process in another way.
+        strategy = DDPStrategy(find_unused_parameters=True)
     return Trainer(
         max_epochs=_EPOCHS,
         accelerator="cpu",
         devices=world_size,
         # The loader of each rank draws the order of its own samples.
         use_distributed_sampler=False,
-        # Without it DDP rounds the first step of a process in another way.
-        strategy=DDPStrategy(find_unused_parameters=True) if world_size > 1 else "auto",
+        strategy=strategy,
         plugins=[TorchElasticEnvironment()] if world_size > 1 else [],
         callbacks=callbacks,
         logger=False,

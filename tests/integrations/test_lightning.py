@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from localckpt import CheckpointingException
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -28,39 +29,50 @@ def _fit(*args: Any, **kwargs: Any) -> _Run:
     return run
 
 
-def _fit_and_be_killed(rank: int, world_size: int, every: int, kill_at: int) -> None:
-    whole = _fit(rank, world_size, node_store() / "whole", every, {})
+def _fit_and_be_killed(
+    rank: int, world_size: int, every: int, kill_at: int, options: dict[str, bool]
+) -> None:
+    whole = _fit(rank, world_size, node_store() / "whole", every, {}, **options)
     announce(f"whole {rank}", whole)
-    _fit(rank, world_size, node_store() / "killed", every, {kill_at: signal.SIGKILL})
+    _fit(rank, world_size, node_store() / "killed", every, {kill_at: signal.SIGKILL}, **options)
 
 
-def _resume_and_be_stopped(rank: int, world_size: int, every: int) -> tuple[_Run, _Run, _Run]:
-    resumed = _fit(rank, world_size, node_store() / "killed", every, {}, is_new=False)
+def _resume_and_be_stopped(
+    rank: int, world_size: int, every: int, options: dict[str, bool]
+) -> tuple[_Run, _Run, _Run]:
+    goes_on = options | {"is_new": False}
+    resumed = _fit(rank, world_size, node_store() / "killed", every, {}, **goes_on)
     # Only one rank receives the signal, and no cadence saves. The ranks have a few steps' time to
     # learn of it.
     end = {0: signal.SIGTERM} if rank == world_size - 1 else {}
-    stopped = _fit(rank, world_size, node_store() / "stopped", 10**6, end, pause_s=0.3)
-    after_stop = _fit(rank, world_size, node_store() / "stopped", 10**6, {}, is_new=False)
+    stopped = _fit(rank, world_size, node_store() / "stopped", 10**6, end, pause_s=0.3, **options)
+    after_stop = _fit(rank, world_size, node_store() / "stopped", 10**6, {}, **goes_on)
     return resumed, stopped, after_stop
 
 
 @pytest.mark.parametrize(
-    ("world_size", "every", "kill_at", "resumed_at"),
+    ("world_size", "every", "kill_at", "resumed_at", "options"),
     [
-        pytest.param(1, 7, 9, 7, id="one-process-between-epochs"),
-        pytest.param(2, 3, 11, 9, id="ddp-within-an-epoch"),
+        pytest.param(1, 7, 9, 7, {}, id="one-process-between-epochs"),
+        pytest.param(2, 3, 11, 9, {}, id="ddp-within-an-epoch"),
+        pytest.param(2, 3, 11, 9, {"is_sharded": True}, id="fsdp2-within-an-epoch"),
     ],
 )
 def test_a_run_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(
-    world_size: int, every: int, kill_at: int, resumed_at: int, node_dirs: Dirs
+    world_size: int,
+    every: int,
+    kill_at: int,
+    resumed_at: int,
+    options: dict[str, bool],
+    node_dirs: Dirs,
 ) -> None:
     nodes = node_dirs(world_size)
 
-    dies = (_fit_and_be_killed, world_size, every, kill_at)
+    dies = (_fit_and_be_killed, world_size, every, kill_at, options)
     with start_ranks(*dies, store_per_node=nodes) as group:
         wholes = [group.await_announced(f"whole {rank}", _LONGEST_S) for rank in range(world_size)]
         group.join(_LONGEST_S, expect_dead=range(world_size))
-    goes_on = (_resume_and_be_stopped, world_size, every)
+    goes_on = (_resume_and_be_stopped, world_size, every, options)
     runs = run_ranks(*goes_on, store_per_node=nodes, timeout_s=_LONGEST_S)
 
     for whole, (resumed, stopped, after_stop) in zip(wholes, runs, strict=True):
@@ -82,6 +94,23 @@ def test_a_path_to_begin_from_is_refused_beside_a_checkpoint_that_was_found(
     (error,) = run_ranks(_refuse_a_path, 1, store_per_node=node_dirs(1), timeout_s=_LONGEST_S)
 
     assert "leave ckpt_path out to go on from the newest checkpoint" in error
+
+
+def _refuse_a_strategy(rank: int, world_size: int) -> str:
+    strategies = import_upstream("lightning.pytorch.strategies")
+    plug_in = import_upstream("localckpt.integrations.lightning")
+    for known in (strategies.DDPStrategy(), strategies.ModelParallelStrategy()):
+        plug_in.require_known(known)
+    with pytest.raises(CheckpointingException) as raised:
+        plug_in.require_known(strategies.DeepSpeedStrategy())
+    return str(raised.value)
+
+
+@needs("deepspeed")
+def test_a_strategy_that_keeps_the_state_in_a_form_of_its_own_is_refused_by_name() -> None:
+    (error,) = run_ranks(_refuse_a_strategy, 1, timeout_s=_LONGEST_S)
+
+    assert "DeepSpeedStrategy may keep the training state in a form of its own" in error
 
 
 def _run_example_twice(rank: int, world_size: int) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from localckpt.availability.explanation import Explanation as Explanation
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import FormatVersionError as FormatVersionError
@@ -89,6 +90,7 @@ _HOMES = {
     "CkptID": "ids",
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
+    "Elsewhere": "checkpointer.elsewhere",
     "Every": "checkpointer.cadence",
     "ExchangePlan": "replication.exchange",
     "Explanation": "availability.explanation",

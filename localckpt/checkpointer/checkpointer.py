@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.arguments import check_arguments, check_shared_arguments
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
+from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
 from localckpt.checkpointer.pulse import Plan, Pulse
@@ -35,7 +36,7 @@ from localckpt.checkpointer.tiers import (
     load_newest,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.failure_texts import ranks_named
@@ -48,6 +49,9 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
 from localckpt.trust import is_orderly
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Checkpointer"]
 
@@ -89,6 +93,8 @@ class Checkpointer:
             another number of ranks loads them from shared storage: an ``"error"``, or they are
             ``"drop"``-ped, and stay as they are made.
         rng: Whether to save the states of the random number generators.
+        guard: Optimizers whose tensors on a GPU change in ``step`` only: training goes on while
+            they are being copied.
         stop_signals: Signals on any one rank that stop the job in order.
         stop_file: A file that stops the job once it is there.
         stop_when: A function that tells why the job is to stop, ``None`` while it is not, such as
@@ -138,6 +144,7 @@ class Checkpointer:
         repl_strategy: ReplicationStrategy | None = None,
         on_resize: OnResize = "error",
         rng: bool = True,
+        guard: Sequence[torch.optim.Optimizer] = (),
         stop_signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
         stop_file: str | os.PathLike[str] | None = None,
         stop_when: Callable[[], str | None] | None = None,
@@ -176,6 +183,7 @@ class Checkpointer:
                 "keep_last": keep_last,
                 "timeout": timeout_s,
                 "safe_globals": allowed,
+                "guard": guard,
                 "events": self._record.stream,
                 "max_attempts": max_attempts,
                 "check": combined_check(self._parts, check, finite=finite),
@@ -247,18 +255,23 @@ class Checkpointer:
 
     # The loop.
 
-    def resume(self) -> int:
+    def resume(self, elsewhere: Elsewhere | None = None) -> int:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
 
         It is looked for on the nodes, and then on shared storage. Tensors of the state are filled
         where they are. Optimizers without a state yet get the loaded tensors as theirs.
+
+        Args:
+            elsewhere: A checkpoint that the program can load by itself. It is taken if it is newer,
+                or nothing else can be loaded.
 
         Returns:
             The next step: 0 if there is no checkpoint.
 
         Raises:
             MismatchError: The state is not as it was saved, or the checkpoint was saved by another
-                number of ranks, and there is none on shared storage that these can load.
+                number of ranks, and there is none on shared storage that these can load. Or the
+                ranks know of different checkpoints elsewhere.
             NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged, or the
                 job was resumed from each in vain too often.
             PeerLostError: Some rank did not come in time.
@@ -266,7 +279,10 @@ class Checkpointer:
         self._require_open()
         began = time.monotonic()
         try:
-            loaded, source = load_newest(self._nodes, self._shared, self._parts)
+            # All ranks load the same, or none does.
+            known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
+            self._ranks.decide("compare checkpoints elsewhere", lambda: known, _judge_elsewhere)
+            loaded, source = load_newest(self._nodes, self._shared, self._parts, elsewhere)
             job_run = self._say_what_was_loaded(loaded, source, time.monotonic() - began)
         except BaseException as error:
             self._record.resumed(began, None, "", "", error)
@@ -609,3 +625,15 @@ def _judge_sources(told_by: list[list[str]]) -> list[str]:
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
     return [", ".join(told), told_by[0][1]]
+
+
+def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:
+    """Nothing; raises MismatchError if ranks know of different checkpoints elsewhere."""
+    steps = [None if known is None else known[0] for known in known_by]
+    for rank, known in enumerate(known_by):
+        if known != known_by[0]:
+            raise MismatchError(
+                f"the ranks know of different checkpoints elsewhere: rank 0 of step {steps[0]}, "
+                f"rank {rank} of step {steps[rank]}. Give all the same, from storage that all see. "
+                f"Nothing was loaded"
+            )

@@ -16,9 +16,10 @@ from localckpt.events.stream import EventStream, Sink
 from localckpt.storage.names import session_name
 from localckpt.storage.owner import Owner
 
-__all__ = ["SHARED_SOURCE", "RunRecord", "default_sinks"]
+__all__ = ["ELSEWHERE_SOURCE", "SHARED_SOURCE", "RunRecord", "default_sinks"]
 
 SHARED_SOURCE = "shared storage"
+ELSEWHERE_SOURCE = "elsewhere"
 """Source of what no node has given, beside those of :class:`LoadReport`."""
 _PARTS = ("start", "meet", "find", "fetch", "read")
 
@@ -107,8 +108,8 @@ class RunRecord:
 
 
 def _tier(source: str) -> Tier | None:
-    if source in ("", SHARED_SOURCE):
-        return "shared" if source else None
+    if source in ("", ELSEWHERE_SOURCE, SHARED_SOURCE):
+        return "shared" if source == SHARED_SOURCE else None
     return "local" if source == "own node" else "replicated"
 
 

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
-from localckpt.checkpointer.record import SHARED_SOURCE
+from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -310,44 +311,62 @@ def with_redundancy(
 
 
 def load_newest(
-    nodes: NodeTier, shared: SharedTier | None, parts: Mapping[str, Any]
+    nodes: NodeTier,
+    shared: SharedTier | None,
+    parts: Mapping[str, Any],
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[int, str]:
     """Fill the state from the newest checkpoint that can be had; all ranks do so.
+
+    Args:
+        nodes: Checkpoints on the nodes.
+        shared: Checkpoints on shared storage, if the job has any.
+        parts: The state.
+        elsewhere: A checkpoint that is not localckpt's; the same on all ranks.
 
     Returns:
         Its step, -1 if there is none; and where this rank's part came from.
 
     Raises:
         MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
-            another number of ranks, and there is none on shared storage.
+            another number of ranks, and there is none beside them.
         NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged or
-            were given up, and there is none on shared storage that was not given up.
+            were given up, and there is none beside them that was not given up.
     """
+    if elsewhere is not None and elsewhere.goes_back:
+        return _load_elsewhere(nodes, elsewhere)
     on_shared, given_up = -1, None
     try:
         if shared is not None:
             on_shared = shared.manager.find_latest()
     except NoReplicasAvailableError as error:
         given_up = error
+    beside = on_shared if elsewhere is None else max(on_shared, elsewhere.step)
     try:
         newest = nodes.manager.find_latest()
-        has_better = on_shared >= 0 and nodes.manager.is_bad(newest)
-        if newest >= max(on_shared, 0) and not has_better:
+        has_better = beside >= 0 and nodes.manager.is_bad(newest)
+        if newest >= max(beside, 0) and not has_better:
             step = nodes.manager.load(into=parts)[1].iteration
             # A damaged checkpoint makes way for the one before, which may be too old.
-            if step >= on_shared:
+            if step >= beside:
                 report = nodes.manager.last_load
                 assert report is not None
                 return step, report.source
     except (MismatchError, NoReplicasAvailableError) as error:
-        if on_shared < 0:
+        if beside < 0:
             # What is on shared storage was given up before.
             raise error from given_up
-        logger.warning(
-            "the checkpoints on the nodes are left for that on shared storage: %s", error
-        )
+        logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)
+    if elsewhere is not None and elsewhere.step > on_shared:
+        return _load_elsewhere(nodes, elsewhere)
     if given_up is not None:
         raise given_up
     if shared is None or on_shared < 0:
         return -1, ""
     return shared.load(), SHARED_SOURCE
+
+
+def _load_elsewhere(nodes: NodeTier, elsewhere: Elsewhere) -> tuple[int, str]:
+    nodes.manager.begin(elsewhere.step)
+    elsewhere.load()
+    return elsewhere.step, ELSEWHERE_SOURCE

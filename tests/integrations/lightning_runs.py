@@ -11,6 +11,7 @@ import os
 import random
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from localckpt import CheckpointingException, Every
 from localckpt.integrations.lightning import LocalCheckpoint
+from tests.integrations.kills import record_end
 
 __all__ = ["fit", "refuse_a_path"]
 
 _EPOCHS, _BATCHES = 4, 7
+_Note = Callable[[int, str], None]
 
 
 class _Model(LightningModule):
-    def __init__(self, losses: list[str], end: dict[int, int], pause_s: float) -> None:
+    def __init__(self, note: _Note, end: dict[int, int], pause_s: float) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
         )
         self._is_sharded = False
-        self._losses = losses
+        self._note = note
         self._end = end
         self._pause_s = pause_s
         self.tokens = 0
@@ -51,7 +54,7 @@ class _Model(LightningModule):
         total = self.trainer.fit_loop.total_batch_idx
         loss = self.layers(batch[0]).square().mean()
         self.tokens += len(batch[0])
-        self._losses.append(f"{total}: {batch[0].sum().item().hex()} {loss.item().hex()}")
+        self._note(total, f"{batch[0].sum().item().hex()} {loss.item().hex()}")
         if (number := self._end.get(total)) is not None:
             # Else the batch that the run is resumed at would depend on how fast saves are.
             self.trainer.callbacks[-1].checkpointer.wait_until_finished()
@@ -98,6 +101,8 @@ def fit(
     is_new: bool = True,
     is_sharded: bool = False,
     pause_s: float = 0.0,
+    epochs: int = _EPOCHS,
+    record: _Note | None = None,
 ) -> tuple[list[str], list[int]]:
     """Fit a model, as far as this run gets.
 
@@ -108,6 +113,8 @@ def fit(
         is_new: Whether the run begins here; else it begins with other random numbers.
         is_sharded: Whether FSDP2 shards the model; else it is in DDP where there are two ranks.
         pause_s: Length of each step, in seconds.
+        epochs: Length of the run.
+        record: Called with each step and its loss, and at the end.
 
     Returns:
         The losses of the batches that this run has trained on, and at its end: the samples that
@@ -118,34 +125,50 @@ def fit(
     torch.manual_seed(rank if is_new else random.SystemRandom().randrange(1 << 32))
     samples = torch.randn(2 * _BATCHES, 4, generator=torch.Generator().manual_seed(100 + rank))
     losses: list[str] = []
-    model, validations = _Model(losses, end, pause_s), _CountValidations()
-    trainer = _trainer(world_size, [validations, _checkpoints(local, every)], is_sharded=is_sharded)
+
+    def note(step: int, text: str) -> None:
+        losses.append(f"{step}: {text}")
+        if record is not None:
+            record(step, text)
+
+    model, validations = _Model(note, end, pause_s), _CountValidations()
+    trainer = _trainer(
+        world_size, [validations, _checkpoints(local, every)], epochs, is_sharded=is_sharded
+    )
     trainer.fit(
         model,
         DataLoader(TensorDataset(samples), batch_size=2, shuffle=True),
         DataLoader(TensorDataset(torch.ones(2, 4)), batch_size=2),
     )
+    if record is not None:
+        record_end([model.state_dict(), trainer.optimizers[0].state_dict(), model.tokens], rank)
     return losses, [model.tokens, validations.count, int(trainer.should_stop)]
 
 
 def refuse_a_path(local: Path) -> str:
     """Fit twice, the second time from a file of Lightning's; the error that this raises."""
     file, data = local / "lightning.ckpt", DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    model = _Model(lambda step, text: None, {}, 0.0)
     trainer = _trainer(1, [_checkpoints(local, 1)])
-    trainer.fit(_Model([], {}, 0.0), data)
+    trainer.fit(model, data)
     trainer.save_checkpoint(file)
     try:
-        _trainer(1, [_checkpoints(local, 1)]).fit(_Model([], {}, 0.0), data, ckpt_path=file)
+        _trainer(1, [_checkpoints(local, 1)]).fit(
+            _Model(lambda step, text: None, {}, 0.0), data, ckpt_path=file
+        )
     except CheckpointingException as error:
         return str(error)
     return "no error"
 
 
 def _checkpoints(local: Path, every: int) -> LocalCheckpoint:
-    return LocalCheckpoint(local=local, every=Every(steps=every))
+    # An attempt that is killed before its first save is one in vain.
+    return LocalCheckpoint(local=local, every=Every(steps=every), max_attempts=None)
 
 
-def _trainer(world_size: int, callbacks: list[Callback], *, is_sharded: bool = False) -> Trainer:
+def _trainer(
+    world_size: int, callbacks: list[Callback], epochs: int = _EPOCHS, *, is_sharded: bool = False
+) -> Trainer:
     strategy: Any = "auto"
     if is_sharded:
         strategy = ModelParallelStrategy(world_size, tensor_parallel_size=1)
@@ -153,7 +176,7 @@ def _trainer(world_size: int, callbacks: list[Callback], *, is_sharded: bool = F
         # Without the option DDP rounds the first step of a process in another way.
         strategy = DDPStrategy(find_unused_parameters=True)
     return Trainer(
-        max_epochs=_EPOCHS,
+        max_epochs=epochs,
         accelerator="cpu",
         devices=world_size,
         # The loader of each rank draws the order of its own samples.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from localckpt import CheckpointingException
+from tests.integrations.kills import program_environment, run_killed, run_undisturbed
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -131,3 +132,28 @@ def test_the_example_trains_on_two_ranks_and_resumes(node_dirs: Dirs) -> None:
     )
 
     assert printed == [["trained up to step 8", "trained up to step 16"]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
+    world_size: int, tmp_path: Path
+) -> None:
+    program = ["-m", "tests.integrations.lightning_program"]
+    if world_size > 1:
+        program = ["-m", "torch.distributed.run", "--nproc-per-node", f"{world_size}", *program]
+    environment = program_environment()
+
+    whole = run_undisturbed([*program, f"{tmp_path}/whole"], tmp_path / "a", environment)
+    killed = run_killed(
+        [*program, f"{tmp_path}/killed"],
+        tmp_path / "b",
+        environment,
+        kills=10,
+        steps_between=15,
+        seed=world_size,
+    )
+
+    assert [len(values) for values in whole] == [20 * 7 + 1] * world_size
+    assert killed == whole

@@ -33,6 +33,7 @@ from localckpt.checkpointer.tiers import (
     NodeManager,
     NodeTier,
     SharedTier,
+    find_newest,
     load_newest,
     with_redundancy,
 )
@@ -71,7 +72,9 @@ class Checkpointer:
     Args:
         state: Parts of the state by name: modules (also in DDP, FSDP, ``torch.compile``),
             optimizers, schedulers, data loaders and whatever else has ``state_dict`` and
-            ``load_state_dict``; a plain value as a pair of functions that give and take it.
+            ``load_state_dict``; a plain value as a pair of functions that give and take it. Or a
+            function that gives them, for a program that makes them after :meth:`find_latest`:
+            :meth:`resume` calls it.
         local: Directory on a disk of each node; with ``memory`` one in shared memory, ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         memory: Keep checkpoints in the nodes' memory instead, where they outlive the processes and
@@ -129,7 +132,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
         local: str | os.PathLike[str] | None = None,
         memory: bool = False,
@@ -160,7 +163,9 @@ class Checkpointer:
     ) -> None:
         check_arguments(local, memory, replication_factor, repl_strategy, on_error, max_failures)
         check_shared_arguments(shared_every, on_resize, shared_keep_last, shared_retention)
-        self._parts = parts_of(state, rng=rng)
+        self._rng = rng
+        self._make_state = state if callable(state) else None
+        self._parts = {} if callable(state) else parts_of(state, rng=rng)
         self._grace_s = timeout_s if grace_s is None else grace_s
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
@@ -208,7 +213,7 @@ class Checkpointer:
             self._shared: SharedTier | None = None
             if shared is not None:
                 self._shared = SharedTier(
-                    *(shared, session_id, self._parts),
+                    *(shared, session_id),
                     local=manager,
                     retention=shared_retention or Retention(last=shared_keep_last),
                     timeout_s=timeout_s,
@@ -219,6 +224,8 @@ class Checkpointer:
                     events=self._record.stream,
                 )
                 undo.callback(self._shared.close, is_in_step=False)
+                if self._make_state is None:
+                    self._shared.use(self._parts)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
                 self._take_back_attempt,
@@ -255,6 +262,21 @@ class Checkpointer:
 
     # The loop.
 
+    def find_latest(self, elsewhere: Elsewhere | None = None) -> int:
+        """Step of the checkpoint that :meth:`resume` is to load, or -1; all ranks call it.
+
+        Nothing is loaded. Should that checkpoint turn out damaged, :meth:`resume` loads an older
+        one, and tells so by what it returns.
+
+        Args:
+            elsewhere: As for :meth:`resume`.
+
+        Raises:
+            MismatchError, NoReplicasAvailableError, PeerLostError: As for :meth:`resume`.
+        """
+        self._require_open()
+        return find_newest(self._nodes, self._shared, elsewhere).step
+
     def resume(self, elsewhere: Elsewhere | None = None) -> int:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
 
@@ -278,6 +300,8 @@ class Checkpointer:
         """
         self._require_open()
         began = time.monotonic()
+        if self._make_state is not None:
+            self._take_state(self._make_state())
         try:
             # All ranks load the same, or none does.
             known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
@@ -567,6 +591,14 @@ class Checkpointer:
         return self._ranks.decide("stop in time", lambda: is_late, any, deadline=deadline)
 
     # Beginning and end.
+
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        parts = parts_of(state, rng=self._rng)
+        # In place, since the check of captured states looks at it, too.
+        self._parts.clear()
+        self._parts.update(parts)
+        if self._shared is not None:
+            self._shared.use(self._parts)
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Have the root log where the parts of all ranks came from; a name of the job's run."""

@@ -22,20 +22,22 @@ def combined_check(parts: Mapping[str, Any], check: Check | None, *, finite: boo
     """Return one check of all that is asked for; ``None`` if nothing is.
 
     Args:
-        parts: Parts of the state by name.
+        parts: Parts of the state by name; looked at when a state is checked.
         check: The caller's own.
         finite: Whether the parameters of all modules must be finite. Their buffers need not be: a
             mask is made of infinite values.
     """
     if not finite:
         return check
-    modules = {key: part for key, part in parts.items() if isinstance(part, ModulePart)}
-    prefixes = tuple(f"{key}." for key in modules)
-    buffers = {
-        f"{key}.{name}" for key, part in modules.items() for name, _ in part.module.named_buffers()
-    }
 
     def check_all(tensors: Mapping[str, torch.Tensor]) -> str | None:
+        modules = {key: part for key, part in parts.items() if isinstance(part, ModulePart)}
+        prefixes = tuple(f"{key}." for key in modules)
+        buffers = {
+            f"{key}.{name}"
+            for key, part in modules.items()
+            for name, _ in part.module.named_buffers()
+        }
         parameters = {
             name: tensor
             for name, tensor in tensors.items()

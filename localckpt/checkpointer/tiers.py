@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
@@ -33,9 +34,11 @@ from localckpt.replication.strategies import CliqueReplicationStrategy, Replicat
 
 __all__ = [
     "Failures",
+    "Newest",
     "NodeManager",
     "NodeTier",
     "SharedTier",
+    "find_newest",
     "load_newest",
     "with_redundancy",
 ]
@@ -164,7 +167,6 @@ class SharedTier:
     Args:
         root: A directory that all ranks share.
         session_id: Name of the training run.
-        parts: Parts of the state by name.
         local: Manager of the nodes' checkpoints: both are one lineage.
         retention: Rules by which checkpoints are kept.
         timeout_s: Deadline of waits for other ranks, in seconds.
@@ -179,7 +181,6 @@ class SharedTier:
         self,
         root: str | os.PathLike[str],
         session_id: str,
-        parts: Mapping[str, Any],
         *,
         local: NodeManager,
         retention: Retention,
@@ -200,13 +201,24 @@ class SharedTier:
             events=events,
             max_attempts=max_attempts,
         )
-        try:
-            self._state = SharedState(parts, self.manager, safe_globals, on_resize)
-        except BaseException:
-            self.close(is_in_step=False)
-            raise
+        self._safe_globals = safe_globals
+        self._on_resize = on_resize
+        self._given: SharedState | None = None
         self._failures = failures
         self._is_checked = True
+
+    def use(self, parts: Mapping[str, Any]) -> None:
+        """Save and load these parts of the state, by name.
+
+        Raises:
+            CheckpointingException: The parameters of an optimizer are in none of the modules.
+        """
+        self._given = SharedState(parts, self.manager, self._safe_globals, self._on_resize)
+
+    @property
+    def _state(self) -> SharedState:
+        assert self._given is not None, "use() came before"
+        return self._given
 
     def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Begin a save, after the one before; all ranks do so in the same step."""
@@ -310,6 +322,52 @@ def with_redundancy(
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """Newest checkpoint that can be had.
+
+    Attributes:
+        step: Its step; -1 if there is none.
+        is_on_nodes: Whether it is to be loaded from the nodes.
+        beside: Step of the newest that is not on the nodes; -1 for none.
+        is_elsewhere: Whether that one is not localckpt's.
+        given_up: Why none is taken from shared storage, though there are some.
+    """
+
+    step: int
+    is_on_nodes: bool
+    beside: int
+    is_elsewhere: bool
+    given_up: NoReplicasAvailableError | None
+
+
+def find_newest(
+    nodes: NodeTier, shared: SharedTier | None, elsewhere: Elsewhere | None = None
+) -> Newest:
+    """Find the newest checkpoint that can be had; all ranks do so. As for :func:`load_newest`."""
+    if elsewhere is not None and elsewhere.goes_back:
+        return Newest(elsewhere.step, False, elsewhere.step, True, None)
+    beside, given_up = -1, None
+    try:
+        if shared is not None:
+            beside = shared.manager.find_latest()
+    except NoReplicasAvailableError as error:
+        given_up = error
+    is_elsewhere = elsewhere is not None and elsewhere.step > beside
+    if elsewhere is not None:
+        beside = max(beside, elsewhere.step)
+    try:
+        newest = nodes.manager.find_latest()
+        has_better = beside >= 0 and nodes.manager.is_bad(newest)
+        if newest >= max(beside, 0) and not has_better:
+            return Newest(newest, True, beside, is_elsewhere, given_up)
+    except (MismatchError, NoReplicasAvailableError) as error:
+        _leave_nodes(error, beside, given_up)
+    if given_up is not None and not is_elsewhere:
+        raise given_up
+    return Newest(beside, False, beside, is_elsewhere, None)
+
+
 def load_newest(
     nodes: NodeTier,
     shared: SharedTier | None,
@@ -333,40 +391,34 @@ def load_newest(
         NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged or
             were given up, and there is none beside them that was not given up.
     """
-    if elsewhere is not None and elsewhere.goes_back:
-        return _load_elsewhere(nodes, elsewhere)
-    on_shared, given_up = -1, None
-    try:
-        if shared is not None:
-            on_shared = shared.manager.find_latest()
-    except NoReplicasAvailableError as error:
-        given_up = error
-    beside = on_shared if elsewhere is None else max(on_shared, elsewhere.step)
-    try:
-        newest = nodes.manager.find_latest()
-        has_better = beside >= 0 and nodes.manager.is_bad(newest)
-        if newest >= max(beside, 0) and not has_better:
+    newest = find_newest(nodes, shared, elsewhere)
+    if newest.is_on_nodes:
+        try:
             step = nodes.manager.load(into=parts)[1].iteration
             # A damaged checkpoint makes way for the one before, which may be too old.
-            if step >= beside:
+            if step >= newest.beside:
                 report = nodes.manager.last_load
                 assert report is not None
                 return step, report.source
-    except (MismatchError, NoReplicasAvailableError) as error:
-        if beside < 0:
-            # What is on shared storage was given up before.
-            raise error from given_up
-        logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)
-    if elsewhere is not None and elsewhere.step > on_shared:
-        return _load_elsewhere(nodes, elsewhere)
-    if given_up is not None:
-        raise given_up
-    if shared is None or on_shared < 0:
+        except (MismatchError, NoReplicasAvailableError) as error:
+            _leave_nodes(error, newest.beside, newest.given_up)
+    if newest.is_elsewhere:
+        assert elsewhere is not None, "it is the newest"
+        nodes.manager.begin(elsewhere.step)
+        elsewhere.load()
+        return elsewhere.step, ELSEWHERE_SOURCE
+    if newest.given_up is not None:
+        raise newest.given_up
+    if shared is None or newest.beside < 0:
         return -1, ""
     return shared.load(), SHARED_SOURCE
 
 
-def _load_elsewhere(nodes: NodeTier, elsewhere: Elsewhere) -> tuple[int, str]:
-    nodes.manager.begin(elsewhere.step)
-    elsewhere.load()
-    return elsewhere.step, ELSEWHERE_SOURCE
+def _leave_nodes(
+    error: CheckpointingException, beside: int, given_up: NoReplicasAvailableError | None
+) -> None:
+    """Go on to what is beside the nodes after an error, or raise it if there is nothing."""
+    if beside < 0:
+        # What is on shared storage was given up before.
+        raise error from given_up
+    logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -84,6 +85,37 @@ def test_a_step_is_saved_when_asked_and_once(tmp_path: Path) -> None:
         checkpointer.save(0)
         checkpointer.wait_until_finished()
         assert iterations_on(tmp_path) == {0}
+
+
+def test_a_program_may_ask_for_the_step_before_it_makes_its_state(tmp_path: Path) -> None:
+    made: list[_Value] = []
+
+    def make() -> dict[str, Any]:
+        made.append(_Value())
+        return {"value": made[-1]}
+
+    options: dict[str, Any] = {
+        "local": tmp_path / "node",
+        "every": Every(steps=1),
+        "shared": tmp_path / "shared",
+        "shared_every": Every(steps=2),
+    }
+    with Checkpointer(make, **options) as checkpointer:
+        assert checkpointer.find_latest() == -1
+        assert checkpointer.resume() == 0
+        for step in range(4):
+            made[-1].tensor += 1
+            checkpointer.step(step)
+    with Checkpointer(make, **options) as checkpointer:
+        assert checkpointer.find_latest() == 3
+        assert len(made) == 1
+        assert checkpointer.resume() == 4
+    shutil.rmtree(tmp_path / "node")
+    with Checkpointer(make, **options) as checkpointer:
+        assert checkpointer.find_latest() == 3
+        assert checkpointer.resume() == 4
+
+    assert [value.tensor[0].item() for value in made] == [4.0, 4.0, 4.0]
 
 
 def _copies(rank: int, world_size: int, factor: int | None) -> tuple[str, int]:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from localckpt.managers.base import BaseCheckpointManager as BaseCheckpointManager
     from localckpt.managers.local import LocalCheckpointManager as LocalCheckpointManager
     from localckpt.managers.memory import InMemoryCheckpointManager as InMemoryCheckpointManager
+    from localckpt.managers.replicated import replicated as replicated
     from localckpt.replication.exchange import ExchangePlan as ExchangePlan
     from localckpt.replication.groups import GroupWrapper as GroupWrapper
     from localckpt.replication.groups import parse_group_sequence as parse_group_sequence
@@ -123,6 +124,7 @@ _HOMES = {
     "WorkerDiedError": "errors",
     "loss_of_groups": "replication.survival",
     "parse_group_sequence": "replication.groups",
+    "replicated": "managers.replicated",
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",
     "survivability": "replication.survival",

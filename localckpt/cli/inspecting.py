@@ -26,6 +26,7 @@ from localckpt.cli.output import (
 )
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.ids import SHARD_KIND, ShardRecord
+from localckpt.state_dict.boxes import Box, RankSet, parse_boxes
 from localckpt.state_dict.header import DIGESTS, FORMATS, METADATA, SKELETON, kind_of
 from localckpt.state_dict.identify import read_verified_record
 from localckpt.storage.files import FileSource
@@ -35,6 +36,7 @@ __all__ = ["inspect"]
 
 # No header may be longer, and no table of tensors is.
 _MAX_NBYTES = 100_000_000
+_SHOWN_RANKS = 64
 # How much of a damaged header is searched for what is intact.
 _SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
@@ -84,6 +86,8 @@ class _Tensor:
     """torch's name of the type, if the table says."""
     views: int = 0
     """Number of tensors that are views into it."""
+    boxes: tuple[Box, ...] = ()
+    """Parts of global tensors that its tensors are."""
 
 
 @dataclass(slots=True)
@@ -142,6 +146,7 @@ class _Seen:
                     "offset": self.offset(tensor),
                     "nbytes": tensor.nbytes,
                     "views": tensor.views,
+                    "boxes": [_box_to_json(box) for box in tensor.boxes],
                 }
                 for tensor in self.tensors
             ],
@@ -150,6 +155,15 @@ class _Seen:
             "digests_nbytes": self.digests and self.digests.nbytes,
             "problems": self.problems,
         }
+
+
+def _box_to_json(box: Box) -> dict[str, Any]:
+    return {
+        "key": box.key,
+        "shape": list(box.shape),
+        "runs": [[list(run) for run in runs] for runs in box.runs],
+        "ranks": None if box.ranks is None else [[n, *steps] for n, steps in box.ranks.lattices],
+    }
 
 
 def _look(path: Path) -> _Seen:
@@ -252,7 +266,7 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
     framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    table, _ = FORMATS[str((seen.metadata or {}).get("format"))].split_skeleton(framed)
+    table, boxes_text, _ = FORMATS[str((seen.metadata or {}).get("format"))].split_skeleton(framed)
     rows = json_module.loads(table)
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
     views: Counter[str] = Counter()
@@ -263,9 +277,38 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
             whole[slot] = (str(dtype), tuple(shape))
         else:
             views[slot] += 1
+    boxes: dict[str, list[Box]] = {}
+    if seen.record is not None:
+        identity, local = seen.record.identity, [tuple(shape) for _, _, shape, *_ in rows]
+        parsed = parse_boxes(boxes_text, local, identity.rank, identity.world_size)
+        for number, box in parsed.items():
+            boxes.setdefault(rows[number][0], []).append(box)
     for number, tensor in enumerate(seen.tensors):
         dtype, shape = whole.get(tensor.name, (None, tensor.shape))
-        seen.tensors[number] = replace(tensor, dtype=dtype, shape=shape, views=views[tensor.name])
+        seen.tensors[number] = replace(
+            tensor,
+            dtype=dtype,
+            shape=shape,
+            views=views[tensor.name],
+            boxes=tuple(boxes.get(tensor.name, ())),
+        )
+
+
+def _say_boxes(tensor: _Tensor) -> tuple[str, str]:
+    """Texts of the parts of global tensors, each with its key unless that is the tensor's name."""
+    places = [
+        box.place if box.key == tensor.name else f"{box.key} {box.place}" for box in tensor.boxes
+    ]
+    equal = [_say_ranks(box.ranks) for box in tensor.boxes]
+    return "; ".join(places), "; ".join(dict.fromkeys(equal))
+
+
+def _say_ranks(ranks: RankSet | None) -> str:
+    if ranks is None:
+        return ""
+    if len(ranks) > _SHOWN_RANKS:
+        return f"{len(ranks)} of {ranks.lattices[0][0]}-{ranks.last}"
+    return ranges(ranks)
 
 
 def _say(seen: _Seen) -> None:
@@ -291,7 +334,10 @@ def _say(seen: _Seen) -> None:
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:
-        names = ("tensor", "dtype", "shape", "offset", "bytes", "views")
+        names: tuple[str, ...] = ("tensor", "dtype", "shape", "offset", "bytes", "views")
+        has_boxes = any(tensor.boxes for tensor in seen.tensors)
+        if has_boxes:
+            names = (*names, "part", "equal on ranks")
         rows = [
             (
                 tensor.name,
@@ -300,6 +346,7 @@ def _say(seen: _Seen) -> None:
                 str(offset) if (offset := seen.offset(tensor)) is not None else "?",
                 str(tensor.nbytes),
                 str(tensor.views or ""),
+                *(_say_boxes(tensor) if has_boxes else ()),
             )
             for tensor in seen.tensors
         ]

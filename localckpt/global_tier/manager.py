@@ -34,6 +34,7 @@ from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
 from localckpt.lineage import Lineage, LineageKeeper
 from localckpt.ranks.ranks import Ranks
+from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
@@ -392,6 +393,7 @@ class GlobalCheckpointManager:
         given = state_dict if into is None else into
         if given is None or (state_dict is not None and into is not None):
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
+        given = without_markers(given)
         self._require_usable()
         try:
             self._take_error()
@@ -485,7 +487,7 @@ class GlobalCheckpointManager:
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
-                state_dict,
+                without_markers(state_dict),
                 planner,
                 self._writer,
                 tag=[self.session_id, what],

@@ -22,6 +22,7 @@ from localckpt.options import SaveOptions
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
+from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
@@ -41,13 +42,14 @@ class StateCapture:
         store: Gives the slots.
         allowed: What an image may name.
         options: Of the manager.
+        job: The job, and this rank's number in it.
 
     Attributes:
         planner: Finds the tensors of a state, and refuses one that could not be loaded again.
     """
 
-    def __init__(self, store: Store, allowed: SafeGlobals, options: SaveOptions) -> None:
-        self.planner = ImagePlanner(allowed)
+    def __init__(self, store: Store, allowed: SafeGlobals, options: SaveOptions, job: Job) -> None:
+        self.planner = ImagePlanner(allowed, job)
         self._store = store
         self._allowed = allowed
         self._timeout_s = options.timeout

@@ -21,6 +21,7 @@ from localckpt.options import SaveOptions
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.resuming import Resuming
+from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks
 from localckpt.storage.store import Store
@@ -100,7 +101,8 @@ class Parts:
             self.ranks, store, self.strategy, self.session_id, self.known, self.events
         )
         self.resuming = Resuming(store.claim, self.options.max_attempts)
-        self.capture = StateCapture(store, self.allowed, self.options)
+        job = Job(self.ranks.rank, self.ranks.global_ranks)
+        self.capture = StateCapture(store, self.allowed, self.options, job)
         self.replicator = Replicator(self.strategy, self.options) if self._is_protected else None
         self.foreign = ForeignQueues(self.options.timeout)
         return store

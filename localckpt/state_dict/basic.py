@@ -17,6 +17,7 @@ import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.containers import map_tensors, named_tensors
+from localckpt.state_dict.replicated import Replicated, without_marker
 
 __all__ = [
     "BasicTensorAwareStateDict",
@@ -200,7 +201,7 @@ def stateful_keys(state: Any) -> list[Any]:
     """Return the keys of a dict's stateful values; empty for anything but a dict."""
     if not isinstance(state, dict):
         return []
-    return [key for key, value in state.items() if is_stateful(value)]
+    return [key for key, value in state.items() if is_stateful(without_marker(value))]
 
 
 def own_states(state: Any) -> Any:
@@ -208,7 +209,13 @@ def own_states(state: Any) -> Any:
     keys = stateful_keys(state)
     if not keys:
         return state
-    return {**state, **{key: state[key].state_dict() for key in keys}}
+    return {**state, **{key: _own_state(state[key]) for key in keys}}
+
+
+def _own_state(value: Any) -> Any:
+    if isinstance(value, Replicated):
+        return Replicated(value.value.state_dict(), value.ranks)
+    return value.state_dict()
 
 
 def give_states(into: Any, loaded: Any) -> Any:
@@ -219,6 +226,7 @@ def give_states(into: Any, loaded: Any) -> Any:
     """
     for key in stateful_keys(into):
         if isinstance(loaded, Mapping) and key in loaded:
-            into[key].load_state_dict(loaded[key])
-            loaded[key] = into[key]  # type: ignore[index]
+            value = without_marker(into[key])
+            value.load_state_dict(loaded[key])
+            loaded[key] = value  # type: ignore[index]
     return loaded

@@ -24,12 +24,18 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     return named_values(state, (torch.Tensor,))
 
 
-def named_values(state: Any, wanted: tuple[type, ...]) -> list[tuple[str, Any]]:
-    """Return each value of the wanted classes with its path, as :func:`named_tensors` does."""
+def named_values(state: Any, wanted: tuple[type, ...], above: str = "") -> list[tuple[str, Any]]:
+    """Return each value of the wanted classes with its path, as :func:`named_tensors` does.
+
+    Args:
+        state: The state.
+        wanted: The classes, into whose values the walk does not go.
+        above: Path of the state itself.
+    """
     if isinstance(state, wanted):
-        return [("", state)]
+        return [(above, state)]
     found: list[tuple[str, Any]] = []
-    _find_values(state, wanted, [], set(), found)
+    _find_values(state, wanted, [above] if above else [], set(), found)
     return found
 
 

@@ -25,6 +25,7 @@ from localckpt.ids import (
 from localckpt.lineage import Lineage
 from localckpt.memory.digests import digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.layout import ITEM_NBYTES, Layout, TensorSlot
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
     "render_slots",
 ]
 
-FORMAT_VERSION = "localckpt-1"
+FORMAT_VERSION = "localckpt-2"
 """Format version of new images; :data:`FORMATS` has all versions that can be read."""
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
@@ -73,11 +74,12 @@ class _Format(NamedTuple):
     Attributes:
         read_claims: Reads the identity from a header's metadata and, unless the piece is a shard,
             what the piece protects: the text in the metadata, and the group.
-        split_skeleton: Splits the bytes of the skeleton into the table of tensors and the pickle.
+        split_skeleton: Splits the bytes of the skeleton into the table of tensors, the table of
+            boxes, and the pickle.
     """
 
     read_claims: Callable[[dict[str, Any]], tuple[ShardIdentity, str | None, Group | None]]
-    split_skeleton: Callable[[bytes], tuple[bytes, bytes]]
+    split_skeleton: Callable[[bytes], tuple[bytes, bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +172,25 @@ def render_header(
     return header, digests_start + digests
 
 
-def frame_skeleton(table: bytes, pickle: bytes) -> bytes:
-    """Build the bytes of a skeleton from a table of tensors and a pickle."""
-    return len(table).to_bytes(8, "little") + table + pickle
+def frame_skeleton(table: bytes, boxes: bytes, pickle: bytes) -> bytes:
+    """Build the bytes of a skeleton from the tables of tensors and of boxes, and a pickle."""
+    lengths = (len(text).to_bytes(8, "little") for text in (table, boxes))
+    return b"".join((*lengths, table, boxes, pickle))
 
 
-def _split_skeleton(framed: bytes) -> tuple[bytes, bytes]:
+def _split_skeleton(framed: bytes) -> tuple[bytes, bytes, bytes]:
+    middle = 16 + int.from_bytes(framed[:8], "little")
+    end = middle + int.from_bytes(framed[8:16], "little")
+    if end > len(framed):
+        raise CorruptShardError("the skeleton is cut short")
+    return framed[16:middle], framed[middle:end], framed[end:]
+
+
+def _split_skeleton_1(framed: bytes) -> tuple[bytes, bytes, bytes]:
     end = 8 + int.from_bytes(framed[:8], "little")
     if end > len(framed):
         raise CorruptShardError("the skeleton is cut short")
-    return framed[8:end], framed[end:]
+    return framed[8:end], NO_BOXES, framed[end:]
 
 
 def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
@@ -384,7 +395,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-FORMATS = {"localckpt-1": _Format(_read_claims, _split_skeleton)}
+FORMATS = {
+    "localckpt-1": _Format(_read_claims, _split_skeleton_1),
+    FORMAT_VERSION: _Format(_read_claims, _split_skeleton),
+}
 """Readers of the format versions, by the value of ``format`` in the metadata of a header."""
 
 

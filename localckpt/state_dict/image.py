@@ -21,6 +21,8 @@ from localckpt.memory.copying import BlockCopies, Copier
 from localckpt.memory.digests import BlockHasher
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
+from localckpt.state_dict.boxes import render_boxes
+from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.header import frame_skeleton, render_header, render_slots
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
@@ -29,7 +31,6 @@ from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.targets import names_of
 from localckpt.state_dict.tensor_table import Source, TensorTable, build_table, signature
 
 __all__ = ["Capture", "ImagePlanner", "pack", "unpack", "write_digests"]
@@ -46,6 +47,7 @@ class _Plan:
     layout: Layout
     slots_json: bytes
     table_json: bytes
+    boxes_json: bytes
     runs: tuple[_Copy, ...]
     """Sources of the slots whose bytes are one run of host memory."""
     copies: BlockCopies
@@ -83,10 +85,12 @@ class ImagePlanner:
     Args:
         allowed: Allow-list for the classes in a state. A state that could not be loaded again is
             refused when its structure and its classes are first seen, not at the restart.
+        job: Job whose global tensors the images tell of; ``None`` for none.
     """
 
-    def __init__(self, allowed: SafeGlobals | None = None) -> None:
+    def __init__(self, allowed: SafeGlobals | None = None, job: Job | None = None) -> None:
         self._allowed = allowed or SafeGlobals()
+        self._job = job
         self._plan: _Plan | None = None
         self._checked: bytes | None = None
         """Digest of the last skeleton that passed the check."""
@@ -102,8 +106,9 @@ class ImagePlanner:
             UnsafeGlobalError: The state holds a class that a load would refuse.
         """
         skeleton, tensors, has_objects = take_or_refuse(state, self._allowed)
-        names = names_of(state, tensors)
-        found = signature(tensors, names)
+        names, tellers = named(state, tensors)
+        job, tellers = self._job or Job(0, ()), tellers if self._job else []
+        found = signature(tensors, names), [teller.outline() for teller in tellers]
         plan = self._plan
         is_new = plan is None or plan.signature != found
         # A state of literals and tensors alone can always be loaded.
@@ -115,10 +120,11 @@ class ImagePlanner:
             layout = lay_out(table.slots)
             runs, others = _copies(table, layout, tensors)
             copies = BlockCopies((run.offset, run.nbytes) for run in runs)
-            plan = self._plan = _Plan(
-                found, table, layout, render_slots(layout), table.to_json(), runs, copies, others
-            )
-        return Capture(plan, frame_skeleton(plan.table_json, skeleton), tensors)
+            boxes = render_boxes(boxes_of(tellers, tensors, job))
+            texts = render_slots(layout), table.to_json(), boxes
+            plan = self._plan = _Plan(found, table, layout, *texts, runs, copies, others)
+        framed = frame_skeleton(plan.table_json, plan.boxes_json, skeleton)
+        return Capture(plan, framed, tensors)
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool

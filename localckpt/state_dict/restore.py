@@ -24,6 +24,7 @@ from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.memory.gpu_copies import BounceBuffers
 from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
+from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -94,7 +95,7 @@ class ImageReader:
             raise RestoreError(f"the state cannot be rebuilt: {with_class(error)}") from error
 
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
-        entries, skeleton = self._read_skeleton()
+        entries, boxes, skeleton = self._read_skeleton()
         self._require_consistent(entries)
         # Checked before anything is allocated and before the given tensors are changed.
         try:
@@ -103,7 +104,7 @@ class ImageReader:
             # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         if into is not None:
-            given, bases = into.match(entries)
+            given, bases = into.match(entries, boxes)
             self._require_sizes(bases)
             matched = list(zip(entries, given, strict=True))
             lacking = tuple(entry for entry, tensor in matched if tensor is None)
@@ -119,17 +120,19 @@ class ImageReader:
         marked = into is None
         return insert_tensors(skeleton, tensors.__getitem__, self._allowed, marked=marked)
 
-    def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], bytes]:
-        header = self.header
+    def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], dict[int, Box], bytes]:
+        header, identity = self.header, self.header.identity
         start = header.skeleton_start // BLOCK_NBYTES * BLOCK_NBYTES
         blocks = self._source.read(start, header.digests_start)
         self._hasher.check(start, [blocks], self._digests)
         framed = bytes(blocks[header.skeleton_start - start :])
         try:
-            table, pickle = header.format.split_skeleton(framed)
-            return parse_entries(table), pickle
+            table, boxes, pickle = header.format.split_skeleton(framed)
+            entries = parse_entries(table)
+            shapes = [entry.shape for entry in entries]
+            return entries, parse_boxes(boxes, shapes, identity.rank, identity.world_size), pickle
         except CorruptShardError as error:
-            raise CorruptShardError(f"{header.identity}: {error}") from error
+            raise CorruptShardError(f"{identity}: {error}") from error
 
     def _require_consistent(self, entries: tuple[TableEntry, ...]) -> None:
         """Check that table and header describe the same bytes, so no tensor exceeds its slot."""

@@ -79,6 +79,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
         "type_of_constant",
     ),
     "localckpt.state_dict.marks": ("set_marks",),
+    "localckpt.state_dict.replicated": ("given",),
     "localckpt.state_dict.sharded": ("restore_sharded",),
     "localckpt.state_dict.skeleton": ("_itself", "_restore_subclass"),
 }

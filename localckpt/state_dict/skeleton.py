@@ -32,6 +32,7 @@ from localckpt.state_dict.foreign_values import (
 )
 from localckpt.state_dict.marks import marks_of, set_marks
 from localckpt.state_dict.pickles import Place, check_opcodes, place_at, unframed
+from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 from localckpt.state_dict.stand_ins import check_calls
@@ -209,6 +210,8 @@ class _SkeletonPickler(pickle.Pickler):
             if not self._arrays and is_data(obj):
                 return type_of_constant, (None,)
             return reduce_array(obj)
+        if type(obj) is Replicated:
+            return given, (obj.value,)
         if isinstance(obj, torch.Generator):
             return reduce_generator(obj)
         if type(obj) is type and obj in _CONSTANTS:

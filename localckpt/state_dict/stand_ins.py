@@ -544,6 +544,7 @@ _STAND_INS: dict[str, type[_Any]] = {
     "localckpt.state_dict.skeleton._restore_subclass": _function(_check_subclass),
     "localckpt.state_dict.skeleton._itself": _function(_check_itself),
     "localckpt.state_dict.marks.set_marks": _function(_check_marks),
+    "localckpt.state_dict.replicated.given": _function(lambda value: value),
     "localckpt.state_dict.sharded.restore_sharded": _TensorMaker,
     "numpy.dtype": _Dtype,
     "numpy.ndarray": _Named,

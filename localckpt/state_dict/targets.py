@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy
 import torch
 
 from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
-from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.containers import named_values
-from localckpt.state_dict.foreign_values import ArrayTensor
-from localckpt.state_dict.sharded import is_sharded
+from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
 
-__all__ = ["Targets", "find_targets", "names_of"]
+__all__ = ["Targets", "find_targets"]
 
 _SHOWN_DIFFERENCES = 10
+_MAKE_NEW = "Call load() without into= to get new tensors"
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,22 @@ class Targets:
         tensors: Distinct tensors, in the order in which the state's skeleton numbers them.
         names: ``id(tensor)`` to the tensor's path in the state, where known.
         optional: Beginnings of paths; a saved tensor with such a path may be missing here.
+        boxes: ``id(tensor)`` to the part of a global tensor that the tensor is, where known.
     """
 
     tensors: list[torch.Tensor]
     names: dict[int, str]
     optional: tuple[str, ...] = ()
+    boxes: dict[int, Box] = field(default_factory=dict)
 
     def match(
-        self, saved: Sequence[TableEntry]
+        self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """Find the given tensor for each saved tensor.
+
+        Args:
+            saved: The saved tensors.
+            boxes: By the number of a saved tensor, the part of a global tensor that it is.
 
         Returns:
             For each saved tensor the given one, or ``None`` if a new one is needed (arrays, and
@@ -51,14 +55,36 @@ class Targets:
         Raises:
             MismatchError: The saved tensors differ from the given ones; the error lists them.
         """
+        given: list[torch.Tensor | None]
         if self.optional:
             given = self._given_by_name(saved)
             entries = [e for e, tensor in zip(saved, given, strict=True) if tensor is not None]
             tensors = [tensor for tensor in given if tensor is not None]
-            return given, Targets(tensors, self.names).by_slot(entries)
-        targets = self.by_slot([entry for entry in saved if entry.kind != ARRAY])
-        remaining = iter(self.tensors)
-        return [None if entry.kind == ARRAY else next(remaining) for entry in saved], targets
+            targets = Targets(tensors, self.names).by_slot(entries)
+        else:
+            targets = self.by_slot([entry for entry in saved if entry.kind != ARRAY])
+            remaining = iter(self.tensors)
+            given = [None if entry.kind == ARRAY else next(remaining) for entry in saved]
+        self._require_same_places(given, boxes)
+        return given, targets
+
+    def _require_same_places(
+        self, given: Sequence[torch.Tensor | None], boxes: Mapping[int, Box]
+    ) -> None:
+        """Refuse tensors that are other parts of their global tensors than the saved ones.
+
+        Their shapes may be equal, as where the ranks stand in another order in the device mesh.
+        """
+        lines = []
+        for number, saved in boxes.items():
+            own = self.boxes.get(id(given[number]))
+            if own is not None and not own.is_at(saved):
+                key = f" {own.key}" if own.key != saved.key else ""
+                lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
+        if lines:
+            raise _mismatch(
+                lines, "Shard it over the ranks as it was when it was saved, in the same order"
+            )
 
     def _given_by_name(self, saved: Sequence[TableEntry]) -> list[torch.Tensor | None]:
         table = build_table(self.tensors, self.names)
@@ -140,39 +166,11 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
         CheckpointingException: The state holds a value that cannot have been saved.
     """
     tensors = take_tensors(state, arrays=False).tensors
-    return Targets(tensors, names_of(state, tensors), optional)
-
-
-def names_of(state: Any, tensors: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Map ``id(tensor)`` to the tensor's path, for the tensors in a state's containers.
-
-    The inner tensors of a DTensor, a ShardedTensor or another wrapper get paths from the wrapper's.
-    """
-    root = vars(state) if isinstance(state, TensorAwareStateDict) else state
-    names: dict[int, str] = {}
-    for path, value in named_values(root, (torch.Tensor, numpy.ndarray)):
-        for inner_path, inner in _made_of(path.removeprefix("state_dict."), value):
-            names.setdefault(id(inner), inner_path)
-    for tensor in tensors:
-        if type(tensor) is ArrayTensor and id(tensor.array) in names:
-            names[id(tensor)] = names[id(tensor.array)]
-    return names
-
-
-def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the paths of a tensor and of its inner tensors."""
-    yield path, value
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return
-    if isinstance(value, torch.Tensor) and is_sharded(value):
-        shards: Any = value
-        inner = [(str(number), s.tensor) for number, s in enumerate(shards.local_shards())]
-    elif callable(flatten := getattr(value, "__tensor_flatten__", None)):
-        inner = [(name, getattr(value, name)) for name in flatten()[0]]
-    else:
-        return
-    for name, tensor in inner:
-        yield from _made_of(path if len(inner) == 1 else f"{path}.{name}", tensor)
+    found = named(state, tensors)
+    # Places are compared, and not the ranks that have them.
+    boxes = boxes_of(found.tellers, tensors, Job(0, ()))
+    by_id = {id(tensors[number]): box for number, box in boxes.items()}
+    return Targets(tensors, found.names, optional, by_id)
 
 
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:
@@ -213,11 +211,11 @@ def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEn
     raise _mismatch(lines or ["the tensors stand in another order"])
 
 
-def _mismatch(lines: list[str]) -> MismatchError:
+def _mismatch(lines: list[str], advice: str = _MAKE_NEW) -> MismatchError:
     more = len(lines) - _SHOWN_DIFFERENCES
     shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
     return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: {shown}"
         + (f"; and {more} more" if more > 0 else "")
-        + ". Call load() without into= to get new tensors"
+        + f". {advice}"
     )

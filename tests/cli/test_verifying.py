@@ -98,12 +98,12 @@ def test_a_good_file_under_another_session_is_bad(store: Path) -> None:
 
 def test_a_file_of_another_version_is_not_called_good(store: Path) -> None:
     path = only_shards(store)[0]
-    path.write_bytes(path.read_bytes().replace(b"localckpt-1", b"localckpt-2"))
+    path.write_bytes(path.read_bytes().replace(b"localckpt-2", b"localckpt-9"))
 
     answer = call("verify", store)
 
     assert answer.status == 2
-    assert f"not readable: {path}: its format is localckpt-2" in answer.out
+    assert f"not readable: {path}: its format is localckpt-9" in answer.out
     assert "1 good" in answer.out
 
 

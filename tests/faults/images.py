@@ -11,6 +11,7 @@ from typing import Any
 
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
 
 __all__ = ["Parts", "blocks_of", "identity_in", "regions", "sealed"]
 
@@ -26,12 +27,14 @@ class Parts:
         identity: What the shard says that it is.
         slots: Name to (dtype, shape, bytes), in the order of the data.
         table: The table of tensors, JSON.
+        boxes: The table of boxes, JSON.
         pickled: The pickle behind it.
     """
 
     identity: ShardIdentity
     slots: dict[str, tuple[str, list[int], bytes]]
     table: bytes
+    boxes: bytes
     pickled: bytes
 
     @classmethod
@@ -45,9 +48,7 @@ class Parts:
             slots[name] = (entry["dtype"], entry["shape"], image[start + begin : start + end])
         framed = slots.pop("__skeleton__")[2]
         del slots["__digests__"]
-        table_nbytes = int.from_bytes(framed[:8], "little")
-        table, pickled = framed[8 : 8 + table_nbytes], framed[8 + table_nbytes :]
-        return cls(_identity(metadata), slots, table, pickled)
+        return cls(_identity(metadata), slots, *FORMATS[FORMAT_VERSION].split_skeleton(framed))
 
     def replace(self, **parts: Any) -> Parts:
         """The same with other parts."""
@@ -65,7 +66,7 @@ class Parts:
 
     def image(self) -> bytes:
         """The whole image, with digests that are right."""
-        framed = len(self.table).to_bytes(8, "little") + self.table + self.pickled
+        framed = frame_skeleton(self.table, self.boxes, self.pickled)
         data_nbytes = sum(len(data) for _, _, data in self.slots.values())
         room = sum(len(json.dumps(name)) + 150 + 10 * len(s[1]) for name, s in self.slots.items())
         start = -(-(room + 1000 + len(json.dumps(self.identity.session_id))) // _PAGE_NBYTES)
@@ -122,10 +123,13 @@ def regions(image: bytes) -> dict[str, tuple[int, int]]:
             begin, end = entry["data_offsets"]
             found[name] = (start + begin, start + end)
     begin, end = found.pop("__skeleton__")
-    table_end = begin + 8 + int.from_bytes(image[begin : begin + 8], "little")
-    found["length of the table"] = (begin, begin + 8)
-    found["table"] = (begin + 8, table_end)
-    found["pickle"] = (table_end, end)
+    table, boxes, _ = FORMATS[FORMAT_VERSION].split_skeleton(image[begin:end])
+    table_end = begin + 16 + len(table)
+    boxes_end = table_end + len(boxes)
+    found["lengths of the tables"] = (begin, begin + 16)
+    found["table"] = (begin + 16, table_end)
+    found["boxes"] = (table_end, boxes_end)
+    found["pickle"] = (boxes_end, end)
     return found
 
 
@@ -136,7 +140,7 @@ def _header(image: bytes) -> tuple[int, dict[str, Any]]:
 
 def _metadata(identity: ShardIdentity) -> dict[str, str]:
     return {
-        "format": "localckpt-1",
+        "format": "localckpt-2",
         "session": identity.session_id,
         "epoch": str(identity.generation.epoch),
         "sequence": str(identity.generation.sequence),

@@ -53,7 +53,7 @@ class _Node:
         assert damaged != self.newest
         # A file of another version keeps its name: whoever wrote it can read it.
         bad = bad and not re.search(
-            rb'"localckpt-[02-9]"', damaged[: regions(self.newest)["header"][1]]
+            rb'"localckpt-[03-9]"', damaged[: regions(self.newest)["header"][1]]
         )
         self._cases += 1
         self._path.write_bytes(damaged)

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from localckpt.errors import CheckpointingException
+from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
 from localckpt.state_dict.image import ImagePlanner
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import _VALUES, SafeGlobals
@@ -262,8 +263,7 @@ def _read_many(rank: int, world_size: int, base: Path, first: int, count: int) -
     states = _true_states()
     bases = _true_pickles(states)
     capture = ImagePlanner().capture([torch.arange(6.0), torch.ones(3, dtype=torch.int64)])
-    table_end = 8 + int.from_bytes(capture.skeleton[:8], "little")
-    table = capture.skeleton[:table_end]
+    table, boxes, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
     for state in states:
         _use(state)
     limit_memory()
@@ -274,7 +274,7 @@ def _read_many(rank: int, world_size: int, base: Path, first: int, count: int) -
             pickled = _changed(random.Random(number), bases)
             # One that ends this process is found here.
             (base / "last").write_text(f"seed {number}: {pickled!r}")
-            loaded += sum(_read(capture, table + pickled))
+            loaded += sum(_read(capture, frame_skeleton(table, boxes, pickled)))
         assert growth() < _ALLOWED_NBYTES, f"seeds {start} to {start + _BATCH}"
         assert _process() == before, f"seeds {start} to {start + _BATCH}"
     return loaded

@@ -13,6 +13,8 @@ import torch
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
+from localckpt.state_dict.boxes import NO_BOXES
+from localckpt.state_dict.header import frame_skeleton
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
@@ -80,8 +82,7 @@ def written(capture: Capture, identity: ShardIdentity = IDENTITY) -> bytearray:
 def with_pickle(pickled: bytes, identity: ShardIdentity = IDENTITY) -> bytearray:
     """An image that is intact, and whose skeleton is whatever somebody made up."""
     capture = ImagePlanner().capture({})
-    table = b"[]"
-    framed = len(table).to_bytes(8, "little") + table + pickled
+    framed = frame_skeleton(b"[]", NO_BOXES, pickled)
     return written(dataclasses.replace(capture, skeleton=framed), identity)
 
 

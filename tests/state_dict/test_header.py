@@ -111,7 +111,7 @@ BAD = {
     "no metadata": drop("__metadata__"),
     "metadata is a list": lambda entries: entries.update(__metadata__=[]),
     "metadata is null": lambda entries: entries.update(__metadata__=None),
-    "another version": metadata(format="localckpt-2"),
+    "another version": metadata(format="localckpt-9"),
     "version is a number": metadata(format=1),
     "no version": drop("__metadata__", "format"),
     "no session": drop("__metadata__", "session"),

@@ -91,7 +91,7 @@ def test_the_safetensors_library_reads_the_metadata_from_a_file(tmp_path: Any) -
         names = list(opened.keys())
 
     assert metadata == {
-        "format": "localckpt-1",
+        "format": "localckpt-2",
         "session": identity.session_id,
         "epoch": "4",
         "sequence": "5",
@@ -178,7 +178,7 @@ def test_our_parser_reads_an_image_that_the_library_wrote_out_again() -> None:
 def test_a_plain_safetensors_file_is_refused_with_a_reason() -> None:
     plain = safetensors.torch.save({"weight": torch.ones(3)}, metadata={"format": "pt"})
 
-    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*'localckpt-1'"):
+    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*localckpt-1 and localckpt-2"):
         unpack(source_of(plain))
 
 

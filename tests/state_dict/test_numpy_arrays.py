@@ -18,6 +18,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import SideStreams
 from localckpt.state_dict.foreign_values import restore_generator
+from localckpt.state_dict.header import frame_skeleton
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
@@ -357,7 +358,7 @@ def test_an_array_that_says_something_else_than_its_bytes_is_refused(
     image = pack([array], IDENTITY)
     header = read_header(image)
     framed = bytes(image.view[header.skeleton_start : header.digests_start])
-    table = framed[: 8 + int.from_bytes(framed[:8], "little")]
+    table, boxes, _ = header.format.split_skeleton(framed)
     module = "localckpt.state_dict.foreign_values"
     # A tensor is None to pickle.dumps; it is put in by hand.
     pickled = pickle.dumps(
@@ -372,7 +373,7 @@ def test_an_array_that_says_something_else_than_its_bytes_is_refused(
     ).replace(b"(N", b"(K\x00Q", 1)
     capture = ImagePlanner().capture([array])
     forged = bytearray(capture.nbytes(IDENTITY) + 8192)
-    changed = dataclasses.replace(capture, skeleton=table + pickled)
+    changed = dataclasses.replace(capture, skeleton=frame_skeleton(table, boxes, pickled))
     forged = bytearray(changed.nbytes(IDENTITY))
     changed.write(memoryview(forged), IDENTITY, Copier(1), SideStreams())
 

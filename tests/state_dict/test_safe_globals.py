@@ -20,6 +20,7 @@ from localckpt.errors import (
     RestoreError,
     UnsafeGlobalError,
 )
+from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -273,15 +274,17 @@ def test_a_skeleton_that_is_none_is_refused(pickled: bytes) -> None:
 )
 def test_a_table_that_reaches_outside_of_the_tensors_is_refused(table: bytes) -> None:
     capture = ImagePlanner().capture({"a": torch.ones(4)})
-    pickled = capture.skeleton[8 + int.from_bytes(capture.skeleton[:8], "little") :]
-    framed = len(table).to_bytes(8, "little") + table + pickled
+    _, boxes, pickled = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    framed = frame_skeleton(table, boxes, pickled)
 
     with pytest.raises(CorruptShardError):
         unpack(source_of(written(dataclasses.replace(capture, skeleton=framed))))
 
 
 @pytest.mark.fault("hostile-file")
-@pytest.mark.parametrize("framed", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "framed", [b"", b"\x01", b"\xff" * 16, (100).to_bytes(8, "little") + bytes(8) + b"[]"]
+)
 def test_a_skeleton_that_is_cut_short_is_refused(framed: bytes) -> None:
     capture = dataclasses.replace(ImagePlanner().capture({}), skeleton=framed)
 

@@ -1,0 +1,363 @@
+"""Part of a job's global tensors that each tensor of a state is, as the state's own classes say.
+
+DTensor, torch's ShardedTensor and Megatron-Core's ShardedTensor say it themselves; plain tensors
+are whole where :func:`localckpt.replicated` marks them. All other tensors
+are private to their rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy
+import torch
+
+from localckpt.errors import CheckpointingException
+from localckpt.state_dict.basic import TensorAwareStateDict
+from localckpt.state_dict.boxes import Box, RankSet, Run
+from localckpt.state_dict.containers import named_values
+from localckpt.state_dict.foreign_values import ArrayTensor
+from localckpt.state_dict.replicated import Replicated
+from localckpt.state_dict.sharded import is_sharded
+
+__all__ = ["Job", "NamedTensors", "Teller", "boxes_of", "named", "shard_runs"]
+
+
+class Job(NamedTuple):
+    """Job that a rank saves with.
+
+    Attributes:
+        rank: Number of the rank in the job.
+        ranks: All ranks of the job, as torch.distributed numbers them, by their numbers in the job.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+
+
+_Kind = Literal["plain", "DTensor", "ShardedTensor", "Megatron", "other"]
+_TELLING = frozenset({"DTensor", "ShardedTensor", "Megatron"})
+
+
+class Teller(NamedTuple):
+    """Value of a state that says which part of a global tensor its tensors are.
+
+    Attributes:
+        path: Path of the value in the state.
+        value: The value.
+        kind: Kind of its class.
+        marked: Ranks of the marker around it; ``None`` for no marker.
+    """
+
+    path: str
+    value: Any
+    kind: _Kind
+    marked: Sequence[int] | None
+
+    def outline(self) -> tuple[Any, ...]:
+        """Collect all that the boxes depend on, for a quick comparison between saves."""
+        path, value, kind, marked = self
+        if kind == "DTensor":
+            spec = value._spec
+            order = getattr(spec, "shard_order", None)
+            return path, marked, _Same(spec.mesh), spec.placements, value.shape, order
+        if kind == "Megatron":
+            offset, prepended = value.global_offset, value.prepend_axis_num
+            return path, marked, value.key, value.global_shape, offset, prepended
+        if kind == "ShardedTensor":
+            offsets = [shard.metadata.shard_offsets for shard in value.local_shards()]
+            return path, marked, value.metadata().size, offsets
+        return path, marked
+
+
+@dataclass(slots=True, eq=False)
+class _Same:
+    """Object that is equal to itself only: comparing two meshes of many ranks takes long."""
+
+    value: object
+
+    def __eq__(self, other: Any) -> bool:
+        return self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class NamedTensors(NamedTuple):
+    """Tensors of a state by their paths.
+
+    Attributes:
+        names: ``id(tensor)`` to the tensor's path, for the tensors in a state's containers. The
+            inner tensors of a DTensor, a ShardedTensor or another wrapper get paths from the
+            wrapper's.
+        tellers: Values that say which part of a global tensor their tensors are.
+    """
+
+    names: dict[int, str]
+    tellers: list[Teller]
+
+
+def named(state: Any, tensors: Sequence[torch.Tensor]) -> NamedTensors:
+    """Find the paths of a state's tensors.
+
+    Args:
+        state: The state.
+        tensors: Its tensors, as a pickler found them.
+
+    Raises:
+        CheckpointingException: A marker of replicated parts is inside of another.
+    """
+    found = NamedTensors({}, [])
+    _collect(vars(state) if isinstance(state, TensorAwareStateDict) else state, "", None, found)
+    names = found.names
+    for tensor in tensors:
+        if type(tensor) is ArrayTensor and id(tensor.array) in names:
+            names[id(tensor)] = names[id(tensor.array)]
+    return found
+
+
+def _collect(root: Any, above: str, marked: Sequence[int] | None, found: NamedTensors) -> None:
+    wanted: tuple[type, ...] = (torch.Tensor, numpy.ndarray, Replicated)
+    if (megatron := _megatron_class()) is not None:
+        wanted = (*wanted, megatron)
+    names, tellers = found
+    kinds: dict[type, _Kind] = {torch.Tensor: "plain", torch.nn.Parameter: "plain"}
+    for path, value in named_values(root, wanted, above):
+        path = path.removeprefix("state_dict.")
+        if type(value) is Replicated:
+            if marked is not None:
+                raise CheckpointingException(
+                    f"the state cannot be saved: {path!r} is marked by replicated() inside of a "
+                    f"part that is marked already. Mark each part once, with the ranks that have "
+                    f"it in common"
+                )
+            _collect(value.value, path, value.ranks, found)
+            continue
+        names.setdefault(id(value), path)
+        if (kind := kinds.get(type(value))) is None:
+            kind = kinds[type(value)] = _kind_of(value)
+        if kind != "plain":
+            for inner_path, inner in _made_of(path, value):
+                names.setdefault(id(inner), inner_path)
+        if marked is not None or kind in _TELLING:
+            tellers.append(Teller(path, value, kind, marked))
+
+
+def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the paths of a tensor and of its inner tensors."""
+    yield path, value
+    if (kind := _kind_of(value)) == "plain":
+        return
+    if kind == "ShardedTensor":
+        inner = [(str(number), s.tensor) for number, s in enumerate(value.local_shards())]
+    elif kind == "Megatron":
+        if isinstance(value.data, torch.Tensor):
+            yield from _made_of(f"{path}.data", value.data)
+        return
+    elif callable(flatten := getattr(value, "__tensor_flatten__", None)):
+        inner = [(name, getattr(value, name)) for name in flatten()[0]]
+    else:
+        return
+    for name, tensor in inner:
+        yield from _made_of(path if len(inner) == 1 else f"{path}.{name}", tensor)
+
+
+def boxes_of(
+    tellers: Sequence[Teller], tensors: Sequence[torch.Tensor], job: Job
+) -> dict[int, Box]:
+    """Return the boxes of a state's tensors by their numbers; other tensors are private.
+
+    Args:
+        tellers: What the state says.
+        tensors: The tensors of the state.
+        job: The job; other ranks are left out of the boxes.
+
+    Raises:
+        CheckpointingException: A marker says that ranks are equal among which a tensor is sharded.
+    """
+    numbers = {
+        id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
+        for number, tensor in enumerate(tensors)
+    }
+    sets = _RankSets(job)
+    boxes: dict[int, Box] = {}
+    paths: Counter[str] = Counter()
+    for teller in tellers:
+        for tensor, box in _boxes(teller, sets):
+            number = numbers.get(id(tensor))
+            if number is None or number in boxes:
+                continue
+            # Keys with dots in them can make one path of two.
+            if teller.kind in ("plain", "DTensor", "other"):
+                paths[box.key] += 1
+                if paths[box.key] > 1:
+                    box = box._replace(key=f"{box.key}#{paths[box.key]}")
+            boxes[number] = box
+    return dict(sorted(boxes.items()))
+
+
+def _boxes(teller: Teller, sets: _RankSets) -> Iterator[tuple[Any, Box]]:
+    """Yield the tensors of a value with their boxes."""
+    path, value, kind, marked = teller
+    ranks = None if marked is None else sets.of(marked)
+    if kind == "Megatron":
+        # A range of a flattened tensor, in earlier versions of Megatron-Core, is no box.
+        if value.data is not None and getattr(value, "flattened_range", None) is None:
+            shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
+            sizes = (1,) * value.prepend_axis_num + tuple(value.data.shape)
+            yield value.data, Box(value.key, shape, _one_run(offsets, sizes), ranks)
+    elif kind == "DTensor":
+        spec, local = value._spec, value._local_tensor
+        coordinate = spec.mesh.get_coordinate()
+        if coordinate is None or _is_in_other_order(spec):
+            return
+        shape = tuple(value.shape)
+        runs = shard_runs(shape, spec.mesh.shape, coordinate, spec.placements)
+        # A tensor made by DTensor.from_local() may be sharded in another way than torch does it.
+        if runs is not None and tuple(sum(n for _, n in of) for of in runs) == tuple(local.shape):
+            yield local, Box(path, shape, runs, sets.of_mesh(path, spec, marked))
+    elif kind == "ShardedTensor":
+        for shard in value.local_shards():
+            about = shard.metadata
+            place = _one_run(about.shard_offsets, about.shard_sizes)
+            size = tuple(value.metadata().size)
+            yield shard.tensor, Box(path, size, place, ranks or sets.own)
+    elif ranks is not None:
+        for inner_path, inner in _made_of(path, value):
+            shape = tuple(inner.shape)
+            yield inner, Box(inner_path, shape, _one_run((0,) * len(shape), shape), ranks)
+
+
+class _RankSets:
+    """Sets of a job's ranks, each made once."""
+
+    def __init__(self, job: Job) -> None:
+        self.own = RankSet.of([job.rank])
+        self._numbers = {rank: number for number, rank in enumerate(job.ranks)}
+        self._of_markers: dict[int, RankSet] = {}
+        self._of_meshes: dict[tuple[Any, ...], tuple[list[int], RankSet]] = {}
+
+    def of(self, marked: Sequence[int]) -> RankSet:
+        """Return the ranks of a marker."""
+        if id(marked) not in self._of_markers:
+            self._of_markers[id(marked)] = self._made(marked)
+        return self._of_markers[id(marked)]
+
+    def of_mesh(self, path: str, spec: Any, marked: Sequence[int] | None) -> RankSet:
+        """Return the ranks that have the same part of a DTensor as this one.
+
+        Raises:
+            CheckpointingException: A marker around it names a rank with another part.
+        """
+        mesh = spec.mesh
+        kept = tuple(placement.is_replicate() for placement in spec.placements)
+        which = (id(mesh), kept, None if marked is None else id(marked))
+        if which not in self._of_meshes:
+            own = zip(kept, mesh.get_coordinate(), strict=True)
+            here = mesh.mesh[tuple(slice(None) if is_kept else at for is_kept, at in own)]
+            equal = set(here.flatten().tolist())
+            others = set(mesh.mesh.flatten().tolist()) - equal
+            wrong = sorted(others.intersection(marked or ()))
+            self._of_meshes[which] = wrong, self._made(equal.union(marked or ()))
+        wrong, ranks = self._of_meshes[which]
+        if wrong:
+            raise CheckpointingException(
+                f"the state cannot be saved: {path!r} is marked by replicated() as equal on rank "
+                f"{wrong[0]}, and is a DTensor of which that rank has another part. Leave DTensors "
+                f"out of the marker: they say by themselves which ranks are equal"
+            )
+        return ranks
+
+    def _made(self, ranks: Iterable[int]) -> RankSet:
+        return RankSet.of([self._numbers[rank] for rank in ranks if rank in self._numbers])
+
+
+def shard_runs(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Any],
+) -> tuple[tuple[Run, ...], ...] | None:
+    """Compute the part of a DTensor at a place of its mesh.
+
+    Args:
+        shape: Shape of the whole tensor.
+        mesh_shape, coordinate: Shape of the mesh, and the place in it.
+        placements: One for each dimension of the mesh.
+
+    Returns:
+        The runs of a :class:`Box`; ``None`` if a placement neither shards nor replicates.
+    """
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            return None
+        strides = int(getattr(placement, "split_factor", 1))
+        runs[placement.dim] = _share(runs[placement.dim], strides, parts, number)
+    return tuple(tuple(of) for of in runs)
+
+
+def _share(runs: Sequence[Run], strides: int, parts: int, number: int) -> list[Run]:
+    """Divide indices as ``torch.chunk`` does: into ``strides``, and each of these into parts."""
+    total = sum(count for _, count in runs)
+    taken: list[Run] = []
+    for stride in range(strides):
+        start, end = _chunk(0, total, strides, stride)
+        start, end = _chunk(start, end, parts, number)
+        begin = 0
+        for first, count in runs:
+            low, high = max(start, begin), min(end, begin + count)
+            if low < high:
+                taken.append((first + low - begin, high - low))
+            begin += count
+    return _joined_up(taken) or [(sum(runs[-1]), 0)]
+
+
+def _joined_up(runs: Sequence[Run]) -> list[Run]:
+    """Make one run of those that follow each other."""
+    joined_up: list[Run] = []
+    for start, count in runs:
+        if joined_up and sum(joined_up[-1]) == start:
+            start, before = joined_up.pop()
+            count += before
+        joined_up.append((start, count))
+    return joined_up
+
+
+def _chunk(start: int, end: int, parts: int, number: int) -> tuple[int, int]:
+    size = -(-(end - start) // parts)
+    low = min(start + number * size, end)
+    return low, min(low + size, end)
+
+
+def _one_run(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[Run, ...], ...]:
+    return tuple(((start, size),) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _is_in_other_order(spec: Any) -> bool:
+    """Return whether the dimensions of a mesh divide a tensor in another order than theirs."""
+    order = getattr(spec, "shard_order", None) or ()
+    return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
+
+
+def _kind_of(value: Any) -> _Kind:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return "plain"
+    # A value of one of these classes exists only where its module is imported, which takes long.
+    dtensors = sys.modules.get("torch.distributed.tensor")
+    if dtensors is not None and isinstance(value, dtensors.DTensor):
+        return "DTensor"
+    if isinstance(value, torch.Tensor) and is_sharded(value):
+        return "ShardedTensor"
+    megatron = _megatron_class()
+    return "Megatron" if megatron is not None and isinstance(value, megatron) else "other"
+
+
+def _megatron_class() -> type | None:
+    module = sys.modules.get("megatron.core.dist_checkpointing.mapping")
+    return getattr(module, "ShardedTensor", None)

@@ -1,0 +1,204 @@
+"""Images say which part of which global tensor each tensor is, and a load minds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import localckpt
+from localckpt import CheckpointingException, MismatchError
+from tests.cli.commands import call
+from tests.managers.jobs import error_of, make_manager
+from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
+
+Dirs = Callable[[int], list[Path]]
+# Key to the box, as `localckpt inspect --json` shows it, and the tensor.
+Told = dict[str, tuple[dict[str, Any], torch.Tensor]]
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def _saved(state: Any, session: str, **options: Any) -> Told:
+    """Save a state, and look at this rank's image."""
+    with make_manager("disk", node_store(), session, **options) as manager:
+        manager.save(state, 1)
+        (path,) = node_store().rglob(f"session-{session}/{manager.rank}/*.safetensors")
+    tensors = load_file(path)
+    return {
+        box["key"]: (box, tensors[tensor["name"]].reshape(tensor["shape"]))
+        for tensor in call("inspect", path, "--json").json()["tensors"]
+        for box in tensor["boxes"]
+    }
+
+
+def _ranks(box: dict[str, Any]) -> list[int]:
+    ranks = []
+    for first, *steps in box["ranks"]:
+        those = [first]
+        for count, step in steps:
+            those = [rank + step * n for n in range(count) for rank in those]
+        ranks += those
+    return sorted(ranks)
+
+
+def _assert_part(told: tuple[dict[str, Any], torch.Tensor], whole: torch.Tensor) -> None:
+    """The tensor is what the box says of the whole one."""
+    box, tensor = told
+    assert box["shape"] == list(whole.shape)
+    for dim, runs in enumerate(box["runs"]):
+        indices = [i for start, count in runs for i in range(start, start + count)]
+        whole = whole.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    assert torch.equal(tensor.reshape(whole.shape), whole)
+
+
+def _tell(rank: int, world_size: int) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    wholes = {
+        "even": (torch.arange(32.0).reshape(8, 4), line, [Shard(0)]),
+        "uneven": (torch.arange(30.0).reshape(3, 10), line, [Shard(1)]),
+        "empty": (torch.arange(6.0).reshape(2, 3), line, [Shard(0)]),
+        "replicated": (torch.arange(5.0), line, [Replicate()]),
+        "hybrid": (torch.arange(21.0).reshape(7, 3), square, [Replicate(), Shard(0)]),
+        "both": (torch.arange(35.0).reshape(5, 7), square, [Shard(0), Shard(1)]),
+        "twice": (torch.arange(18.0).reshape(9, 2), square, [Shard(0), Shard(0)]),
+        "scalar": (torch.tensor(3.0), square, [Replicate(), Replicate()]),
+    }
+    state: dict[str, Any] = {
+        name: distribute_tensor(whole, mesh, places)
+        for name, (whole, mesh, places) in wholes.items()
+    }
+    state["sum"] = DTensor.from_local(torch.ones(3), line, [Partial()])
+    # Shards of sizes that torch would not make.
+    odd = torch.ones(1 if rank else 5, 2)
+    state["odd"] = DTensor.from_local(odd, line, [Shard(0)], shape=(8, 2), stride=(2, 1))
+    state["own"] = torch.full((3,), float(rank))
+
+    told = _saved(state, "tensors")
+
+    assert told.keys() == wholes.keys()
+    for name, (whole, _, _) in wholes.items():
+        _assert_part(told[name], whole)
+    equal = {name: _ranks(box) for name, (box, _) in told.items()}
+    for name in ("even", "uneven", "empty", "both", "twice"):
+        assert equal[name] == [rank]
+    assert equal["replicated"] == equal["scalar"] == [0, 1, 2, 3]
+    assert equal["hybrid"] == [rank % 2, rank % 2 + 2]
+    _tell_of_models(rank, line, square)
+    _tell_of_marks(rank, line)
+    _load_into_other_shardings(rank)
+
+
+def _tell_of_models(rank: int, line: DeviceMesh, square: DeviceMesh) -> None:
+    def make() -> torch.nn.Linear:
+        torch.manual_seed(5)
+        return torch.nn.Linear(6, 10, bias=False)
+
+    whole = make().weight.detach()
+    # FSDP2 over tensor parallelism shards by strides; FSDP1 makes ShardedTensors.
+    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    strided = parallelize_module(make(), crossed["tensor"], ColwiseParallel())
+    fully_shard(strided, mesh=crossed["data"])
+    fsdp1 = FullyShardedDataParallel(make(), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(fsdp1, StateDictType.SHARDED_STATE_DICT):
+        sharded = fsdp1.state_dict()
+
+    told = _saved({"strided": strided.state_dict(), "sharded": sharded}, "models")
+
+    assert told.keys() == {"strided.weight", "sharded.weight"}
+    for box, tensor in told.values():
+        _assert_part((box, tensor), whole)
+        assert _ranks(box) == [rank]
+
+
+def _tell_of_marks(rank: int, line: DeviceMesh) -> None:
+    pair = dist.new_group([0, 2])
+    other = dist.new_group([1, 3])
+    group = (pair, other)[rank % 2]
+    model = torch.nn.Linear(3, 2)
+    told = _saved({"model": localckpt.replicated(model), "own": torch.ones(2)}, "all")
+    assert told.keys() == {"model.weight", "model.bias"}
+    assert {tuple(_ranks(box)) for box, _ in told.values()} == {(0, 1, 2, 3)}
+    _assert_part(told["model.weight"], model.weight.detach())
+
+    # In a job of two of the ranks these have numbers of their own.
+    told = _saved(
+        {"model": localckpt.replicated(model, group)}, f"job-{rank % 2}", process_group=group
+    )
+    assert {tuple(_ranks(box)) for box, _ in told.values()} == {(0, 1)}
+
+    sharded = distribute_tensor(torch.rand(8), line, [Shard(0)], src_data_rank=None)
+    with make_manager("disk", node_store(), "refused") as manager:
+        text = error_of(lambda: manager.save({"model": localckpt.replicated({"w": sharded})}, 1))
+        assert "'model.w' is marked by replicated()" in text
+        assert manager.find_latest() == -1
+    with pytest.raises(CheckpointingException, match=f"rank {rank} with a group that it is not in"):
+        localckpt.replicated(model, (other, pair)[rank % 2])
+
+
+def _load_into_other_shardings(rank: int) -> None:
+    """Each target has the shape of what was saved, and is another part of the tensor."""
+    whole = torch.arange(16.0).reshape(8, 2)
+    line = init_device_mesh("cpu", (4,))
+    state = {"weight": distribute_tensor(whole, line, [Shard(0)])}
+    turned = DeviceMesh("cpu", [3, 2, 1, 0])
+    targets = {
+        "given as [": {"weight": distribute_tensor(torch.zeros(8, 2), turned, [Shard(0)])},
+        "of [7, 2]": {"weight": DTensor.from_local(
+            torch.zeros(2 if rank < 3 else 1, 2), line, [Shard(0)], shape=(7, 2), stride=(2, 1)
+        )},
+    }  # fmt: skip
+    with make_manager("disk", node_store(), "loaded") as manager:
+        manager.save(state, 1)
+        for difference, target in targets.items():
+            text = error_of(lambda target=target: manager.load(into=target), MismatchError)
+            assert "weight: saved as [" in text
+            assert difference in text
+            assert not target["weight"].to_local().any()
+        same = {"weight": distribute_tensor(torch.zeros(8, 2), line, [Shard(0)])}
+        manager.load(into=same)
+        assert torch.equal(same["weight"].full_tensor(), whole)
+
+
+def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> None:
+    run_ranks(_tell, 4, store_per_node=node_dirs(1))
+
+
+def _tell_of_megatron() -> None:
+    core = import_upstream("megatron.core.dist_checkpointing.mapping")
+    whole = torch.arange(48.0).reshape(4, 6, 2)
+    part = whole[2, 3:6]
+    state = {
+        "layers": core.ShardedTensor.from_rank_offsets(
+            "layers.weight", part.clone(), (0, 2, 4), (1, 1, 2), prepend_axis_num=1, replica_id=1
+        ),
+        "left to others": core.ShardedTensor.from_rank_offsets(
+            "bias", torch.ones(3)
+        ).without_data(),
+        "own": torch.ones(2),
+    }
+
+    told = _saved(state, "megatron")
+
+    assert told.keys() == {"layers.weight"}
+    _assert_part(told["layers.weight"], whole)
+    assert told["layers.weight"][0]["ranks"] is None
+
+
+def _tell_of_megatron_on_a_rank(rank: int, world_size: int) -> None:
+    _tell_of_megatron()
+
+
+@needs("megatron.core")
+def test_the_sharded_tensors_of_megatron_core_tell_theirs(node_dirs: Dirs) -> None:
+    run_ranks(_tell_of_megatron_on_a_rank, 1, store_per_node=node_dirs(1))

@@ -1,0 +1,258 @@
+"""Boxes: what is written of parts of global tensors is read again, and refused if it cannot be."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+import localckpt
+from localckpt.errors import CheckpointingException, CorruptShardError
+from localckpt.state_dict.boxes import NO_BOXES, Box, RankSet, parse_boxes, render_boxes
+from localckpt.state_dict.global_view import Job, shard_runs
+from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
+from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.targets import find_targets
+from tests.faults.images import Parts
+from tests.state_dict.states import IDENTITY, assert_same, source_of
+
+_VERSION_1 = Path(__file__).with_name("version1.safetensors")
+
+
+@given(st.sets(st.integers(0, 60), max_size=20))
+def test_a_set_of_ranks_has_the_ranks_that_it_was_made_of(ranks: set[int]) -> None:
+    found = RankSet.of(sorted(ranks))
+
+    assert set(found) == ranks
+    assert len(found) == len(list(found)) == len(ranks)
+    assert {rank for rank in range(-2, 64) if rank in found} == ranks
+    assert not ranks or found.last == max(ranks)
+
+
+@pytest.mark.parametrize("kept", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1), (0, 1, 2)])
+def test_equal_ranks_in_a_mesh_of_16384_are_one_lattice(kept: tuple[int, ...]) -> None:
+    mesh = numpy.arange(16_384).reshape(64, 32, 8)
+    own = tuple(slice(None) if dim in kept else 3 for dim in range(3))
+
+    found = RankSet.of(mesh[own].flatten().tolist())
+
+    assert len(found.lattices) == 1
+    assert sorted(found) == mesh[own].flatten().tolist()
+
+
+@st.composite
+def _shardings(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
+    shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=2))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dims = st.integers(0, len(shape) - 1)
+    placement = st.one_of(
+        st.just(Replicate()),
+        dims.map(Shard),
+        st.builds(lambda dim, n: _StridedShard(dim, split_factor=n), dims, st.integers(1, 3)),
+    )
+    return shape, mesh, [draw(placement) for _ in mesh]
+
+
+@given(_shardings())
+def test_the_place_of_a_shard_is_where_torch_has_its_values_from(
+    sharding: tuple[list[int], list[int], list[Any]],
+) -> None:
+    shape, mesh, placements = sharding
+    whole = torch.arange(prod(shape)).reshape(shape)
+    for coordinate in numpy.ndindex(*mesh):
+        local = whole
+        for parts, number, placement in zip(mesh, coordinate, placements, strict=True):
+            if not placement.is_replicate():
+                pieces, _ = placement._split_tensor(
+                    local, parts, with_padding=False, contiguous=True
+                )
+                local = pieces[number]
+
+        runs = shard_runs(shape, mesh, coordinate, placements)
+
+        assert runs is not None
+        indices = [[i for start, n in of for i in range(start, start + n)] for of in runs]
+        assert torch.equal(whole[numpy.ix_(*indices)], local)
+
+
+def test_a_partial_sum_is_no_part_of_a_global_tensor() -> None:
+    assert shard_runs([4], [2], [0], [Partial()]) is None
+
+
+_BOXES = {
+    0: Box("weight", (10, 8), (((3, 3),), ((0, 2), (4, 2))), RankSet.of([3, 7])),
+    2: Box("layers", (12, 4), (((5, 1),), ((0, 4),)), None),
+    3: Box("empty", (10, 4), (((10, 0),), ((0, 4),)), RankSet.of([3])),
+}
+_SHAPES = [(3, 4), (1,), (4,), (0, 4), ()]
+
+
+def test_boxes_are_read_as_they_were_written() -> None:
+    assert parse_boxes(render_boxes(_BOXES), _SHAPES, 3, 8) == _BOXES
+    assert render_boxes({}) == NO_BOXES
+    assert _BOXES[0].place == "[3:6, 0:2+4:6] of [10, 8]"
+
+
+def test_many_tensors_with_the_same_ranks_name_these_once() -> None:
+    ranks = RankSet.of(range(16_384))
+    boxes = {n: Box(f"layer.{n}", (8, 8), (((0, 8),), ((0, 8),)), ranks) for n in range(1000)}
+
+    text = render_boxes(boxes)
+
+    assert len(text) < 40 * len(boxes)
+    assert text.count(b"16384") == 1
+
+
+_HUGE = 10**19
+HOSTILE: dict[str, Any] = {
+    "nothing": None,
+    "no groups": [[]],
+    "a text": "boxes",
+    "a tensor that is none": [[], [[5, "w", [3], [0], None]]],
+    "a tensor before the first": [[], [[-1, "w", [3], [0], None]]],
+    "a tensor by a bool": [[], [[True, "w", [3], [0], None]]],
+    "a tensor twice": [[], [[1, "w", [3], [0], None], [1, "w", [3], [1], None]]],
+    "a key that is no text": [[], [[1, 5, [3], [0], None]]],
+    "a group that is none": [[], [[1, "w", [3], [0], 0]]],
+    "a group before the first": [[[[3]]], [[1, "w", [3], [0], -1]]],
+    "outside of the global tensor": [[], [[1, "w", [3], [3], None]]],
+    "before the global tensor": [[], [[1, "w", [3], [-1], None]]],
+    "larger than the global tensor": [[], [[0, "w", [2, 4], [0, 0], None]]],
+    "too few dimensions": [[], [[0, "w", [12], [0], None]]],
+    "too few starts": [[], [[0, "w", [3, 4], [0], None]]],
+    "a shape with a fraction": [[], [[1, "w", [1.5], [0], None]]],
+    "a shape with a bool": [[], [[1, "w", [True], [0], None]]],
+    "a huge shape": [[], [[1, "w", [_HUGE], [0], None]]],
+    "a huge start": [[], [[1, "w", [3], [_HUGE], None]]],
+    "runs that overlap": [[], [[0, "w", [3, 9], [0, [[0, 2], [1, 2]]], None]]],
+    "runs backwards": [[], [[0, "w", [3, 9], [0, [[4, 2], [0, 2]]], None]]],
+    "runs that are too few": [[], [[0, "w", [3, 9], [0, [[0, 2], [4, 1]]], None]]],
+    "runs that are too many": [[], [[0, "w", [3, 9], [0, [[0, 4], [4, 1]]], None]]],
+    "runs beyond the end": [[], [[0, "w", [3, 9], [0, [[0, 2], [8, 2]]], None]]],
+    "an empty run among others": [[], [[0, "w", [3, 9], [0, [[0, 4], [5, 0]]], None]]],
+    "no runs": [[], [[0, "w", [3, 9], [0, []], None]]],
+    "a prepended dimension of two": [[], [[1, "w", [3, 3], [[[0, 2]], 0], None]]],
+    "ranks without the own": [[[[4]]], []],
+    "ranks beyond the last": [[[[3, [2, 5]]]], []],
+    "ranks before the first": [[[[-3, [2, 6]]]], []],
+    "ranks that are named twice": [[[[0, [4, 1], [2, 2]]]], []],
+    "lattices that overlap": [[[[0, [4, 1]], [3]]], []],
+    "a step of nothing": [[[[3, [4, 0]]]], []],
+    "one step": [[[[3, [1, 1]]]], []],
+    "a huge number of ranks": [[[[0, [_HUGE, 1]]]], []],
+    "many huge steps": [[[[0, *[[10**18, 10**18]] * 50]]], []],
+    "no ranks": [[[]], []],
+}
+
+
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize("table", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_table_of_boxes_that_cannot_be_is_refused_before_a_tensor_is_written(table: Any) -> None:
+    state = {"a": torch.ones(3, 4), "b": torch.ones(1)}
+    forged = Parts.of(bytes(pack(state, IDENTITY).view)).replace(boxes=json.dumps(table).encode())
+    into = {"a": torch.zeros(3, 4), "b": torch.zeros(1)}
+    reader = ImageReader(source_of(forged.image()), SafeGlobals())
+
+    with pytest.raises(CorruptShardError, match="the table of boxes"):
+        reader.restore(find_targets(into))
+
+    assert not into["a"].any()
+    assert not into["b"].any()
+
+
+def test_an_image_of_format_1_is_read() -> None:
+    shared = torch.arange(8.0)
+
+    loaded = unpack(source_of(_VERSION_1.read_bytes()))
+
+    turned = torch.arange(6).reshape(2, 3).t()
+    weight, bias = torch.arange(6.0).reshape(2, 3), torch.nn.Parameter(torch.arange(3.0))
+    assert_same(loaded["model"], {"weight": weight, "bias": bias, "turned": turned})
+    assert_same(loaded["views"], [shared[:5], shared[3:]])
+    assert_same(loaded["array"], numpy.arange(600.0))
+    assert (loaded["step"], loaded["lr"], loaded["betas"]) == (40, 0.5, (0.9, 0.95))
+    assert read_header(source_of(_VERSION_1.read_bytes())).format is FORMATS["localckpt-1"]
+    assert FORMAT_VERSION == "localckpt-2"
+
+
+_JOB = Job(0, (0,))
+
+
+def _boxes(state: Any, job: Job | None = _JOB) -> dict[int, Box]:
+    capture = ImagePlanner(job=job).capture(state)
+    table, text, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    return parse_boxes(text, [tuple(row[2]) for row in json.loads(table)], 0, 1)
+
+
+def test_a_marked_part_is_whole_and_loads_without_the_marker() -> None:
+    tensors = {"weight": torch.rand(3, 2), "scale": torch.tensor(2.0), "table": numpy.arange(800)}
+    state = {"model": localckpt.replicated({**tensors, "step": 3}), "own": torch.rand(5)}
+
+    boxes = _boxes(state)
+
+    alone = RankSet.of([0])
+    assert sorted(boxes.values()) == [
+        Box("model.scale", (), (), alone),
+        Box("model.table", (800,), (((0, 800),),), alone),
+        Box("model.weight", (3, 2), (((0, 3),), ((0, 2),)), alone),
+    ]
+    image = pack(state, IDENTITY)
+    assert_same(unpack(image), {"model": {**tensors, "step": 3}, "own": state["own"]})
+    into = {"model": {**tensors, "weight": torch.zeros(3, 2)}, "own": torch.zeros(5)}
+    into["model"] = localckpt.replicated(into["model"])
+    ImageReader(image, SafeGlobals()).restore(find_targets(into))
+    assert torch.equal(into["own"], state["own"])
+
+
+def test_a_marked_model_is_saved_as_its_state_and_filled(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with localckpt.LocalCheckpointManager(tmp_path) as manager:
+        manager.save({"model": localckpt.replicated(model), "step": 1}, 1)
+
+        loaded, _ = manager.load(into={"model": localckpt.replicated(other), "step": 0})
+
+    assert loaded == {"model": other, "step": 1}
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_marker_inside_of_another_is_refused() -> None:
+    state = {"all": localckpt.replicated({"model": localckpt.replicated({"w": torch.ones(2)})})}
+
+    with pytest.raises(CheckpointingException, match=r"'all\.model' is marked .* inside"):
+        ImagePlanner(job=_JOB).capture(state)
+
+
+def test_two_paths_of_the_same_text_have_two_keys() -> None:
+    state = localckpt.replicated({"a": {"b": torch.rand(2)}, "a.b": torch.rand(3)})
+
+    assert [box.key for box in _boxes(state).values()] == ["a.b", "a.b#2"]
+
+
+def test_a_state_of_no_job_has_no_boxes() -> None:
+    assert _boxes(localckpt.replicated({"w": torch.ones(2)}), job=None) == {}
+
+
+def test_boxes_are_made_once_while_the_markers_stay(layouts: list[Any]) -> None:
+    planner = ImagePlanner(job=Job(0, (0, 1)))
+    weights = {"w": torch.rand(2)}
+    for state in (localckpt.replicated(weights), localckpt.replicated(weights), weights):
+        planner.capture(state)
+
+    assert len(layouts) == 2
+
+
+def test_a_skeleton_of_two_tables_is_split_where_it_was_joined() -> None:
+    framed = frame_skeleton(b"tensors", b"boxes", b"pickle")
+
+    assert FORMATS[FORMAT_VERSION].split_skeleton(framed) == (b"tensors", b"boxes", b"pickle")

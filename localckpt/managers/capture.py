@@ -42,13 +42,15 @@ class StateCapture:
         store: Gives the slots.
         allowed: What an image may name.
         options: Of the manager.
-        job: The job, and this rank's number in it.
+        job: The job, and this rank's number in it; ``None`` for none.
 
     Attributes:
         planner: Finds the tensors of a state, and refuses one that could not be loaded again.
     """
 
-    def __init__(self, store: Store, allowed: SafeGlobals, options: SaveOptions, job: Job) -> None:
+    def __init__(
+        self, store: Store, allowed: SafeGlobals, options: SaveOptions, job: Job | None = None
+    ) -> None:
         self.planner = ImagePlanner(allowed, job)
         self._store = store
         self._allowed = allowed

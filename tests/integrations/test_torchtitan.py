@@ -1,0 +1,161 @@
+"""torchtitan's own trainer goes on bit for bit where it was killed, or stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.kills import program_environment, run_killed, run_undisturbed
+from tests.ranks import run_ranks
+from tests.upstream.environment import import_upstream, needs
+
+# All jobs of this file are run by its first test.
+_LONGEST_S = 560.0
+
+pytestmark = [
+    needs("torchtitan", "torchdata", "datasets", "spmd_types", "tyro", "tensorboard"),
+    pytest.mark.timeout(600),
+]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the jobs have recorded, which one process has started after one another.
+
+    Attributes:
+        whole: Of an undisturbed job of two ranks.
+        stopped: Of a job that is resumed after a kill, and stopped by a signal.
+        rest: Of the same job, after its node was lost.
+        alone: Of the starts of a job of one process: killed, resumed, sent back, and resumed.
+        own: torchtitan's own checkpoints of that job.
+        by_flag: Of two starts of a job with torchtitan's own manager, replaced by a flag.
+        example: Of two starts of the example, on two ranks.
+        refused: Errors.
+    """
+
+    whole: list[list[str]]
+    stopped: list[list[str]]
+    rest: list[list[str]]
+    alone: list[list[str]]
+    own: list[str]
+    by_flag: list[list[str]]
+    example: list[list[str]]
+    refused: list[str]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> _Told:
+    folder = tmp_path_factory.mktemp("torchtitan")
+    (answer,) = run_ranks(_run_all, 1, folder, init_group=False, timeout_s=_LONGEST_S)
+    assert isinstance(answer, _Told)
+    return answer
+
+
+def _run_all(rank: int, world_size: int, folder: Path) -> _Told:
+    warnings.simplefilter("ignore")
+    import_upstream("examples.integrations.torchtitan_on_cpu").prepare()
+    runs = import_upstream("tests.integrations.torchtitan_runs")
+    steps, other_seed = ("--training.steps", "14"), ("--debug.seed", "5")
+
+    whole = runs.Job(folder / "whole", 2).run(*steps)
+    two = runs.Job(folder / "two", 2)
+    two.run(*steps, "--end", "SIGKILL", "--end-at", "4")
+    # Only one rank receives the signal. The ranks have a few steps' time to learn of it.
+    end = ("--end", "SIGTERM", "--end-at", "4")
+    stopped = two.run(*steps, *other_seed, "--pause-s", "0.4", last_rank=end)
+    shutil.rmtree(two.local)
+    rest = two.run(*steps, *other_seed)
+
+    one = runs.Job(folder / "one", 1)
+    alone = one.run("--training.steps", "9", "--end", "SIGKILL", "--end-at", "7")
+    asynchronously = ("--checkpoint.async-mode", "async")
+    alone += one.run("--training.steps", "9", *other_seed, *asynchronously)
+    own = sorted(path.name for path in one.folder.rglob("step-*"))
+    alone += one.run("--training.steps", "5", "--checkpoint.load-step", "4")
+    for newer in ("step-8", "step-9"):
+        shutil.rmtree(one.folder / "titan/checkpoint" / newer)
+    alone += one.run("--training.steps", "7")
+
+    named = json.dumps({"local": f"{folder}/named", "local_interval": 1, "finite": True})
+    flag = f"localckpt.integrations.torchtitan.local_checkpoint={named}"
+    plain = runs.Job(folder / "plain", 1, runs.train_plain)
+    by_flag = plain.run("--override.imports", flag, "--training.steps", "3")
+    by_flag += plain.run("--override.imports", flag, "--training.steps", "5")
+    example = runs.Job(folder / "example", 2, runs.run_example)
+    first_steps = [example.first_steps("--training.steps", last) for last in ("3", "6")]
+    return _Told(whole, stopped, rest, alone, own, by_flag, first_steps, runs.refusals(folder))
+
+
+def test_two_ranks_go_on_bit_for_bit_after_a_kill_and_stop_on_a_signal(told: _Told) -> None:
+    for whole, stopped in zip(told.whole, told.stopped, strict=True):
+        assert 0 < len(stopped) < len(whole[3:])
+        assert stopped == whole[3 : 3 + len(stopped)]
+
+
+def test_without_their_node_they_go_on_from_what_was_saved_to_the_folder_at_the_stop(
+    told: _Told,
+) -> None:
+    for whole, stopped, rest in zip(told.whole, told.stopped, told.rest, strict=True):
+        # torchtitan's own checkpoints have no random numbers, which come last.
+        expected = [record.rpartition(" ")[0] for record in whole[3 + len(stopped) :]]
+        assert [record.rpartition(" ")[0] for record in rest] == expected
+
+
+def test_one_process_goes_on_and_goes_back(told: _Told) -> None:
+    killed, resumed, back, after = told.alone
+
+    assert list(map(_step, killed)) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(map(_step, resumed)) == [6, 7, 8, 9]
+    assert resumed[:2] == killed[5:]
+    assert told.own == ["step-4", "step-8", "step-9"]
+    # The node has step 9, too, which was given up.
+    assert list(map(_step, back)) == [5]
+    assert list(map(_step, after)) == [6, 7]
+
+
+def test_a_flag_switches_a_job_over_and_saves_nothing_of_torchtitans_own(told: _Told) -> None:
+    assert [list(map(_step, start)) for start in told.by_flag] == [[1, 2, 3], [4, 5]]
+
+
+def test_options_that_make_no_sense_are_refused(told: _Told) -> None:
+    texts = ["needs checkpoint.local", "shared= is not", "does not know evry", "take the place of"]
+
+    for error, text in zip(told.refused, texts, strict=True):
+        assert text in error
+
+
+def test_the_example_trains_on_two_ranks_and_resumes(told: _Told) -> None:
+    assert told.example == [["1", "1"], ["4", "4"]]
+
+
+def _step(record: str) -> int:
+    return int(record.split()[0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    command = [*("-m", "torch.distributed.run", "--nproc-per-node", "2")]
+    command += ["-m", "tests.integrations.torchtitan_program", "--", "--training.steps", "60"]
+    environment = program_environment()
+
+    def places(name: str) -> list[str]:
+        return ["--checkpoint.local", f"{tmp_path}/{name}", "--dump-folder", f"{tmp_path}/{name}d"]
+
+    whole = run_undisturbed([*command, *places("whole")], tmp_path / "a", environment)
+    killed = run_killed(
+        [*command, *places("killed")],
+        tmp_path / "b",
+        environment,
+        kills=10,
+        steps_between=8,
+        seed=1,
+    )
+
+    assert [len(values) for values in whole] == [60, 60]
+    assert killed == whole

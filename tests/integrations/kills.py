@@ -24,7 +24,15 @@ import xxhash
 
 from tests.upstream.environment import UPSTREAM
 
-__all__ = ["END", "program_environment", "record", "record_end", "run_killed", "run_undisturbed"]
+__all__ = [
+    "END",
+    "program_environment",
+    "record",
+    "record_end",
+    "run_both",
+    "run_killed",
+    "run_undisturbed",
+]
 
 END = "end"
 """Name under which the digest of the state at the end is recorded."""
@@ -112,6 +120,25 @@ def run_killed(
             time.sleep(chance.random() * 0.1)
             attempt.kill(chance)
     return run_undisturbed(command, folder, environment)
+
+
+def run_both(
+    program: Sequence[str], folder: Path, *, kills: int, steps_between: int, seed: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Run a program, given a directory, to its end and, in another one, killed.
+
+    Returns:
+        What :func:`run_undisturbed` and :func:`run_killed` return.
+    """
+    environment = program_environment()
+    whole = run_undisturbed([*program, f"{folder}/whole"], folder / "a", environment)
+    killed = run_killed(
+        *([*program, f"{folder}/killed"], folder / "b", environment),
+        kills=kills,
+        steps_between=steps_between,
+        seed=seed,
+    )
+    return whole, killed
 
 
 class _Attempt:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localckpt import CheckpointingException
-from tests.integrations.kills import program_environment, run_killed, run_undisturbed
+from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -143,17 +143,8 @@ def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
     program = ["-m", "tests.integrations.lightning_program"]
     if world_size > 1:
         program = ["-m", "torch.distributed.run", "--nproc-per-node", f"{world_size}", *program]
-    environment = program_environment()
 
-    whole = run_undisturbed([*program, f"{tmp_path}/whole"], tmp_path / "a", environment)
-    killed = run_killed(
-        [*program, f"{tmp_path}/killed"],
-        tmp_path / "b",
-        environment,
-        kills=10,
-        steps_between=15,
-        seed=world_size,
-    )
+    whole, killed = run_both(program, tmp_path, kills=10, steps_between=15, seed=world_size)
 
     assert [len(values) for values in whole] == [20 * 7 + 1] * world_size
     assert killed == whole

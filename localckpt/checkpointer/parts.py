@@ -17,7 +17,7 @@ import torch
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import is_stateful
 
-__all__ = ["RNG", "ModulePart", "RandomPart", "ValuePart", "parts_of"]
+__all__ = ["RNG", "ModulePart", "OptimizerPart", "RandomPart", "ValuePart", "parts_of"]
 
 RNG = "rng"
 """Key of the states of the random number generators."""
@@ -44,6 +44,8 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
             )
         if isinstance(value, torch.nn.Module):
             parts[key] = ModulePart(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            parts[key] = OptimizerPart(value)
         elif is_stateful(value):
             parts[key] = value
         elif isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
@@ -104,6 +106,31 @@ class ModulePart:
             self.module, StateDictType.SHARDED_STATE_DICT
         ):
             yield
+
+
+class OptimizerPart:
+    """An optimizer, whose states keep the dtypes that they are saved in.
+
+    ``torch.optim.Optimizer.load_state_dict`` gives them that of their parameter, which is another
+    one where the states of float32 parameters are in bfloat16.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state))
+        if type(self.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, loaded in state["state"].items():
+            own = self.optimizer.state[parameters[number]]
+            for name, value in loaded.items():
+                if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
+                    own[name] = value.to(own[name].device)
 
 
 class ValuePart:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from localckpt.checkpointer.parts import RNG, ModulePart
+from localckpt.checkpointer.parts import RNG, ModulePart, OptimizerPart
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.ids import Generation, ShardIdentity
@@ -64,9 +64,9 @@ class SharedState:
         self._on_resize = on_resize
         self._modules = {k: part.module for k, part in parts.items() if type(part) is ModulePart}
         self._optimizers = {
-            key: (_module_of(key, part, self._modules), part)
+            key: (_module_of(key, part.optimizer, self._modules), part.optimizer)
             for key, part in parts.items()
-            if isinstance(part, torch.optim.Optimizer)
+            if isinstance(part, OptimizerPart)
         }
         rest = {
             key: part

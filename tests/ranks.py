@@ -31,6 +31,7 @@ import torch.distributed as dist
 from benchmarks.stores import serve_store
 
 __all__ = [
+    "NODE_STORE",
     "DeadRank",
     "RankGroup",
     "RanksFailedError",
@@ -41,7 +42,7 @@ __all__ = [
     "start_ranks",
 ]
 
-_NODE_STORE = "LOCALCKPT_TEST_NODE_STORE"
+NODE_STORE = "LOCALCKPT_TEST_NODE_STORE"
 _SHOWN_CHARACTERS = 20_000
 _LEAVING_S = 10.0
 
@@ -266,7 +267,7 @@ class RankGroup:
 
 def node_store() -> Path:
     """In a rank: the directory of the node it plays on (``store_per_node``)."""
-    return Path(os.environ[_NODE_STORE])
+    return Path(os.environ[NODE_STORE])
 
 
 def announce(name: str, value: Any = None) -> None:
@@ -351,7 +352,7 @@ def _rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return env | ({_NODE_STORE: str(stores[node])} if stores else {})
+    return env | ({NODE_STORE: str(stores[node])} if stores else {})
 
 
 def _test_store() -> dist.Store:

@@ -256,6 +256,14 @@ class Checkpointer:
         return self._nodes.manager
 
     @property
+    def newest(self) -> int | None:
+        """Step of the newest save to the nodes that is complete; ``None`` before the first.
+
+        It changes in the same call on all ranks.
+        """
+        return self._nodes.newest
+
+    @property
     def failed_saves(self) -> int:
         """Number of saves that failed, to the nodes and to shared storage."""
         return sum(failures.count for failures in self._failures)

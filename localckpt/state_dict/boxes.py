@@ -93,6 +93,13 @@ class Box(NamedTuple):
         )
         return f"[{', '.join(sides)}] of {list(self.shape)}"
 
+    def fits(self, local: tuple[int, ...]) -> bool:
+        """Return whether this can be the box of a tensor of a shape, as a reader will ask."""
+        try:
+            return _parse_place(local, self.shape, _starts(self)) == self.runs
+        except (CorruptShardError, TypeError, ValueError):
+            return False
+
     def is_at(self, other: Box) -> bool:
         """Return whether two boxes are the same part of the same global tensor."""
         return self[:3] == other[:3]
@@ -110,8 +117,7 @@ def render_boxes(boxes: Mapping[int, Box]) -> bytes:
             number,
             box.key,
             box.shape,
-            # A run that is alone has the size of the tensor, which the table of tensors has.
-            [runs[0][0] if len(runs) == 1 else runs for runs in box.runs],
+            _starts(box),
             None if box.ranks is None else groups.setdefault(box.ranks, len(groups)),
         ]
         for number, box in boxes.items()
@@ -178,6 +184,11 @@ def _parse_ranks(fields: Any, rank: int, world_size: int) -> RankSet:
     if rank not in ranks:
         _refuse(f"a set of ranks without rank {rank}, whose image it is")
     return ranks
+
+
+def _starts(box: Box) -> list[Any]:
+    # A run that is alone has the size of the tensor, which the table of tensors has.
+    return [runs[0][0] if len(runs) == 1 else runs for runs in box.runs]
 
 
 def _parse_place(local: tuple[int, ...], shape: Any, starts: Any) -> tuple[tuple[Run, ...], ...]:

@@ -188,7 +188,8 @@ def boxes_of(
     for teller in tellers:
         for tensor, box in _boxes(teller, sets):
             number = numbers.get(id(tensor))
-            if number is None or number in boxes:
+            # What a class says of its tensors may be impossible; a reader would refuse the image.
+            if number is None or number in boxes or not box.fits(tuple(tensors[number].shape)):
                 continue
             # Keys with dots in them can make one path of two.
             if teller.kind in ("plain", "DTensor", "other"):
@@ -206,18 +207,18 @@ def _boxes(teller: Teller, sets: _RankSets) -> Iterator[tuple[Any, Box]]:
     if kind == "Megatron":
         # A range of a flattened tensor, in earlier versions of Megatron-Core, is no box.
         if value.data is not None and getattr(value, "flattened_range", None) is None:
-            shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
+            shape = tuple(map(int, value.global_shape))
             sizes = (1,) * value.prepend_axis_num + tuple(value.data.shape)
-            yield value.data, Box(value.key, shape, _one_run(offsets, sizes), ranks)
+            yield value.data, Box(value.key, shape, _one_run(value.global_offset, sizes), ranks)
     elif kind == "DTensor":
         spec, local = value._spec, value._local_tensor
         coordinate = spec.mesh.get_coordinate()
         if coordinate is None or _is_in_other_order(spec):
             return
         shape = tuple(value.shape)
-        runs = shard_runs(shape, spec.mesh.shape, coordinate, spec.placements)
-        # A tensor made by DTensor.from_local() may be sharded in another way than torch does it.
-        if runs is not None and tuple(sum(n for _, n in of) for of in runs) == tuple(local.shape):
+        # A tensor made by DTensor.from_local() may be sharded as torch never does; the box does not
+        # fit then.
+        if (runs := shard_runs(shape, spec.mesh.shape, coordinate, spec.placements)) is not None:
             yield local, Box(path, shape, runs, sets.of_mesh(path, spec, marked))
     elif kind == "ShardedTensor":
         for shard in value.local_shards():
@@ -336,7 +337,7 @@ def _chunk(start: int, end: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def _one_run(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[Run, ...], ...]:
-    return tuple(((start, size),) for start, size in zip(offsets, sizes, strict=True))
+    return tuple(((int(a), int(n)),) for a, n in zip(offsets, sizes, strict=True))
 
 
 def _is_in_other_order(spec: Any) -> bool:

@@ -33,6 +33,7 @@ def _saved(state: Any, session: str, **options: Any) -> Told:
     """Save a state, and look at this rank's image."""
     with make_manager("disk", node_store(), session, **options) as manager:
         manager.save(state, 1)
+        manager.load()
         (path,) = node_store().rglob(f"session-{session}/{manager.rank}/*.safetensors")
     tensors = load_file(path)
     return {
@@ -186,6 +187,11 @@ def _tell_of_megatron() -> None:
             "bias", torch.ones(3)
         ).without_data(),
         "own": torch.ones(2),
+        # Beyond its own global tensor, which Megatron-Core does not mind.
+        "odd": core.ShardedTensor(
+            *("odd", torch.ones(4), torch.float32, (4,), (6,), (4,), None),
+            allow_shape_mismatch=True,
+        ),
     }
 
     told = _saved(state, "megatron")

@@ -13,9 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
+from weakref import ref
 
 __all__ = [
+    "KeptThread",
     "Latch",
     "SerialThread",
     "Task",
@@ -302,6 +306,49 @@ class SerialThread:
                 task = self._waiting.popleft()
             task.run()
             del task
+
+
+class KeptThread:
+    """Thread that is kept for one task after another.
+
+    It waits for the next task until it is closed, or until nothing refers to this object any more.
+    It does not keep the interpreter from ending.
+
+    Args:
+        name: Name of the thread.
+
+    Raises:
+        RuntimeError: No thread can be started.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[object] = SimpleQueue()
+        # Written in C, put() is called without a moment for an interrupt. Only the thread keeps the
+        # reference: it calls put() as long as there is a thread to end.
+        owner = ref(self, self._tasks.put)
+        self._loop = Task(partial(_run_tasks, self._tasks, owner))
+        self._loop.start(name, daemon=True)
+
+    def run(self, task: Task[Any]) -> None:
+        """Run a task behind those that were given before."""
+        self._tasks.put(task)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the thread once the tasks that were given are over; no task may follow.
+
+        Args:
+            timeout_s: The longest wait for the end, in seconds.
+        """
+        self._tasks.put(None)
+        self._loop.wait(timeout_s)
+
+
+def _run_tasks(tasks: SimpleQueue[object], _: object) -> None:
+    """Run tasks until something else is in the queue."""
+    while isinstance(task := tasks.get(), Task):
+        task.run()
+        # This variable would keep the task's result until the next task comes.
+        del task
 
 
 def run_interruptibly(work: Callable[[], T], stop: Callable[[], None]) -> T:

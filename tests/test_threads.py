@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from localckpt.ranks.asking import StoreThreads, StoreWait
 from localckpt.storage.open_file import open_owned
-from localckpt.threads import Latch, SerialThread, Task, end_all, run_interruptibly
+from localckpt.threads import KeptThread, Latch, SerialThread, Task, end_all, run_interruptibly
 from tests.interrupts import Interrupter, slow_to_begin_tasks
 
 _PATIENCE_S = 20.0
@@ -147,6 +148,75 @@ def test_an_interrupt_at_any_moment_of_submitting_harms_no_later_task() -> None:
         assert first.done() or first.call_off()
     assert not _running("serial")
     assert number > 20
+
+
+def test_a_thread_is_kept_for_later_tasks_and_ends_when_it_is_closed_or_dropped() -> None:
+    def fail() -> int:
+        raise ValueError("bad")
+
+    thread = KeptThread("kept")
+    tasks = [Task(threading.get_ident), Task(fail), Task(threading.get_ident), Task(_Data)]
+    for task in tasks:
+        thread.run(task)
+
+    assert tasks[0].result(_PATIENCE_S) == tasks[2].result(_PATIENCE_S)
+    assert str(tasks[1].error) == "bad"
+    kept = weakref.ref(tasks[3].result(_PATIENCE_S))
+    del task, tasks
+    deadline = time.monotonic() + _PATIENCE_S
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert kept() is None
+    assert [t.name for t in threading.enumerate()].count("kept") == 1
+    thread.close(_PATIENCE_S)
+    assert not _running("kept")
+    thread = KeptThread("kept")
+    del thread
+    assert not _running("kept")
+
+
+def test_an_interrupt_at_any_moment_of_a_call_in_a_kept_thread_leaves_no_thread() -> None:
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        number += 1
+        threads, waits = StoreThreads(), list[StoreWait]()
+
+        def ask(threads: StoreThreads = threads, waits: list[StoreWait] = waits) -> bool | None:
+            def wait_shortly(wait: StoreWait) -> bool:
+                waits.append(wait)
+                return not wait.abandoned.wait(0.001)
+
+            return threads.ask_until_stopped("ask", _PATIENCE_S, wait_shortly, Latch())
+
+        is_interrupted = _interrupted_at(number, lambda ask=ask: (ask(), ask()))
+
+        assert ask()
+        threads.close()
+    assert not _running("localckpt-ranks")
+    assert number > 100
+
+
+def test_a_thread_of_a_call_that_is_stopped_ends_with_the_call_also_after_the_close() -> None:
+    for closed_first in (False, True):
+        threads, stopped, over = StoreThreads(), Latch(), Latch()
+
+        def wait_on(wait: StoreWait, over: Latch = over) -> bool:
+            wait.begun.set()
+            return over.wait(_PATIENCE_S)
+
+        call = Task(lambda t=threads, s=stopped, w=wait_on: t.ask_until_stopped("ask", 60.0, w, s))
+        call.start("asks", daemon=True)
+        if closed_first:
+            threads.close()
+            over.set()
+        else:
+            stopped.set()
+
+        assert call.result(_PATIENCE_S) is (True if closed_first else None)
+        assert threads.ask_until_stopped("ask", _PATIENCE_S, lambda _: 1, Latch()) == 1
+        threads.close()
+        over.set()
+    assert not _running("localckpt-ranks")
 
 
 def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never_begins() -> None:

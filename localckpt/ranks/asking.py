@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
-from localckpt.ranks.deadline import begin, within
-from localckpt.threads import Latch, wait_for_any
+from localckpt.ranks.deadline import needs_thread, within
+from localckpt.threads import KeptThread, Latch, Task, wait_for_any
 
 __all__ = [
+    "StoreThreads",
     "StoreWait",
     "ask_store",
-    "ask_until_stopped",
     "store_errors",
     "store_is_silent",
 ]
 
 T = TypeVar("T")
+
+# A thread that waits for nothing ends at once, unless the machine is busy.
+_ENDING_S = 1.0
 
 
 class StoreWait:
@@ -52,35 +55,70 @@ def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
         return within(limit_s, call)
 
 
-def ask_until_stopped(
-    phase: str, limit_s: float, call: Callable[[StoreWait], T], stopped: Latch
-) -> T | None:
-    """As :func:`ask_store`, for a call that waits for other ranks at the store.
+class StoreThreads:
+    """Threads for calls that wait for other ranks at the job's store, kept for later calls.
 
-    Args:
-        phase, limit_s: As for :func:`ask_store`.
-        call: What is called, in another thread, with its wait.
-        stopped: Ends the wait.
-
-    Returns:
-        What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then, and
-        when this thread is interrupted.
+    There is one thread, unless several threads make calls at once.
     """
-    wait, until = StoreWait(), time.monotonic() + limit_s
-    with store_errors(phase, limit_s):
-        task = begin(lambda: call(wait))
-        try:
-            wait_for_any([task.over, stopped], limit_s)
-            if not task.done() and stopped.is_set():
-                # Other ranks are to see what the call does before it waits.
-                wait_for_any([task.over, wait.begun], until - time.monotonic())
-                if not task.done() and wait.begun.is_set():
-                    wait.abandoned.set()
-                    return None
-            return task.take_result(0)
-        except BaseException:
-            wait.abandoned.set()
-            raise
+
+    def __init__(self) -> None:
+        self._idle: list[KeptThread] = []
+        self._is_closed = False
+
+    def ask_until_stopped(
+        self, phase: str, limit_s: float, call: Callable[[StoreWait], T], stopped: Latch
+    ) -> T | None:
+        """As :func:`ask_store`, for a call that waits for other ranks at the store.
+
+        Args:
+            phase, limit_s: As for :func:`ask_store`.
+            call: What is called, in another thread, with its wait.
+            stopped: Ends the wait.
+
+        Returns:
+            What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
+            and when this thread is interrupted.
+        """
+        wait, until = StoreWait(), time.monotonic() + limit_s
+        with store_errors(phase, limit_s):
+            task, thread = Task(lambda: call(wait)), self._take_thread()
+            try:
+                thread.run(task)
+                wait_for_any([task.over, stopped], limit_s)
+                if not task.done() and stopped.is_set():
+                    # Other ranks are to see what the call does before it waits.
+                    wait_for_any([task.over, wait.begun], until - time.monotonic())
+                    if not task.done() and wait.begun.is_set():
+                        wait.abandoned.set()
+                        return None
+                return task.take_result(0)
+            except BaseException:
+                wait.abandoned.set()
+                raise
+            finally:
+                self._put_back(thread, task)
+
+    def close(self) -> None:
+        """End the threads. The thread of a call that is under way ends with the call."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().close(_ENDING_S)
+
+    def _take_thread(self) -> KeptThread:
+        with suppress(IndexError):
+            return self._idle.pop()
+        with needs_thread():
+            return KeptThread("localckpt-ranks")
+
+    def _put_back(self, thread: KeptThread, task: Task[T]) -> None:
+        if not task.done():
+            # Nobody waits for the call, which may never return.
+            thread.close()
+            return
+        self._idle.append(thread)
+        # In this order: close() in another thread finds the thread, or this one sees close().
+        if self._is_closed:
+            self.close()
 
 
 @contextmanager

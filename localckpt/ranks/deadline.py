@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from localckpt.errors import CheckpointingException
 from localckpt.threads import Task
 
-__all__ = ["Deadline", "begin", "within"]
+__all__ = ["Deadline", "begin", "needs_thread", "within"]
 
 T = TypeVar("T")
 
@@ -74,12 +75,22 @@ def begin(call: Callable[[], T]) -> Task[T]:
     """
     task = Task(call)
     try:
-        # A daemon: what never returns must not keep the interpreter from ending.
-        task.start("localckpt-within", daemon=True)
-    except RuntimeError as error:
+        with needs_thread():
+            # A daemon: what never returns must not keep the interpreter from ending.
+            task.start("localckpt-within", daemon=True)
+    except CheckpointingException:
         task.call_off()
+        raise
+    return task
+
+
+@contextmanager
+def needs_thread() -> Iterator[None]:
+    """Raise the error of a thread that cannot be started as one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
         raise CheckpointingException(
             f"this process cannot start a thread ({error}): raise the limit on its processes "
             f"(ulimit -u, or the container's pids limit)"
         ) from error
-    return task

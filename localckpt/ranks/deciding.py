@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from localckpt.errors import PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks.absent import NAMED, Absences
-from localckpt.ranks.asking import StoreWait, ask_store, ask_until_stopped, store_errors
+from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.job_store import Group, StorePart
 from localckpt.ranks.round import Round
@@ -62,6 +62,7 @@ class Deciding:
         self._absences = Absences(group.ranks[group.rank], group.ranks, group.ranks[root])
         self._timeout_s = timeout_s
         self._hint = hint
+        self._threads = StoreThreads()
         self.stopped = Latch()
         # Verdicts before it have been deleted.
         self._forgotten = 0
@@ -71,6 +72,12 @@ class Deciding:
     def is_root(self) -> bool:
         """Whether this rank is the one that judges."""
         return self._rank == self._root
+
+    def close(self) -> None:
+        """End the threads that talk to the store."""
+        # A fork has no threads of the process that it was made of.
+        if not self._part.is_fork:
+            self._threads.close()
 
     def open(self) -> Store:
         """Return the part of the store, once all ranks have made theirs."""
@@ -331,7 +338,7 @@ class Deciding:
         store = self.open()
         # However long the wait for other ranks, the store needs its time.
         limit_s = 2 * self._timeout_s + waits_s + _AFTER_FIRST_S
-        return ask_until_stopped(
+        return self._threads.ask_until_stopped(
             what, limit_s, lambda wait: call(self._round(store, number, wait)), stopped
         )
 

@@ -106,6 +106,7 @@ class Ranks:
             self._part.hang_up()
         else:
             self._part.close()
+        self._deciding.close()
 
     @property
     def in_a_hurry(self) -> bool:

@@ -128,7 +128,8 @@ class LocalCheckpoint(CheckpointManager):
         if checkpointer is None:
             return bool(super()._save(curr_step, last_step))
         is_to_stop = checkpointer.step(curr_step)
-        if last_step and not is_to_stop:
+        if not is_to_stop and (last_step or self._should_save(curr_step)):
+            # Else torchtitan's, which has no random numbers, would be the newer one.
             checkpointer.save(curr_step)
         is_saved = bool(super()._save(curr_step, last_step))
         if is_to_stop:

@@ -30,11 +30,11 @@ from torchtitan.trainer import Trainer
 
 from benchmarks.stores import serve_store
 from examples.integrations import torchtitan_training
-from localckpt import CheckpointingException
+from localckpt import CheckpointingException, LocalCheckpointManager
 from localckpt.integrations.torchtitan import LocalCheckpoint, local_checkpoint
 from tests.integrations.kills import record
 
-__all__ = ["Job", "refusals", "run_example", "train_as_told", "train_plain"]
+__all__ = ["Job", "kept_data", "refusals", "run_example", "train_as_told", "train_plain"]
 
 _LONGEST_S = 120.0
 _fork = multiprocessing.get_context("fork")
@@ -186,6 +186,14 @@ class Job:
             said = "".join(log.read_text()[-8000:] for log in sorted(records.glob("log*")))
             raise RuntimeError(f"the ranks ended with {codes}: {said}")
         return records
+
+
+def kept_data(local: Path) -> Any:
+    """The state of the data loader in the newest checkpoint of a job of one process."""
+    with LocalCheckpointManager(local, read_only=True) as manager:
+        manager.find_latest()
+        state: dict[str, Any] = manager.load()[0]
+    return state["dataloader"]
 
 
 def refusals(folder: Path) -> list[str]:

@@ -11,19 +11,18 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
-from localckpt.checkpointer.parts import RandomPart
 from localckpt.errors import CheckpointingException
+from localckpt.integrations.epoch_position import EpochPosition
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainingArguments
@@ -65,7 +64,7 @@ class LocalCheckpointCallback(TrainerCallback):
         self.stopped: str | None = None
         self._options = options
         self._trainer: Trainer | None = None
-        self._position = _Position()
+        self._position = EpochPosition()
         # Checkpoint of the Trainer's own that it was told to resume from.
         self._elsewhere: Elsewhere | None = None
         # Directory that stands for the checkpoint to resume from, for the Trainer.
@@ -187,7 +186,7 @@ class LocalCheckpointCallback(TrainerCallback):
         self, found: int, path: str | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._found = found
-        self._position = _Position()
+        self._position = EpochPosition()
         if found < 0 or (self._elsewhere is not None and found == self._elsewhere.step):
             return original(*args, resume_from_checkpoint=path, **kwargs)
         if self._elsewhere is not None:
@@ -301,79 +300,6 @@ class _OlderLoadedError(Exception):
     def __init__(self, step: int) -> None:
         super().__init__(f"step {step} was loaded")
         self.step = step
-
-
-class _Position:
-    """Position in the data: a part of the state, to find the same batches in the same order.
-
-    The trainer leaves out the batches that were trained on. Their order is drawn when an epoch
-    begins: from a seed, from a generator of the sampler, or from the random number generators.
-    """
-
-    def __init__(self) -> None:
-        self._random = RandomPart()
-        self._generators: dict[str, torch.Generator] = {}
-        # States of all generators at the beginning of the epoch to go on in.
-        self._entry: dict[str, Any] = {}
-        self._is_within_epoch = False
-        self._is_resumed = False
-
-    def enter_epoch(self, loader: Any) -> None:
-        """Begin an epoch, or begin the one that was resumed again."""
-        self._generators = _generators_of(loader)
-        if not self._is_resumed:
-            self._note_entry()
-            return
-        self._random.load_state_dict(self._entry["random"])
-        for path, state in self._entry["generators"].items():
-            if path in self._generators:
-                self._generators[path].set_state(state)
-        # At the end of an epoch there is nothing to leave out.
-        self._is_resumed = self._is_within_epoch
-
-    def enter_step(self) -> bool:
-        """Begin a step; whether it is the first one of an epoch that was resumed within."""
-        is_resumed, self._is_resumed = self._is_resumed, False
-        return is_resumed
-
-    def end_step(self, *, is_last_of_epoch: bool) -> None:
-        """End a step, before it is saved."""
-        self._is_within_epoch = not is_last_of_epoch
-        if is_last_of_epoch:
-            self._note_entry()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"entry": self._entry, "is_within_epoch": self._is_within_epoch}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._entry = dict(state["entry"])
-        self._is_within_epoch = state["is_within_epoch"]
-        self._is_resumed = True
-
-    def _note_entry(self) -> None:
-        self._entry = {
-            "random": self._random.state_dict(),
-            "generators": {path: g.get_state() for path, g in self._generators.items()},
-        }
-
-
-def _generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Generators from which a data loader and its samplers draw, by their paths from the loader."""
-    found: dict[str, torch.Generator] = {}
-    looking, seen = {"loader": loader}, set[int]()
-    while looking:
-        path, thing = looking.popitem()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        for name in ("generator", "synchronized_generator"):
-            generator = getattr(thing, name, None)
-            if isinstance(generator, torch.Generator) and generator not in found.values():
-                found[f"{path}.{name}"] = generator
-        for name in ("sampler", "batch_sampler"):
-            if (inner := getattr(thing, name, None)) is not None:
-                looking[f"{path}.{name}"] = inner
-    return found
 
 
 def _elsewhere(path: str) -> Elsewhere:

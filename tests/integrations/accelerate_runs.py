@@ -1,0 +1,160 @@
+"""Loops with Accelerate whose losses tell whether they were resumed.
+
+Dropout and the order of the batches draw random numbers, so a loss is the same bit for bit only if
+the parameters, the optimizer, the schedule, the position and all generators are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from localckpt import CheckpointingException, Every
+from localckpt.integrations.accelerate import LocalCheckpoints
+from tests.integrations.kills import record_end
+
+__all__ = ["train", "wrong_uses"]
+
+# An epoch of one rank has 6 steps of 2 batches, and one of the last batch.
+_SAMPLES_OF_RANK = 26
+
+
+class _Count:
+    """An object of the program's own, registered with the accelerator."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
+
+
+def train(
+    rank: int,
+    world_size: int,
+    local: Path,
+    every: int,
+    end: dict[int, dict[str, int]],
+    *,
+    is_new: bool = True,
+    pause_s: float = 0.0,
+    loading: dict[str, bool] | None = None,
+    is_sharded: bool = False,
+    epochs: int = 3,
+    record: Callable[[str, str], None] | None = None,
+) -> tuple[list[str], list[Any]]:
+    """Train a model, as far as this run gets.
+
+    Args:
+        local: Directory of the node.
+        every: Steps between saves.
+        end: For ranks, signals that they send themselves, by batch.
+        is_new: Whether the run begins here; else it begins with other parameters.
+        pause_s: Length of each batch, in seconds.
+        loading: How the accelerator loads data.
+        is_sharded: Whether FSDP2 shards the model.
+        epochs: Length of the run.
+        record: Called with each batch and its loss.
+
+    Returns:
+        The losses of the batches and evaluations that this run has made; and what is known at its
+        end.
+    """
+    noted: list[str] = []
+
+    def note(batch: str, text: str) -> None:
+        noted.append(f"{batch} {text}")
+        if record is not None:
+            record(batch, text)
+
+    # Known to all ranks, since Accelerate has the first one's order of the batches for all.
+    torch.manual_seed(0 if is_new else random.SystemRandom().randrange(1 << 32))
+    accelerator, loader, model, optimizer, schedule = _prepared(
+        world_size, loading or {}, is_sharded=is_sharded
+    )
+    count = _Count()
+    accelerator.register_for_checkpointing(count)
+    torch.manual_seed(rank)
+    ends = dict(end.get(rank, {}))
+    with LocalCheckpoints(
+        accelerator, local=local, every=Every(steps=every), max_attempts=None
+    ) as checkpoints:
+        for epoch in checkpoints.epochs(epochs):
+            for batch, (samples,) in enumerate(checkpoints.batches(loader), start=count.samples):
+                if (number := ends.pop(f"{batch}", None)) is not None:
+                    # Else the batch of the resume would depend on how fast saves are.
+                    checkpoints.checkpointer.wait_until_finished()
+                    os.kill(os.getpid(), number)
+                time.sleep(pause_s)
+                with accelerator.accumulate(model):
+                    loss = model(samples).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                count.samples += 1
+                note(f"{batch}", f"{samples.sum().item().hex()} {loss.item().hex()}")
+            if checkpoints.stopped is None:
+                note(f"epoch {epoch}", f"{torch.rand(()).item().hex()}")
+    state = [model.state_dict(), optimizer.state_dict(), schedule.state_dict(), count.samples]
+    if record is not None:
+        record_end(state, rank)
+    total = sum(float(_local(p).double().abs().sum()) for p in model.parameters())
+    return noted, [count.samples, total.hex(), checkpoints.steps, checkpoints.stopped is not None]
+
+
+def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
+    """Use local checkpoints in ways that are wrong; the errors that this raises."""
+    told = []
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1)))
+
+    def attempt(fn: Callable[[LocalCheckpoints], Any]) -> None:
+        try:
+            with LocalCheckpoints(accelerator, local=local) as checkpoints:
+                fn(checkpoints)
+        except CheckpointingException as error:
+            told.append(str(error))
+
+    attempt(lambda checkpoints: next(checkpoints.epochs(1)))
+    attempt(lambda checkpoints: next(checkpoints.batches(loader)))
+    return told
+
+
+def _prepared(world_size: int, loading: dict[str, bool], *, is_sharded: bool) -> tuple[Any, ...]:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(**loading),
+    )
+    layers = torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+    model: Any = torch.nn.Sequential(*layers)
+    if is_sharded:
+        # Accelerate leaves its plugin for FSDP out where ranks have no accelerators.
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    model = accelerator.prepare_model(model, evaluation_mode=is_sharded)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    generator = torch.Generator().manual_seed(100)
+    data = TensorDataset(torch.randn(_SAMPLES_OF_RANK * world_size, 4, generator=generator))
+    loader = DataLoader(data, batch_size=2, shuffle=True)
+    loader, optimizer, schedule = accelerator.prepare(loader, optimizer, schedule)
+    return accelerator, loader, model, optimizer, schedule
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()

@@ -1,0 +1,122 @@
+"""Loops with Accelerate go on bit for bit where they were killed, or stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.forks import Jobs, leave_out
+from tests.integrations.kills import run_both
+from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
+
+pytestmark = needs("accelerate", "torchdata")
+
+# What Accelerate takes to be imported on a busy machine is within it.
+_LONGEST_S = 170.0
+
+# How data is loaded, whether FSDP2 shards the model, the cadence, the batch of the kill, and the
+# batch that is trained on next.
+_KINDS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "batches left out": ({}, 4, 11, 6),
+    "batches dispatched": ({"loading": {"dispatch_batches": True}}, 4, 11, 6),
+    "stateful, sharded": (
+        {
+            "loading": {"use_stateful_dataloader": True, "use_seedable_sampler": True},
+            "is_sharded": True,
+        },
+        *(8, 18, 13),
+    ),
+    "stateful": ({"loading": {"use_stateful_dataloader": True}}, 4, 11, 6),
+}
+
+
+def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
+    """What the ranks of all jobs return, by the name of the job."""
+    leave_out()
+    runs = import_upstream("tests.integrations.accelerate_runs")
+    jobs, store = Jobs(), node_store()
+    outcomes = {}
+    for kind, (options, every, kill_at, _) in _KINDS.items():
+        train = partial(runs.train, **options)
+        kill = {rank: {f"{kill_at}": signal.SIGKILL} for rank in range(2)}
+        resume = partial(train, is_new=False)
+        outcomes[kind] = jobs.run(train, 2, store / kind / "whole", 10**6, {})
+        outcomes[f"{kind} killed"] = jobs.run(train, 2, store / kind, every, kill)
+        outcomes[f"{kind} resumed"] = jobs.run(resume, 2, store / kind, every, {})
+    # Only one rank receives the signal, and no cadence saves. The ranks have a few steps' time to
+    # learn of it.
+    slow, stop = partial(runs.train, pause_s=0.2), {1: {"4": signal.SIGTERM}}
+    resume = partial(runs.train, is_new=False)
+    outcomes["stopped"] = jobs.run(slow, 2, store / "stopped", 10**6, stop)
+    outcomes["after stop"] = jobs.run(resume, 2, store / "stopped", 10**6, {})
+    outcomes["wrong uses"] = jobs.run(runs.wrong_uses, 1, store / "wrong")
+    outcomes["example"] = jobs.run(_run_example_twice, 2, store / "example")
+    return outcomes
+
+
+def _run_example_twice(rank: int, world_size: int, local: Path) -> list[str]:
+    example = import_upstream("examples.integrations.accelerate_training")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for epochs in (1, 2):
+            example.main(str(local), epochs)
+    return printed.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    # All in one process, which imports Accelerate once.
+    store = tmp_path_factory.mktemp("node")
+    options: dict[str, Any] = {"init_group": False, "timeout_s": _LONGEST_S}
+    return dict(run_ranks(_run_jobs, 1, store_per_node=[store], **options)[0])
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_loop_goes_on_bit_for_bit_after_a_kill(kind: str, outcomes: dict[str, Any]) -> None:
+    of_ranks = zip(
+        *(outcomes[kind], outcomes[f"{kind} killed"], outcomes[f"{kind} resumed"]), strict=True
+    )
+    for (losses, at_end), killed, (resumed, at_end_again) in of_ranks:
+        assert killed.signal == signal.SIGKILL
+        assert resumed[0].startswith(f"{_KINDS[kind][-1]} ")
+        assert resumed == losses[-len(resumed) :]
+        assert at_end_again == at_end
+
+
+def test_all_ranks_stop_after_the_same_step_and_go_on(outcomes: dict[str, Any]) -> None:
+    names = "batches left out", "stopped", "after stop"
+    for whole, stopped, after in zip(*(outcomes[name] for name in names), strict=True):
+        assert stopped[1][-1] is True
+        assert 0 < len(stopped[0]) < len(whole[0])
+        assert [*stopped[0], *after[0]] == whole[0]
+        assert after[1] == whole[1]
+
+
+def test_what_was_not_prepared_is_refused(outcomes: dict[str, Any]) -> None:
+    ((no_model, no_loader),) = outcomes["wrong uses"]
+
+    assert "call accelerator.prepare() before epochs()" in no_model
+    assert "takes a loader that accelerator.prepare() has returned" in no_loader
+
+
+def test_the_example_resumes(outcomes: dict[str, Any]) -> None:
+    assert outcomes["example"] == [["trained up to step 8", "trained up to step 16"]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_two_launched_ranks_that_are_killed_ten_times_go_on_bit_for_bit(tmp_path: Path) -> None:
+    # With --cpu the launcher starts more than one process by mpirun only.
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
+    command = [*launcher, "--num_processes=2", "--module", "tests.integrations.accelerate_program"]
+
+    whole, killed = run_both(command, tmp_path, kills=10, steps_between=40, seed=1)
+
+    assert len(whole) == 2
+    assert killed == whole

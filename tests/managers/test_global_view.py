@@ -174,7 +174,7 @@ def _load_into_other_shardings(rank: int) -> None:
 
 
 def test_each_image_tells_its_part_of_each_global_tensor(node_dirs: Dirs) -> None:
-    run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=240.0, group_timeout_s=120.0)
+    run_ranks(_tell, 4, store_per_node=node_dirs(1), timeout_s=150.0, group_timeout_s=120.0)
 
 
 def _tell_of_megatron() -> None:

@@ -496,13 +496,13 @@ class BaseCheckpointManager(ABC):
             )
         mark = Mark(self._current, "good", why)
         self._parts.store.claim.note_mark(mark)
-        self._parts.known.marks[mark.checkpoint] = mark
+        self._parts.checkpoints.marks[mark.checkpoint] = mark
         self._parts.resuming.forget()
         return self._current.iteration
 
     def is_bad(self, iteration: int) -> bool:
         """Return whether a complete checkpoint is marked bad, at the last look or save."""
-        marks = self._parts.known.marked("bad")
+        marks = self._parts.checkpoints.marked("bad")
         return any(checkpoint.iteration == iteration for checkpoint in marks)
 
     def is_progress(self, iteration: int) -> bool:
@@ -519,7 +519,7 @@ class BaseCheckpointManager(ABC):
 
         After a ``load`` the built-in managers make those copies again behind training.
         """
-        return self._parts.known.lacking
+        return self._parts.checkpoints.lacking
 
     def status(self) -> list[Durability]:
         """Durability levels of this manager's checkpoints, the newest first; asks no other rank.
@@ -527,7 +527,7 @@ class BaseCheckpointManager(ABC):
         Those under way are captured. Of those that are complete it says on how many nodes each
         shard is, as the ranks reported when the save was finalized, or the load was over.
         """
-        return self._parts.known.status(self.rank)
+        return self._parts.checkpoints.status(self.rank)
 
     @one_call
     def survivability(self) -> list[LossChance]:
@@ -565,7 +565,7 @@ class BaseCheckpointManager(ABC):
 
     def _begin_epoch(self, iteration: int) -> Lineage:
         is_new = self._parts.epoch.lineage is None
-        if is_new and self._parts.store.keeps_images and self._parts.known.seen is None:
+        if is_new and self._parts.store.keeps_images and self._parts.checkpoints.seen is None:
             # The job did not ask what is there, and what it starts over from must be known.
             self._finder.look()
         return self._parts.epoch.begin(iteration)

@@ -14,7 +14,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint, Generation, ShardIdentity
 from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
-from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.managers.rendezvous import join
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
@@ -32,7 +32,7 @@ class Epoch:
         store: Notes the epoch on this node.
         strategy: Learns the nodes of the ranks.
         session_id: The training run.
-        known: The checkpoints of the job.
+        checkpoints: The complete checkpoints of the job.
         events: Is told how long the ranks took to meet.
 
     Attributes:
@@ -47,14 +47,14 @@ class Epoch:
         store: Store,
         strategy: ReplicationStrategy,
         session_id: str,
-        known: KnownCheckpoints,
+        checkpoints: JobCheckpoints,
         events: EventStream,
     ) -> None:
         self._ranks = ranks
         self._store = store
         self._strategy = strategy
         self._session_id = session_id
-        self._known = known
+        self._checkpoints = checkpoints
         self._events = events
         self._nodes: list[str] | None = None
         self._is_joined = False
@@ -118,14 +118,14 @@ class Epoch:
         """
         if self.lineage is not None:
             return self.lineage
-        seen = [*(self._known.seen or ()), *self._left]
+        seen = [*(self._checkpoints.seen or ()), *self._left]
         resumed = self._resumed or unsaid(iteration, seen)
-        lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._known.lineages)
+        lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._checkpoints.lineages)
         with Attempt() as noting:
             self._store.claim.note_lineage(lineage)
         self._ranks.agree("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
-        self._known.began(lineage)
+        self._checkpoints.began(lineage)
         self.lineage, self._left = lineage, []
         return lineage
 
@@ -156,7 +156,7 @@ class Epoch:
         # The newest one of this epoch changes nothing.
         if not goes_on:
             # Checkpoints of earlier versions carry no lineage.
-            parent = self._known.lineages.get(epoch, Lineage(epoch, "elsewhere", is_cut=True))
+            parent = self._checkpoints.lineages.get(epoch, Lineage(epoch, "elsewhere", is_cut=True))
             self._resume(Resumed("local", loaded.iteration, parent))
         self.newest_iteration = loaded.iteration
 
@@ -175,8 +175,8 @@ class Epoch:
         self._ranks.decide("begin", lambda: mine, judge_resumed)
         if self.lineage is not None:
             # It has saved since it looked.
-            self._known.seen = None
-        self._known.job_has_looked = True
+            self._checkpoints.seen = None
+        self._checkpoints.job_has_looked = True
         origin: Origin = "shared" if lineage else "nothing" if iteration < 0 else "elsewhere"
         self._resume(Resumed(origin, iteration, lineage))
         self.newest_iteration = iteration
@@ -191,7 +191,9 @@ class Epoch:
         if self.lineage is not None:
             # The next save does not descend from what this epoch has saved, nor from saves in
             # flight, which a look at the nodes does not find.
-            self._left += [self.lineage.left(iteration) for iteration in self._known.under_way]
+            self._left += [
+                self.lineage.left(iteration) for iteration in self._checkpoints.under_way
+            ]
             self.lineage, self._is_joined = None, False
 
 

@@ -102,7 +102,7 @@ class Load:
         self._strategy = parts.strategy
         self._store = parts.store
         self._allowed = parts.allowed
-        self._known = parts.known
+        self._checkpoints = parts.checkpoints
         self._session_id = parts.session_id
         self._finder = finder
         # What each node holds; copies that turn out bad are taken out of it.
@@ -138,7 +138,7 @@ class Load:
                 self._checkpoint.iteration,
             )
             # It must not count among those that are kept, and push out one that can be had.
-            self._known.remove(self._checkpoint)
+            self._checkpoints.remove(self._checkpoint)
         if iteration is not None:
             others = self._finder.iterations()
             raise NoReplicasAvailableError(why_not_that(iteration, others, self.bad))
@@ -150,13 +150,13 @@ class Load:
     def _wanted(self, iteration: int | None) -> list[Checkpoint]:
         """Checkpoints to try; one that is asked for may be one that was given up."""
         if iteration is None:
-            return self._known.complete
-        known = (*self._known.complete, *self._known.exhausted)
+            return self._checkpoints.complete
+        known = (*self._checkpoints.complete, *self._checkpoints.exhausted)
         return [checkpoint for checkpoint in known if checkpoint.iteration == iteration]
 
     def _protect(self) -> None:
         """Have made again what the loaded checkpoint lacks of its protection."""
-        self._known.refresh(self._checkpoint, self._inventory)
+        self._checkpoints.refresh(self._checkpoint, self._inventory)
         if self._parts.reprotection is not None:
             self._parts.reprotection.begin(
                 self._checkpoint, self._inventory, self._computed, self._slot, self._to_replace

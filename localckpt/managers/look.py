@@ -124,7 +124,7 @@ class Finder:
         with parts.events.timed("find"):
             look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy, parts.resuming)
         self.last = look
-        parts.known.take_in(look.found)
+        parts.checkpoints.take_in(look.found)
         parts.resuming.trust = look.found.trust
         if look.found.quarantined and not parts.options.read_only:
             self._quarantine(look)
@@ -153,25 +153,25 @@ class Finder:
             NoReplicasAvailableError: There is none that was not given up.
             CheckpointingException: As :class:`Look`.
         """
-        found, known, epoch = self.look().found, self._parts.known, self._parts.epoch
-        known.job_has_looked = True
-        judge_newest(known.complete, self._parts.ranks.world_size)
-        if known.complete:
-            newest = known.complete[0]
-            if (mark := known.marks.get(newest)) is not None and mark.kind == "bad":
+        found, checkpoints, epoch = self.look().found, self._parts.checkpoints, self._parts.epoch
+        checkpoints.job_has_looked = True
+        judge_newest(checkpoints.complete, self._parts.ranks.world_size)
+        if checkpoints.complete:
+            newest = checkpoints.complete[0]
+            if (mark := checkpoints.marks.get(newest)) is not None and mark.kind == "bad":
                 logger.warning(
                     "iteration %d is marked bad (%s), and the nodes have none that is not",
                     *(newest.iteration, mark.why),
                 )
-            if others := unrelated(newest, known.complete[1:], known.lineages):
+            if others := unrelated(newest, checkpoints.complete[1:], checkpoints.lineages):
                 logger.warning("%s", describe_choice(newest, others))
             return newest
         quarantined = {c: mark.why for c, mark in found.trust.marked("quarantined").items()}
-        if (quarantined or known.exhausted) and not known.under_way:
-            raise NoReplicasAvailableError(why_given_up(known.exhausted, quarantined))
+        if (quarantined or checkpoints.exhausted) and not checkpoints.under_way:
+            raise NoReplicasAvailableError(why_given_up(checkpoints.exhausted, quarantined))
         if found.incomplete:
             logger.warning("no checkpoint is complete: %s", found.incomplete)
-        if epoch.newest_iteration >= 0 and not known.under_way:
+        if epoch.newest_iteration >= 0 and not checkpoints.under_way:
             epoch.start_over()
         return None
 
@@ -184,7 +184,7 @@ class Finder:
     def iterations(self) -> list[int]:
         """Iterations that can be loaded, in the order in which a restart tries them."""
         world_size = self._parts.ranks.world_size
-        complete = [c for c in self._parts.known.complete if c.world_size == world_size]
+        complete = [c for c in self._parts.checkpoints.complete if c.world_size == world_size]
         return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
 
     def explain(self) -> Explanation:

@@ -12,7 +12,7 @@ from localckpt.managers.capture import StateCapture
 from localckpt.managers.epoch import Epoch
 from localckpt.managers.handed_over import ForeignQueues
 from localckpt.managers.in_flight import InFlight
-from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.managers.rendezvous import RENDEZVOUS
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reprotection import Reprotection
@@ -46,7 +46,7 @@ class Parts:
         ranks: The ranks of the job.
         strategy: Protects what is saved.
         allowed: Classes and functions that a shard may name.
-        known: The checkpoints of the job.
+        checkpoints: The complete checkpoints of the job.
         in_flight: Saves that are not over.
         space: Looks whether there is room; ``None`` where nobody can know.
         reprotection: Makes the copies that a loaded checkpoint lacks; ``None`` for none.
@@ -82,7 +82,7 @@ class Parts:
         self._is_protected = repl_strategy is not None
         self.strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
         self.allowed = SafeGlobals(options.safe_globals)
-        self.known = KnownCheckpoints(self.strategy)
+        self.checkpoints = JobCheckpoints(self.strategy)
         self.in_flight = InFlight()
         self.space: SpaceCheck | None = None
         self.reprotection: Reprotection | None = None
@@ -98,7 +98,7 @@ class Parts:
             raise
         self.store = store
         self.epoch = Epoch(
-            self.ranks, store, self.strategy, self.session_id, self.known, self.events
+            self.ranks, store, self.strategy, self.session_id, self.checkpoints, self.events
         )
         self.resuming = Resuming(store.claim, self.options.max_attempts)
         job = Job(self.ranks.rank, self.ranks.global_ranks)

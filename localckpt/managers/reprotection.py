@@ -17,7 +17,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import short
 from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
-from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.redundancy import Lacking
@@ -51,7 +51,7 @@ class Reprotection:
         session_id: The training run.
         ranks: The ranks of the job. Used by nobody else: it works behind other calls.
         hooks: Commit a piece that has arrived.
-        known: Is told when a checkpoint has got copies.
+        checkpoints: Refreshed when a checkpoint has got copies.
         events: Is told how that went.
     """
 
@@ -62,7 +62,7 @@ class Reprotection:
         session_id: str,
         ranks: Ranks,
         hooks: Hooks,
-        known: KnownCheckpoints,
+        checkpoints: JobCheckpoints,
         events: EventStream,
     ) -> None:
         self._store = store
@@ -71,7 +71,7 @@ class Reprotection:
         self._ranks = ranks
         self._timeout_s = ranks.timeout_s
         self._hooks = hooks
-        self._known = known
+        self._checkpoints = checkpoints
         self._events = events
         self._under_way: Task[None] | None = None
         self._work: _Work | None = None
@@ -184,7 +184,7 @@ class Reprotection:
         finally:
             work.disconnect()
             work.drop()
-        self._known.refresh(work.checkpoint, work.inventory)
+        self._checkpoints.refresh(work.checkpoint, work.inventory)
         if problems:
             # Ranks that failed together say the same.
             why = "; ".join(dict.fromkeys(problems))

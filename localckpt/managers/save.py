@@ -96,7 +96,7 @@ class Save:
         """
         parts, iteration = self._parts, self.identity.iteration
         parts.in_flight.add(self)
-        parts.known.under_way.append(iteration)
+        parts.checkpoints.under_way.append(iteration)
         parts.epoch.newest_iteration = iteration
         try:
             self._capture(state)
@@ -290,7 +290,7 @@ class Save:
             self.error or finishing.error_text,
             tuple(missing),
             tuple(self._replication.kept),
-            parts.known.copies_wanted(identity.rank),
+            parts.checkpoints.copies_wanted(identity.rank),
             self._replication.group,
             self.bad,
         )
@@ -320,7 +320,7 @@ class Save:
             # Its queue is of another library, or has not asked the other ranks.
             outcome = self.outcome().to_json()
             verdict = self._agree("finalize", Attempt(), outcome)
-        self._parts.known.remove(identity.checkpoint)
+        self._parts.checkpoints.remove(identity.checkpoint)
         if verdict.reached is None:
             # Not below its own count: a later save may be under way, and no number is used twice.
             epoch = self._parts.epoch
@@ -350,11 +350,13 @@ class Save:
 
     def _complete(self, reached: Durability, bad: str | None) -> None:
         parts, iteration = self._parts, self.identity.iteration
-        parts.known.forget(iteration)
+        parts.checkpoints.forget(iteration)
         if bad is not None:
             logger.warning("iteration %d is marked bad: %s", iteration, bad)
-            parts.known.marks[self.identity.checkpoint] = Mark(self.identity.checkpoint, "bad", bad)
-        parts.known.add(self.identity.checkpoint, reached)
+            parts.checkpoints.marks[self.identity.checkpoint] = Mark(
+                self.identity.checkpoint, "bad", bad
+            )
+        parts.checkpoints.add(self.identity.checkpoint, reached)
         try:
             if bad is not None:
                 # On all nodes: that of the rank that found it may be lost.
@@ -363,7 +365,7 @@ class Save:
             parts.hooks._cleanup(iteration)
             if not parts.store.keeps_images:
                 # The hooks know what they have kept of older ones.
-                del parts.known.complete[1:]
+                del parts.checkpoints.complete[1:]
         except Exception:
             # The save is complete on all ranks, whatever becomes of older ones on this.
             logger.exception("rank %d could not mark or prune checkpoints", self.identity.rank)
@@ -383,7 +385,7 @@ class Save:
         parts, identity = self._parts, self.identity
         self._await_exchanged()
         self._end()
-        parts.known.forget(identity.iteration)
+        parts.checkpoints.forget(identity.iteration)
         if parts.epoch.newest_iteration == identity.iteration:
             parts.epoch.newest_iteration = self._previous_iteration
         try:
@@ -408,7 +410,7 @@ class Save:
         self._await_exchanged()
         self._end()
         self._parts.store.release(self._all_slots())
-        self._parts.known.forget(self.identity.iteration)
+        self._parts.checkpoints.forget(self.identity.iteration)
         self._record.note_end(durable=None, tier=None, outcome="unknown")
 
     def clean_up_interrupted(self) -> None:

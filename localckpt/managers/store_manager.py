@@ -60,7 +60,14 @@ class StoreCheckpointManager(BaseCheckpointManager):
         parts.space = SpaceCheck(self.store, options.keep_last)
         if not self.read_only:
             parts.reprotection = Reprotection(
-                *(self.store, parts.strategy, session_id, self._reprotecting, self, parts.known),
+                *(
+                    self.store,
+                    parts.strategy,
+                    session_id,
+                    self._reprotecting,
+                    self,
+                    parts.checkpoints,
+                ),
                 parts.events,
             )
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
@@ -118,11 +125,11 @@ class StoreCheckpointManager(BaseCheckpointManager):
         write_shard(state_dict)
 
     def _cleanup(self, iteration: int) -> None:
-        known, events = self._parts.known, self._parts.events
-        if (over := known.keep(iteration, self._parts.options.keep_last)) is not None:
+        checkpoints, events = self._parts.checkpoints, self._parts.events
+        if (over := checkpoints.keep(iteration, self._parts.options.keep_last)) is not None:
             began = time.monotonic()
             if self.store.prune(lambda shard: over.takes(shard.checkpoint), self._adopted_ranks()):
-                kept = sorted({checkpoint.iteration for checkpoint in known.complete})
+                kept = sorted({checkpoint.iteration for checkpoint in checkpoints.complete})
                 events.emit("pruned", began=began, step=iteration, details={"kept": kept})
 
     def _cleanup_failed_save(self, iteration: int) -> None:

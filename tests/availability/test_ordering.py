@@ -31,7 +31,7 @@ from localckpt.lineage import (
     begin_lineage,
     unsaid,
 )
-from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.replication.strategies import NoReplication
 
 _RANKS = 2
@@ -147,7 +147,7 @@ def _start(world: _World, plan: dict[str, object], draw: int) -> None:
     complete = complete_checkpoints(inventory)
     _judge(world, inventory, complete)
 
-    known = KnownCheckpoints(NoReplication(1.0, None))
+    known = JobCheckpoints(NoReplication(1.0, None))
     known.take_in(Found.among(inventory, {}))
     known.job_has_looked = how != "blind"
     resumed, parent = None, None
@@ -216,7 +216,7 @@ def _judge(world: _World, inventory: Inventory, complete: list[Checkpoint]) -> N
 def _retire(
     world: _World,
     nodes: str,
-    known: KnownCheckpoints,
+    known: JobCheckpoints,
     attempt: _Attempt,
     saved: int,
     keep_last: int,

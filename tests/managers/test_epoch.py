@@ -12,7 +12,7 @@ from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Point
 from localckpt.managers.epoch import Epoch
-from localckpt.managers.known import KnownCheckpoints
+from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import NoReplication
 from localckpt.storage.disk import DiskStore
@@ -23,7 +23,7 @@ def epoch(tmp_path: Path) -> Iterator[Epoch]:
     """The epoch of a rank that is alone, and has joined."""
     strategy = NoReplication(5.0, None)
     store = DiskStore(tmp_path, "job", 0, 5.0, writer="thread", num_buffers=2)
-    known = KnownCheckpoints(strategy)
+    known = JobCheckpoints(strategy)
     begun = Epoch(Ranks("manager"), store, strategy, "job", known, EventStream())
     begun.join()
     yield begun

@@ -1,4 +1,4 @@
-"""Checkpoints that a manager knows of, from its saves and from what the nodes held."""
+"""Complete checkpoints of a job, from its saves and from the inventory of its nodes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.replication.redundancy import Redundancy
 from localckpt.trust import Mark, MarkKind
 
-__all__ = ["KnownCheckpoints"]
+__all__ = ["JobCheckpoints"]
 
 
-class KnownCheckpoints:
-    """The complete checkpoints of one job, and how far each has climbed; the same on all ranks.
+class JobCheckpoints:
+    """Complete checkpoints of one job, and the level of each; the same on all ranks.
 
     Args:
         redundancy: Protects the job's shards.
@@ -82,7 +82,7 @@ class KnownCheckpoints:
         self._lineage = self.lineages[lineage.epoch] = lineage
 
     def refresh(self, checkpoint: Checkpoint, inventory: Inventory) -> None:
-        """See from what the nodes hold how far one has climbed."""
+        """Refresh the level of a checkpoint from the inventory of the nodes."""
         protection = self._redundancy.protection
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
@@ -98,7 +98,7 @@ class KnownCheckpoints:
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """One is not, or not yet, among the complete ones."""
-        self.complete = [known for known in self.complete if known != checkpoint]
+        self.complete = [other for other in self.complete if other != checkpoint]
         self.exhausted.pop(checkpoint, None)
 
     def keep(self, saved: int, count: int) -> Retirement | None:
@@ -118,13 +118,13 @@ class KnownCheckpoints:
         """
         lineage = self._lineage if self.job_has_looked else None
         passed = Retirement(saved, lineage, frozenset())
-        own = [known for known in self.complete if passed.takes(known)]
-        bad = [known for known in own if self._is_marked(known, "bad")]
-        sound = [known for known in own if known not in bad]
+        own = [checkpoint for checkpoint in self.complete if passed.takes(checkpoint)]
+        bad = [checkpoint for checkpoint in own if self._is_marked(checkpoint, "bad")]
+        sound = [checkpoint for checkpoint in own if checkpoint not in bad]
         kept, older = sound[:count], sound[count:]
-        newest = max((known.iteration for known in sound), default=-1)
+        newest = max((checkpoint.iteration for checkpoint in sound), default=-1)
         # Of bad ones that are newer than all others, the newest is the last resort.
-        last_bad = [known for known in bad if known.iteration > newest][:1]
+        last_bad = [checkpoint for checkpoint in bad if checkpoint.iteration > newest][:1]
         also = frozenset(bad).difference(last_bad)
         if len(kept) < count:
             if not also:
@@ -132,10 +132,12 @@ class KnownCheckpoints:
             retirement = Retirement(-1, None, frozenset(), also)
         else:
             stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
-            up_to = min(known.iteration for known in kept)
+            up_to = min(checkpoint.iteration for checkpoint in kept)
             but = frozenset((*kept, *stays, *last_bad))
             retirement = Retirement(up_to, lineage, but, also)
-        self.complete = [known for known in self.complete if not retirement.takes(known)]
+        self.complete = [
+            checkpoint for checkpoint in self.complete if not retirement.takes(checkpoint)
+        ]
         return retirement
 
     def _newest_good(

@@ -84,7 +84,7 @@ def track_entries(event: Event) -> list[dict[str, Any]]:
 def trace_entries(event: Event) -> list[dict[str, Any]]:
     """Entries of the trace event format that draw one event; times in microseconds."""
     begin, length = 1e6 * event.start, 1e6 * event.duration
-    told = {
+    fields = {
         "step": event.step,
         "bytes": event.nbytes,
         "tier": event.tier,
@@ -99,7 +99,7 @@ def trace_entries(event: Event) -> list[dict[str, Any]]:
         "pid": event.rank,
         "tid": 1 if event.name in _ON_TRAINING else 2,
         "ts": begin,
-        "args": {name: value for name, value in told.items() if value is not None},
+        "args": {name: value for name, value in fields.items() if value is not None},
     }
     if event.name in _SIDE_BY_SIDE:
         pair = entry | {"id": f"{event.run}.{event.number}"}

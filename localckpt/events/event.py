@@ -119,8 +119,8 @@ class Event:
             "number": self.number,
             "details": {name: _rounded(value) for name, value in self.details.items()},
         }
-        told = {k: v for k, v in fields.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-        return {"v": SCHEMA_VERSION, **told}
+        not_default = {k: v for k, v in fields.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+        return {"v": SCHEMA_VERSION, **not_default}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Event:

@@ -39,7 +39,7 @@ class Log:
 def described_event(event: Event) -> str:
     """One line of an event, without its time."""
     about = event.name if event.step is None else f"{event.name} of step {event.step}"
-    told = [
+    parts = [
         event.outcome,
         f"{event.duration:.3f} s" if event.duration else "",
         "" if event.nbytes is None else f"{event.nbytes} bytes",
@@ -47,7 +47,7 @@ def described_event(event: Event) -> str:
         event.error_class,
         *(f"{name} {_value(value)}" for name, value in event.details.items()),
     ]
-    return f"rank {event.rank}: {about}: {', '.join(filter(None, told))}"
+    return f"rank {event.rank}: {about}: {', '.join(filter(None, parts))}"
 
 
 def _value(value: object) -> str:

@@ -116,7 +116,7 @@ class OpenTelemetry:
         self._end_span(self._start_span(event, context), event)
 
     def _start_span(self, event: Event, context: Any) -> Any:
-        told = {
+        fields = {
             "session": self._session,
             "rank": event.rank,
             "run": event.run,
@@ -131,7 +131,7 @@ class OpenTelemetry:
             f"localckpt.{name}": value
             if isinstance(value, str | bool | int | float)
             else str(value)
-            for name, value in told.items()
+            for name, value in fields.items()
             if value is not None
         }
         start = _nanoseconds(event.start)

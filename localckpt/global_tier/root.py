@@ -324,16 +324,16 @@ class CheckpointRoot:
         by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
         choice = choose([*by_checkpoint], trust, self.resuming.max_attempts, self.resuming.current)
         given_up = {**choice.quarantined, **choice.exhausted}
-        told = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
+        texts = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
         if given_up and not choice.usable:
             raise NoReplicasAvailableError(
                 f"no checkpoint on shared storage is left to resume from, and nothing was started "
-                f"over or removed. {'; '.join(told)}. That several checkpoints fail alike speaks "
+                f"over or removed. {'; '.join(texts)}. That several checkpoints fail alike speaks "
                 f"for the program or its data: once the cause is gone, start with "
                 f"max_attempts=None; with another session_id the job starts from the beginning"
             )
-        for line in told:
-            logger.warning("passed over: %s", line)
+        for text in texts:
+            logger.warning("passed over: %s", text)
         return [by_checkpoint[checkpoint] for checkpoint in choice.usable]
 
     def close(self) -> None:

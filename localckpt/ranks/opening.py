@@ -78,7 +78,7 @@ class Opening:
                 refused.add(name)
                 continue
             self._store.add(f"{name}/signed", 1)
-            if (outcome := self._hear(name)) is None:
+            if (outcome := self._await_outcome(name)) is None:
                 refused.add(name)
                 self._remove(name, [self._rank])
                 continue
@@ -89,7 +89,7 @@ class Opening:
             return name
         raise PeerLostError(self._describe_lost([0]))
 
-    def _hear(self, name: str) -> str | None:
+    def _await_outcome(self, name: str) -> str | None:
         """The outcome of a name that was signed; ``None`` once another one is published."""
         outcome: bytes | None = None
         published = name

@@ -48,15 +48,15 @@ class Start:
     @cached_property
     def world_size(self) -> int:
         """Number of ranks of the job."""
-        told = [e.details.get("world_size") for e in self.named("run_began")]
-        return max((size for size in told if isinstance(size, int)), default=len(self.ranks))
+        sizes = [e.details.get("world_size") for e in self.named("run_began")]
+        return max((size for size in sizes if isinstance(size, int)), default=len(self.ranks))
 
     @cached_property
     def began(self) -> float:
         """When its first process started, in seconds since 1970."""
-        told = [e.details.get("process_start") for e in self.named("run_began")]
+        process_starts = [e.details.get("process_start") for e in self.named("run_began")]
         starts = [event.start for event in self.events]
-        return min([*starts, *(float(at) for at in told if isinstance(at, int | float))])
+        return min([*starts, *(float(at) for at in process_starts if isinstance(at, int | float))])
 
     @cached_property
     def trained_from(self) -> float:
@@ -67,7 +67,7 @@ class Start:
 
     @cached_property
     def ended(self) -> float:
-        """The last that was heard of it, in seconds since 1970."""
+        """Time of its last event, in seconds since 1970."""
         return max(map(ended_at, self.events))
 
     @cached_property
@@ -75,8 +75,8 @@ class Start:
         """The last step that is known to be done; ``None`` if it never trained."""
         if self.resumed_step is None:
             return None
-        told = [e.step for e in self.events if e.step is not None and e.name in _DONE]
-        return max([self.resumed_step, *told])
+        steps = [e.step for e in self.events if e.step is not None and e.name in _DONE]
+        return max([self.resumed_step, *steps])
 
     @cached_property
     def silent_ranks(self) -> tuple[int, ...]:
@@ -151,8 +151,8 @@ def starts_of(events: Iterable[Event]) -> dict[str, list[Start]]:
 
 def _detail(run: Sequence[Event], name: str, key: str) -> str:
     """Text of a detail of one kind of event; empty if there is none."""
-    told = (event.details.get(key) for event in run if event.name == name)
-    return next((text for text in told if isinstance(text, str) and text), "")
+    texts = (event.details.get(key) for event in run if event.name == name)
+    return next((text for text in texts if isinstance(text, str) and text), "")
 
 
 def _together(runs: Sequence[list[Event]]) -> list[list[list[Event]]]:

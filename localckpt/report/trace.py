@@ -37,7 +37,7 @@ def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:
         on_track = {**job, "tid": track}
         name = f"session {session!r}"
         entries.append({**on_track, "ph": "M", "name": "thread_name", "args": {"name": name}})
-        told = account(starts)
+        accounted = account(starts)
         entries += [
             {
                 **on_track,
@@ -47,7 +47,7 @@ def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:
                 "ts": 1e6 * stretch.began,
                 "dur": 1e6 * stretch.seconds,
             }
-            for stretch in told.stretches
+            for stretch in accounted.stretches
         ]
         entries += [
             {
@@ -58,7 +58,7 @@ def _job_entries(events: Sequence[Event]) -> list[dict[str, Any]]:
                 "name": f"{restart.start.ending} after step {restart.start.last_step}",
                 "ts": 1e6 * restart.start.ended,
             }
-            for restart in told.restarts
+            for restart in accounted.restarts
             if restart.start.ending in ("killed", "failed")
         ]
     return entries

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.ranks.asking import StoreWait, ask_store, store_errors
-from localckpt.ranks.deadline import begin
+from localckpt.ranks.deadline import Deadline, begin
 from localckpt.ranks.opening import Opening
 from localckpt.ranks.values import if_there
 from localckpt.threads import Latch, Task, wait_for_any
@@ -231,7 +231,7 @@ class StorePart:
             self._name,
             self._group.rank,
             self._group.ranks,
-            self._timeout_s,
+            Deadline.after(self._timeout_s),
         )
         self._part = f"{self._number}/{opening.agree()}"
         # All ranks have come here, so none of them is in the last call on the part before.
@@ -366,9 +366,11 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-# How many parts of a name this process has made in a process group. The ranks make them in the same
-# order, so the number tells parts apart that are open at once. A group has no place for it, and its
-# store, which ends with it, does instead.
+# Numbers of parts that this process has made, by store and prefix. All ranks make their parts in
+# the same order, so the number keeps apart parts that are open at once. Owners of parts know
+# nothing of each other and must count together; what they share is the store. A store of torch
+# takes no attributes, and a count kept in it would outlive a process that died between two parts.
+# The entry goes with the store.
 _MADE: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
 
 

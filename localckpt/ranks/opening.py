@@ -8,12 +8,12 @@ rank had published is either signed already or never confirmed, and is left for 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import PeerLostError
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.values import if_there
 from localckpt.waiting import wait_until
 
@@ -29,14 +29,13 @@ class Opening:
     """One handshake, in which all ranks come to one name that was never used before."""
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], deadline: Deadline
     ) -> None:
         self._store = store
         self._name = name
         self._rank = rank
         self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = deadline
 
     def agree(self) -> str:
         return self._publish() if self._rank == 0 else self._sign()
@@ -119,7 +118,7 @@ class Opening:
 
     def _wait(self, is_there: Callable[[], bool]) -> bool:
         longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._ranks) / _MANY)
-        return wait_until(is_there, self._deadline - time.monotonic(), longest_s=longest_s)
+        return wait_until(is_there, self._deadline.left_s, longest_s=longest_s)
 
     def _describe_unsigned(self, name: str) -> str:
         others = range(1, len(self._ranks))
@@ -130,8 +129,8 @@ class Opening:
         named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])
         named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
         return (
-            f"waited {self._timeout_s:g} s to open {self._name!r}, and {named} (last seen: not "
-            f"seen yet) did not come. All ranks make their managers in the same order; what was "
-            f"saved before stands. If the ranks are alive but slow, give a longer timeout; else "
-            f"restart the job"
+            f"waited {self._deadline.timeout_s:g} s to open {self._name!r}, and {named} (last "
+            f"seen: not seen yet) did not come. All ranks make their managers in the same order; "
+            f"what was saved before stands. If the ranks are alive but slow, give a longer "
+            f"timeout; else restart the job"
         )

@@ -52,12 +52,13 @@ class Cluster:
         self._cluster = RayCluster(
             initialize_head=True, head_node_args=head | self._options(stores[0], workers)
         )
+        # Before there are others, to one of which this process might be connected.
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
         self._nodes = {
             store: self._cluster.add_node(wait=False, **self._options(store, 1))
             for store in stores[1:]
         }
         self._cluster.wait_for_nodes()
-        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
     def can_lose(self, store: Path) -> bool:
         """Whether the driver goes on without the node of this directory."""

@@ -116,7 +116,7 @@ def test_two_launched_ranks_that_are_killed_ten_times_go_on_bit_for_bit(tmp_path
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
     command = [*launcher, "--num_processes=2", "--module", "tests.integrations.accelerate_program"]
 
-    whole, killed = run_both(command, tmp_path, kills=10, steps_between=40, seed=1)
+    whole, killed = run_both(command, tmp_path, kills=10, steps_between=12, seed=1)
 
     assert len(whole) == 2
     assert killed == whole

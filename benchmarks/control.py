@@ -118,8 +118,8 @@ def _simulate(world: int, rounds: int) -> dict[str, list[_Outcome]]:
     for number in range(workers):
         ours, theirs = context.Pipe()
         ranks = range(number, world, workers)
-        told = {rank: reports[rank] for rank in ranks if rank in reports}
-        arguments = (theirs, store.port, ranks, world, told, job if 0 in ranks else None)
+        of_process = {rank: reports[rank] for rank in ranks if rank in reports}
+        arguments = (theirs, store.port, ranks, world, of_process, job if 0 in ranks else None)
         process = context.Process(target=_run_ranks, args=arguments, daemon=True)
         process.start()
         pipes.append(ours)
@@ -278,10 +278,10 @@ class _SimulatedRank:
         store, world = self._counts[0], self._world
         store.set(f"all/{number}/{self._rank}", json.dumps(_RECORD))
         store.add(f"all/{number}", 1)
-        nap_s = 0.0002
+        pause_s = 0.0002
         while store.add(f"all/{number}", 0) < world:
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, 0.02)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
         values = store.multi_get([f"all/{number}/{other}" for other in range(world)])
         # A message with so many keys is as many operations.
         store.operations += world - 2

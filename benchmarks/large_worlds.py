@@ -122,17 +122,17 @@ class World:
 
     def values(self, lost: Collection[str] = ()) -> list[str]:
         """What each rank gives to the job's store; for lost nodes, what their replacements do."""
-        speakers = {on[0]: node for node, on in ranks_by_node(self.nodes).items()}
-        told = {
+        leaders = {on[0]: node for node, on in ranks_by_node(self.nodes).items()}
+        reports = {
             rank: node_report([] if node in lost else self.records[node])
-            for rank, node in speakers.items()
+            for rank, node in leaders.items()
         }
         # As the coordinator says it, with the phase and the outcome.
         phase = "find the latest checkpoint"
-        return [json.dumps([phase, [None, told.get(rank)]]) for rank in range(self.ranks)]
+        return [json.dumps([phase, [None, reports.get(rank)]]) for rank in range(self.ranks)]
 
-    def heard(self, values: list[str]) -> Inventory:
-        """What a rank knows from that."""
+    def merged(self, values: list[str]) -> Inventory:
+        """The inventory that a rank has of it."""
         inventory = Inventory(ranks_by_node(self.nodes))
         gathered = [json.loads(value)[1][1] for value in values]
         for node in inventory.ranks_on:
@@ -173,7 +173,7 @@ def _find(world: World, timings: _Timings) -> None:
     without = world.values({world.nodes[rank] for rank in world.clique_of(0)})
 
     def find(values: list[str]) -> tuple[Inventory, Found]:
-        inventory = world.heard(values)
+        inventory = world.merged(values)
         return inventory, Found.among(inventory, world.protection())
 
     inventory, found = timings.time(_FIND, lambda: find(values))
@@ -193,7 +193,7 @@ def _find(world: World, timings: _Timings) -> None:
 
 def _plan(world: World, count: int, timings: _Timings) -> dict[str, ExchangePlan[CkptID]]:
     """What ``load`` decides after a loss: who sends what now, and for the copies made then."""
-    inventory = world.heard(world.values(world.lose(count)))
+    inventory = world.merged(world.values(world.lose(count)))
     newest = world.checkpoints[0]
     keepers = world.keepers()
 
@@ -219,11 +219,11 @@ def _plan(world: World, count: int, timings: _Timings) -> dict[str, ExchangePlan
 
 
 def _tell_figures(report: Report, world: World, timings: _Timings) -> None:
-    told = [len(json.dumps(node_report(records))) for records in world.records.values()]
+    sizes = [len(json.dumps(node_report(records))) for records in world.records.values()]
     values = [len(value) for value in world.values()]
     report.fact(
         f"{world.ranks:,} ranks: told of each shard",
-        sum(told) / sum(map(len, world.records.values())),
+        sum(sizes) / sum(map(len, world.records.values())),
         "bytes",
         f"said by the first rank of a node: {values[0]} bytes, by the others: {values[1]}, by all "
         f"ranks: {sum(values) / 1e6:.3g} MB",

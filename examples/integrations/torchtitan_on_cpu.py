@@ -28,7 +28,7 @@ def prepare() -> None:
     }.items():
         setattr(torch.cpu, name, _giving(value))
     if not hasattr(dist, "set_timeout"):
-        # torchtitan 0.3.0 has it from torch 2.14.
+        # torchtitan 0.3.0 is for a torch that has it; 2.13 has not.
         setattr(dist, "set_timeout", _set_pg_timeout)  # noqa: B010
     # These kernels are for triton, which torch has on GPUs only. No CPU calls them.
     kernels = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")

@@ -60,10 +60,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> _Told:
     return answer
 
 
-def _run_all(rank: int, world_size: int, folder: Path) -> _Told:
+def _torchtitan() -> Any:
     warnings.simplefilter("ignore")
     import_upstream("examples.integrations.torchtitan_on_cpu").prepare()
-    runs = import_upstream("tests.integrations.torchtitan_runs")
+    return import_upstream("tests.integrations.torchtitan_runs")
+
+
+def _run_all(rank: int, world_size: int, folder: Path) -> _Told:
+    runs = _torchtitan()
     steps, other_seed = ("--training.steps", "14"), ("--debug.seed", "5")
 
     whole = runs.Job(folder / "whole", 2).run(*steps)
@@ -147,13 +151,42 @@ def _step(record: str) -> int:
     return int(record.split()[0])
 
 
+def _run_shardings(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[Any, Any]]]:
+    runs = _torchtitan()
+    shardings = {
+        "tensor": ["--parallelism.tensor-parallel-degree", "2"],
+        "hybrid": [
+            *("--parallelism.data-parallel-replicate-degree", "2"),
+            *("--parallelism.data-parallel-shard-degree", "1"),
+        ],
+        "workers": ["--dataloader.num-workers", "1"],
+    }
+    found = {}
+    for name, options in shardings.items():
+        flags = ("--training.steps", "7", *options)
+        whole = runs.Job(folder / f"whole {name}", 2).run(*flags)
+        job = runs.Job(folder / name, 2)
+        job.run(*flags, "--end", "SIGKILL", "--end-at", "4")
+        found[name] = list(zip(whole, job.run(*flags, "--debug.seed", "5"), strict=True))
+    return found
+
+
+@pytest.mark.long
+def test_tensor_parallel_replicated_and_worker_fed_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
+    (found,) = run_ranks(*(_run_shardings, 1, tmp_path), init_group=False, timeout_s=_LONGEST_S)
+
+    for whole, resumed in (ranks for sharding in found.values() for ranks in sharding):
+        assert list(map(_step, resumed)) == [4, 5, 6, 7]
+        assert resumed == whole[3:]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(tmp_path: Path) -> None:
     command = [*("-m", "torch.distributed.run", "--nproc-per-node", "2")]
     command += ["-m", "tests.integrations.torchtitan_program", "--", "--training.steps", "60"]
     # A kill may come between one of torchtitan's, without random numbers, and that of the nodes.
-    command += ["--checkpoint.no-save-to-folder"]
+    command += ["--checkpoint.no-save-to-folder", "--debug.seed", "3"]
     environment = program_environment()
 
     def places(name: str) -> list[str]:

@@ -137,13 +137,15 @@ class Run:
         return digest.hexdigest()
 
 
-def train(local: Path, stage: int, precision: str, *, is_new: bool) -> tuple[list[str], str]:
+def train(
+    local: Path, stage: int, precision: str, zero: Any = None, *, is_new: bool
+) -> tuple[list[str], str]:
     """Train to the end, from the beginning or from what is on the nodes; close nothing before.
 
     Returns:
         What was seen at each micro-step, and the digest of the state at the end.
     """
-    run = Run(local, stage, precision, is_new=is_new)
+    run = Run(local, stage, precision, is_new=is_new, zero=zero)
     for _ in run.micro_steps(_END):
         pass
     state = run.state()
@@ -151,9 +153,9 @@ def train(local: Path, stage: int, precision: str, *, is_new: bool) -> tuple[lis
     return run.lines, state
 
 
-def train_until_cut_off(local: Path, stage: int, precision: str) -> Run:
+def train_until_cut_off(local: Path, stage: int, precision: str, zero: Any = None) -> Run:
     """Train, and save after each step, up to the middle of a step; all saves are complete."""
-    run = Run(local, stage, precision)
+    run = Run(local, stage, precision, zero=zero)
     for over in run.micro_steps(_CUT_OFF):
         if over % _ACCUMULATED == 0:
             run.engine.save_checkpoint("/nowhere", client_state={"over": over})

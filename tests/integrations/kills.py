@@ -178,9 +178,10 @@ class _Attempt:
 
     def kill(self, chance: random.Random) -> None:
         """Kill all processes at once, or one alone, after which its launcher ends the others."""
-        processes = self._processes()
-        if len(processes) > 1 and chance.random() < 0.3:
-            _kill([chance.choice(processes[1:])])
+        # A launcher between the first process and a rank would leave the rank behind.
+        ranks = [process for process in self._processes()[1:] if _is_childless(process)]
+        if ranks and chance.random() < 0.3:
+            _kill([chance.choice(ranks)])
             with suppress(subprocess.TimeoutExpired):
                 self._program.wait(_LONGEST_S / 10)
 
@@ -208,6 +209,12 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
+
+
+def _is_childless(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return not process.children()
+    return False
 
 
 def _lines(folder: Path) -> int:

@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integrations.kills import program_environment, run_killed, run_undisturbed
 from tests.ranks import announce, node_store, run_ranks, start_ranks
-from tests.upstream.environment import import_upstream, needs
+from tests.upstream.environment import UPSTREAM, import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
 _Seen = tuple[list[str], str]
-_Stages = list[tuple[int, str]]
+_Stages = list[tuple[Any, ...]]
 
 pytestmark = needs("deepspeed")
 
 # What DeepSpeed takes to be imported on a busy machine is within it.
 _LONGEST_S = 150.0
+_ON_CPU = {"device": "cpu"}
 _ENV = {"DS_ACCELERATOR": "cpu"}
 
 
@@ -63,6 +67,16 @@ def _go_on(rank: int, world_size: int, stages: _Stages) -> tuple[list[_Seen], An
             id="one-process",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            2,
+            [
+                (1, "fp32", {"offload_optimizer": _ON_CPU}),
+                (2, "bf16", {"offload_optimizer": _ON_CPU}),
+                (3, "fp32", {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}),
+            ],
+            id="offload",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_after_a_signal(
@@ -88,6 +102,60 @@ def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_a
             assert lines == whole_lines[8:]
             assert state == whole_state
         assert after_stop == stopped
+
+
+def _torchrun(world_size: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
+
+
+def _deepspeed(world_size: int) -> list[str]:
+    launcher = [f"{UPSTREAM}/bin/deepspeed", f"--num_gpus={world_size}", "--no_local_rank"]
+    return [*launcher, f"--master_port={_unused_port()}", "--module"]
+
+
+def _unused_port() -> int:
+    # Not one of those that the kernel gives to others meanwhile.
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("of 100 ports, each is in use")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("launch", "world_size", "stage", "precision"),
+    [
+        (_torchrun, 1, 1, "bf16"),
+        (_torchrun, 2, 2, "fp32"),
+        (_deepspeed, 2, 3, "bf16"),
+    ],
+)
+def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
+    launch: Callable[[int], list[str]],
+    world_size: int,
+    stage: int,
+    precision: str,
+    tmp_path: Path,
+) -> None:
+    program = [*launch(world_size), "tests.integrations.deepspeed_program"]
+    arguments = [f"{stage}", precision]
+    environment = program_environment() | _ENV | {"OMP_NUM_THREADS": "1"}
+
+    whole = run_undisturbed(
+        [*program, f"{tmp_path}/whole", *arguments], tmp_path / "a", environment
+    )
+    killed = run_killed(
+        [*program, f"{tmp_path}/killed", *arguments],
+        tmp_path / "b",
+        environment,
+        kills=10,
+        steps_between=20,
+        seed=stage,
+    )
+
+    assert [len(values) for values in whole] == [200 + 1] * world_size
+    assert killed == whole
 
 
 def _change_over_and_err(rank: int, world_size: int) -> tuple[Any, Any]:

@@ -17,8 +17,10 @@ from localckpt.ids import ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher, covered_nbytes
 from localckpt.memory.host_memory import round_up
 from localckpt.replication.parity.members import ParityOf
+from localckpt.state_dict.boxes import NO_BOXES
 from localckpt.state_dict.header import (
     ImageHeader,
+    frame_skeleton,
     header_length,
     parse_header,
     render_header,
@@ -47,9 +49,8 @@ __all__ = [
 # Names of tensors in the file.
 ENVELOPES, PARITY = "heads", "parity"
 
-_TABLE = b"[]"
 # Whoever restores it as a shard is given nothing.
-_SKELETON = len(_TABLE).to_bytes(8, "little") + _TABLE + pickle.dumps(None, 5)
+_SKELETON = frame_skeleton(b"[]", NO_BOXES, pickle.dumps(None, 5))
 
 
 class ParityParts(NamedTuple):

@@ -196,6 +196,8 @@ class AsyncCaller(ABC):
             if not self._join(time.monotonic() + 1.0):
                 logger.error("a call in a thread does not end, and goes on after close()")
         self._close()
+        if self._ranks is not None:
+            self._ranks.abandon()
 
     def _check_fork(self) -> None:
         if os.getpid() != self._owner:

@@ -461,12 +461,17 @@ class GlobalCheckpointManager:
                 self.take_back_attempt()
             # The others may never come: a save under way goes on, and frees everything at its end.
             self._closed = True
+            self._ranks.abandon()
             if self._save is None or self._save.over.is_set():
-                self._free()
+                self._leave()
 
     def _free_if_left(self) -> None:
         if self._closed:
-            self._free()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._free()
+        self._saving.abandon()
 
     # On every rank.
 

@@ -35,6 +35,7 @@ from localckpt.managers.reports import LoadReport, SaveReport
 from localckpt.managers.restoring import LoadOptions
 from localckpt.managers.save import Save
 from localckpt.options import SaveOptions
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
 from localckpt.state_dict.basic import TensorAwareStateDict, give_states, unwrapped
@@ -432,7 +433,11 @@ class BaseCheckpointManager(ABC):
         # Also in the finally block of a loop that failed.
         self._end_attempt(sys.exception())
         self._close()
-        self._parts.ranks.close()
+        for ranks in self._all_ranks():
+            ranks.close()
+
+    def _all_ranks(self) -> tuple[Ranks, ...]:
+        return (self._parts.ranks,)
 
     def _close(self) -> None:
         # A fork of the trainer has none of it, and must not take it away.
@@ -455,6 +460,8 @@ class BaseCheckpointManager(ABC):
             self._parts.stop_waiting()
         finally:
             self._close()
+            for ranks in self._all_ranks():
+                ranks.abandon()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as an attempt in vain: it is about to end because it is to.

@@ -79,9 +79,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
                 parts.close_store()
                 raise
 
-    def close(self) -> None:
-        super().close()
-        self._reprotecting.close()
+    def _all_ranks(self) -> tuple[Ranks, ...]:
+        return (*super()._all_ranks(), self._reprotecting)
 
     def warm_up(self, state_dict: Any) -> None:
         """Make ready for saves of such a state, in the background; its values are not looked at.

@@ -108,6 +108,11 @@ class Ranks:
             self._part.close()
         self._deciding.close()
 
+    def abandon(self) -> None:
+        """Close without a word to the other ranks, which may never come; no call may follow."""
+        self.stop_waiting()
+        self.close()
+
     @property
     def in_a_hurry(self) -> bool:
         """Whether no call waits; see :meth:`stop_waiting`."""

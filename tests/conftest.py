@@ -49,6 +49,9 @@ _LONGEST = (
     "integrations/test_torchtitan.py",
     *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
     *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),
+    *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
+    *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
+    *("integrations/test_transformers.py", "integrations/test_accelerate.py"),
     "upstream/test_megatron.py",
 )
 

@@ -110,6 +110,8 @@ def _assert_goes_on(whole: Path, faulty: Path, restarts: int) -> None:
         assert attempts[-1][-1] == losses[-1]
 
 
+# Starting two nodes of Ray and their workers twice takes longer than all other tests of the file.
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_for_bit_after_the_loss_of_a_node(
     whole: tuple[Path, Path], tmp_path: Path, node_dirs: Dirs

@@ -77,6 +77,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
                 self._join()
             except BaseException:
                 parts.close_store()
+                for ranks in self._all_ranks():
+                    ranks.abandon()
                 raise
 
     def _all_ranks(self) -> tuple[Ranks, ...]:

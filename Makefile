@@ -5,6 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/peers/.installed
 UPSTREAM := .venv/upstream/.installed
+UPSTREAM_OLDEST := .venv/upstream-oldest/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-integrations test-matrix faults lint format docs bench clean test-tools
@@ -12,7 +13,8 @@ UPSTREAM := .venv/upstream/.installed
 help:
 	@echo 'make demo     train, lose a node and its disk, recover, compare bit for bit'
 	@echo 'make test     run the tests'
-	@echo 'make test-integrations  the tests with other frameworks, also in their long forms'
+	@echo 'make test-integrations  the tests with other frameworks, also in their long forms; OLDEST=1:'
+	@echo '              with the oldest release of each that is supported'
 	@echo 'make test-matrix  the tests on each Python and torch that is supported, and a table of how'
 	@echo '              they did; MATRIX="3.12:2.8.0 3.13:newest" or TESTS=tests/storage: only these'
 	@echo 'make faults   the long forms of all tests of faults, and the table of what was run;'
@@ -38,7 +40,9 @@ SIDE_BY_SIDE = --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 INTEGRATIONS = tests/integrations tests/upstream
 
-test-integrations: $(STAMP) $(UPSTREAM) test-tools
+test-integrations: export LOCALCKPT_UPSTREAM = $(abspath $(dir $(if $(OLDEST),$(UPSTREAM_OLDEST),$(UPSTREAM))))
+
+test-integrations: $(STAMP) $(if $(OLDEST),$(UPSTREAM_OLDEST),$(UPSTREAM)) test-tools
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(INTEGRATIONS)
 	$(BIN)/python -m pytest --faults $(INTEGRATIONS)
 
@@ -49,7 +53,10 @@ test-matrix: test-tools
 	$(PYTHON) tests/matrix.py $(MATRIX) -- $(SIDE_BY_SIDE) $(TESTS)
 
 faults: $(STAMP) $(UPSTREAM) test-tools
-	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN))
+	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD))
+
+# Some files have an hour of long forms, so every worker takes the next test, one at a time.
+SPREAD = --numprocesses 4 --dist load --maxschedchunk 1
 
 # It may take hours, in which the stacks of all threads after minutes would tell of nothing.
 CAMPAIGN = --override-ini=faulthandler_timeout=0 \
@@ -95,6 +102,16 @@ $(UPSTREAM): constraints-integrations.txt $(STAMP)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	  --no-deps --target $(@D) --requirement constraints-integrations.txt && touch $@ || \
 	  echo 'not all frameworks could be installed, tests with those are skipped'
+
+# A copy by links, in which pip puts the older releases in the place of the others.
+$(UPSTREAM_OLDEST): constraints-integrations-oldest.txt $(UPSTREAM)
+	rm -rf $(@D)
+	cp -al $(dir $(UPSTREAM)) $(@D)
+	rm -f $@
+	sed -n 's/==.*//p' $< | tr - _ | xargs -I NAME \
+	  find $(@D) -maxdepth 1 -name 'NAME-*.dist-info' -exec rm -rf {} +
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  --no-deps --target $(@D) --requirement $< && touch $@
 
 # Some fault tests inject errors into system calls, cut networks or mount small file systems. The
 # programs they use are installed where that is possible, and those tests are skipped elsewhere.

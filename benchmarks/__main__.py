@@ -24,6 +24,7 @@ from benchmarks.setup import Options
 _SECTIONS = {
     "save": "benchmarks.save",
     "load": "benchmarks.load",
+    "elastic": "benchmarks.elastic",
     "in-memory": "benchmarks.in_memory",
     "replicate": "benchmarks.replicate",
     "parity": "benchmarks.parity",
@@ -37,6 +38,7 @@ _SECTIONS = {
     "peers": "benchmarks.peers.section",
     "beside-nvrx": "benchmarks.beside_nvrx",
     "global": "benchmarks.global_tier",
+    "drain": "benchmarks.drain",
     "global-planning": "benchmarks.global_planning",
     "gpu": "benchmarks.device",
 }

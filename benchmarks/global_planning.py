@@ -245,6 +245,7 @@ class _SimulatedRanks(Ranks):
         act: Callable[[list[Any]], Any],
         *,
         kind: str = "",
+        timeout_s: float | None = None,
     ) -> Any:
         began = time.perf_counter()
         said: Message = work()

@@ -18,6 +18,7 @@ __all__ = [
     "build_state",
     "expected_nbytes",
     "flat_tensors",
+    "parameter_shapes",
     "state_nbytes",
     "state_tensors",
 ]
@@ -43,7 +44,7 @@ def build_state(
     if kind == "one":
         model = {"tensor": filled(((1 << 29) * width // GPT2_WIDTH,))}
         return {"model": model, "optimizer": {"state": {}, "param_groups": []}, "iteration": 100}
-    shapes = dict(_parameter_shapes(width))
+    shapes = dict(parameter_shapes(width))
     moments = {
         number: {"step": torch.tensor(100.0), "exp_avg": filled(s), "exp_avg_sq": filled(s)}
         for number, s in enumerate(shapes.values())
@@ -79,7 +80,7 @@ def _filler(seed: int, device: str) -> Callable[[tuple[int, ...]], torch.Tensor]
 
 def expected_nbytes(width: int) -> int:
     """Bytes of the GPT-2 of this width, without building it."""
-    return sum(4 * (3 * prod(shape) + 1) for _, shape in _parameter_shapes(width))
+    return sum(4 * (3 * prod(shape) + 1) for _, shape in parameter_shapes(width))
 
 
 def state_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -100,7 +101,8 @@ def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return named
 
 
-def _parameter_shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def parameter_shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters of a GPT-2 of this width."""
     yield "wte.weight", (_VOCABULARY, width)
     yield "wpe.weight", (_CONTEXT, width)
     for layer in range(_LAYERS):

@@ -2,7 +2,8 @@
 
 Three trainings of the same small GPT, each by two `torchrun` agents of two ranks: undisturbed, with
 checkpoints on disk and a node lost, with checkpoints in memory and a node lost. Then all that the
-ranks hold at the end is compared, and one table printed.
+ranks hold at the end is compared, and one table printed. In a fourth training, which is fully
+sharded, a node is lost for good, and the two ranks that are left go on with the state of four.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.progress import (
 )
 
 from examples.nodes import Node, free_port, running
-from examples.report import Event, Journals, Training, make_table
+from examples.report import Event, Journals, Resharded, Training, make_table
 
 RANKS = 4
 ITERATIONS = 48
@@ -35,6 +36,7 @@ SAVE_EVERY = 6
 LOSE_AT = 27  # three iterations after a save: that much is lost
 SAY_EVERY = 12
 STILL_S = 90.0
+ALONE_AFTER_S = 8  # also how much later than the other one a node may start
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 300_000_000
 
@@ -78,6 +80,8 @@ def run(console: Console) -> int:
         train(on_disk, folder / "stores", show, lose=True)
         in_memory = Training("memory", folder / "memory")
         train(in_memory, memory, show, lose=True, host_first=False)
+        smaller = Training("disk", folder / "smaller")
+        shrink(smaller, folder / "stores-smaller", show)
         # Not at the top: it imports torch, and the agents would start a second later.
         from examples.compare import compare
 
@@ -88,8 +92,10 @@ def run(console: Console) -> int:
     for name in different[:10]:
         console.print(f"different from the undisturbed training: {name}", style="red")
     console.print(f"recovered bit for bit: {'no' if different else 'yes'}", style="bold")
+    resharded = Resharded.of(smaller)
+    console.print(str(resharded), style="bold", soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s in all")
-    return 1 if different else 0
+    return 1 if different or not resharded.is_good else 0
 
 
 def train(
@@ -101,42 +107,80 @@ def train(
     0 and 1, and its replacement gets 2 and 3: then all ranks come back on the other node.
     """
     training.results.mkdir()
-    options = ["--tier", training.tier, "--results", str(training.results)]
-    options += ["--iterations", str(ITERATIONS), "--save-every", str(SAVE_EVERY)]
+    options = ["examples.train", "--tier", training.tier, *options_of(training)]
     port = free_port()
     host = Node(stores / "A", training.results, port, True, options)
     other = Node(stores / "B", training.results, port, False, options)
     nodes = [host, other] if host_first else [other, host]
     title = f"{training.where}, a node lost" if lose else "undisturbed"
-    show.begin(title)
     with running(nodes):
-        journals = Journals(training.results, RANKS)
-        last_news = time.monotonic()
-        codes: list[int | None] = [None, None]
-        while codes != [0, 0]:
-            # Asked before the journals are read, so that none of the last lines is missed.
-            codes = [node.exit_code() for node in nodes]
-            news = journals.read()
-            if news:
-                last_news = time.monotonic()
-            training.events += news
-            show.events(news)
-            if any(codes):
-                fail(f"an agent of the training '{title}' ended with an error", nodes)
-            if time.monotonic() - last_news > STILL_S:
-                fail(f"the training '{title}' stood still for {STILL_S:.0f} s", nodes)
-            reached = max((e.values["iteration"] for e in training.of_kind("iteration")), default=0)
-            if lose and not training.lost_node and reached >= LOSE_AT:
-                training.lost_node = other.name
-                training.lost_at = time.monotonic()
-                pids = other.lose()
-                show.say(f"iteration {reached}: node B lost, SIGKILL to {pids}, store deleted")
-                other.start()
-                show.say("a fresh node B starts, its store is empty")
-            time.sleep(0.02)
+        watch(training, title, nodes, show, other if lose else None, is_replaced=True)
     expected_loads = RANKS if lose else 0
     if len(training.loads) != expected_loads:
         fail(f"{len(training.loads)} ranks resumed, {expected_loads} should have", nodes)
+
+
+def shrink(training: Training, stores: Path, show: Show) -> None:
+    """Train to the end, on the way losing node B for good: node A goes on with its two ranks."""
+    training.results.mkdir()
+    options = ["examples.elastic", *options_of(training)]
+    port = free_port()
+    nodes = [
+        Node(stores / name, training.results, port, name == "A", options, ALONE_AFTER_S)
+        for name in ("A", "B")
+    ]
+    with running(nodes):
+        title = "sharded, a node lost for good"
+        watch(training, title, nodes, show, nodes[1], is_replaced=False)
+    if len(training.loads) != RANKS // 2:
+        fail(f"{len(training.loads)} ranks resumed, {RANKS // 2} should have", nodes)
+
+
+def options_of(training: Training) -> list[str]:
+    """Options that all training scripts have."""
+    options = ["--results", str(training.results), "--iterations", str(ITERATIONS)]
+    return [*options, "--save-every", str(SAVE_EVERY)]
+
+
+def watch(
+    training: Training,
+    title: str,
+    nodes: list[Node],
+    show: Show,
+    victim: Node | None,
+    *,
+    is_replaced: bool,
+) -> None:
+    """Follow running nodes to their ends, on the way losing one, and replacing it if so wished."""
+    show.begin(title)
+    journals = Journals(training.results, RANKS)
+    last_news = time.monotonic()
+    codes: list[int | None] = [None]
+    while any(code != 0 for code in codes):
+        # Asked before the journals are read, so that none of the last lines is missed.
+        left = [node for node in nodes if is_replaced or node.name != training.lost_node]
+        codes = [node.exit_code() for node in left]
+        news = journals.read()
+        if news:
+            last_news = time.monotonic()
+        training.events += news
+        show.events(news)
+        if any(codes):
+            fail(f"an agent of the training '{title}' ended with an error", nodes)
+        if time.monotonic() - last_news > STILL_S:
+            fail(f"the training '{title}' stood still for {STILL_S:.0f} s", nodes)
+        reached = max((e.values["iteration"] for e in training.of_kind("iteration")), default=0)
+        if victim is not None and not training.lost_node and reached >= LOSE_AT:
+            training.lost_node = victim.name
+            training.lost_at = time.monotonic()
+            pids = victim.lose()
+            show.say(f"iteration {reached}: node B lost, SIGKILL to {pids}, store deleted")
+            if is_replaced:
+                victim.start()
+                show.say("a fresh node B starts, its store is empty")
+            else:
+                show.say(f"node A waits {ALONE_AFTER_S} s for another one, and goes on alone")
+        time.sleep(0.02)
 
 
 def fail(reason: str, nodes: list[Node]) -> NoReturn:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 __all__ = ["GPT", "ShardedAdamW", "Text"]
 
@@ -35,6 +36,13 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def shard(self) -> GPT:
+        """Shard the parameters of every layer over all ranks."""
+        for block in self.blocks:
+            fully_shard(block)
+        fully_shard(self)
+        return self
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of predicting ``targets``, both int64 of shape (batch, length)."""
@@ -117,18 +125,24 @@ class ShardedAdamW:
 class Text:
     """One rank's share of the Python manual, read in windows; ``position`` is where it stands."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, batch: int = BATCH) -> None:
         manual = "".join(topics[name] for name in sorted(topics)).encode()
         share = len(manual) // world_size
         own = bytearray(manual[rank * share : (rank + 1) * share])
         self._bytes = torch.frombuffer(own, dtype=torch.uint8)
+        self._batch = batch
         self.position = 0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 of shape (batch, length)."""
         last_start = len(self._bytes) - CONTEXT - 1
-        starts = self.position + torch.arange(BATCH) * (last_start // BATCH)
+        starts = self.position + torch.arange(self._batch) * (last_start // self._batch)
         windows = (starts % last_start)[:, None] + torch.arange(CONTEXT + 1)
         self.position += CONTEXT
         tokens = self._bytes[windows].long()
         return tokens[:, :-1], tokens[:, 1:]
+
+    def batch_at(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of a step, as :meth:`next_batch`."""
+        self.position = step * CONTEXT
+        return self.next_batch()

@@ -33,11 +33,19 @@ class Node:
         logs: Folder for the logs and the temporary files of the agent and its ranks.
         port: Of the rendezvous, on the loopback address.
         is_host: Whether this node's agent serves the rendezvous. That node must survive.
-        options: Given to the training script.
+        options: The training script, as a module, and what is given to it.
+        alone_after_s: How long, in seconds, a node waits for the other one before it trains alone;
+            ``None`` if it does not.
     """
 
     def __init__(
-        self, store: Path, logs: Path, port: int, is_host: bool, options: list[str]
+        self,
+        store: Path,
+        logs: Path,
+        port: int,
+        is_host: bool,
+        options: list[str],
+        alone_after_s: int | None = None,
     ) -> None:
         self.store = store
         self.name = store.name
@@ -54,14 +62,16 @@ class Node:
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 3,
         }
+        if alone_after_s is not None:
+            rendezvous["last_call_timeout"] = alone_after_s
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes=2", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"),
+            "--nnodes=2" if alone_after_s is None else "--nnodes=1:2",
+            *("--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=demo"),
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in rendezvous.items()),
             *("--local-addr=127.0.0.1", "--redirects=3", f"--log-dir={self._rank_logs}"),
-            *("--module", "examples.train"),
-            *("--store", str(store), *options),
+            *("--module", *options, "--store", str(store)),
         ]
 
     def start(self) -> None:

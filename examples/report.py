@@ -80,6 +80,56 @@ class Comparison:
     different: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What came of a training that went on with another number of ranks."""
+
+    iteration: int
+    ranks: int
+    is_equal: bool
+    """Whether the ranks that went on had the state that was saved, bit for bit."""
+    compared: int
+    difference: float
+    """The most by which the losses of iterations differ that were done before and after."""
+    back_after_s: float
+
+    @classmethod
+    def of(cls, training: Training) -> Resharded:
+        saved = {e.values["iteration"]: e.values["digest"] for e in training.of_kind("digest")}
+        digests = {event.values["digest"] for event in training.loads}
+        before: dict[int, float] = {}
+        differences: dict[int, float] = {}
+        for event in training.of_kind("iteration"):
+            iteration, loss = event.values["iteration"], event.values["loss"]
+            if event.at < training.loads[0].at:
+                before[iteration] = loss
+            elif iteration in before:
+                differences[iteration] = abs(loss - before[iteration])
+        iteration = training.resumed_at
+        return cls(
+            iteration=iteration,
+            ranks=len(training.loads),
+            is_equal=digests == {saved[iteration]},
+            compared=len(differences),
+            difference=max(differences.values(), default=0.0),
+            back_after_s=training.back_after_s,
+        )
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the state was that which was saved, and the losses the same but for rounding."""
+        return self.is_equal and self.difference < 1e-3
+
+    def __str__(self) -> str:
+        equal = "bit for bit what was saved" if self.is_equal else "NOT what was saved"
+        return (
+            f"after a node was lost for good, {self.ranks} ranks went on after iteration "
+            f"{self.iteration} with a state that is {equal}; {self.compared} losses that were "
+            f"computed before and after differ by {self.difference:.1g} at most; SIGKILL to "
+            f"training again {self.back_after_s:.1f} s"
+        )
+
+
 class Journals:
     """The journals of all ranks, read while they are written."""
 

@@ -6,18 +6,15 @@ file are for the demo's table only.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import localckpt
+from examples.journal import Journal, fields, parse_options
 from examples.model import GPT, ShardedAdamW, Text
 
 
@@ -84,33 +81,6 @@ def main() -> None:
     manager.close()
     torch.save(state_dict(), options.results / f"rank{rank}.pt")
     dist.destroy_process_group()
-
-
-class Journal:
-    """What this rank did and when, one JSON object a line, for the process that watches."""
-
-    def __init__(self, path: Path, node: str) -> None:
-        self._file = path.open("a", buffering=1)
-        self._node = node
-
-    def write(self, event: str, **values: Any) -> None:
-        line = {"event": event, "node": self._node, "at": time.monotonic(), **values}
-        self._file.write(json.dumps(line) + "\n")
-
-
-def fields(record: Any) -> dict[str, Any]:
-    """The fields of one of the manager's reports."""
-    return dataclasses.asdict(record)
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tier", choices=["disk", "memory"], required=True)
-    parser.add_argument("--store", type=Path, required=True, help="this node's checkpoints")
-    parser.add_argument("--results", type=Path, required=True, help="for the demo's table")
-    parser.add_argument("--iterations", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

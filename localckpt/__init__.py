@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
+    from localckpt.errors import DivergenceError as DivergenceError
     from localckpt.errors import FormatVersionError as FormatVersionError
     from localckpt.errors import MismatchError as MismatchError
     from localckpt.errors import NoReplicasAvailableError as NoReplicasAvailableError
@@ -91,6 +92,7 @@ _HOMES = {
     "CkptID": "ids",
     "CliqueReplicationStrategy": "replication.strategies",
     "CorruptShardError": "errors",
+    "DivergenceError": "errors",
     "Elsewhere": "checkpointer.elsewhere",
     "Every": "checkpointer.cadence",
     "ExchangePlan": "replication.exchange",

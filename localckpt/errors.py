@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "CheckpointingException",
     "CorruptShardError",
+    "DivergenceError",
     "FormatVersionError",
     "MismatchError",
     "NoReplicasAvailableError",
@@ -113,6 +114,31 @@ class SameMachineReplicationException(CheckpointingException):
 
 class SaveFailedError(CheckpointingException):
     """A save failed on some rank; every rank raises this error, and older checkpoints are kept."""
+
+
+class DivergenceError(SaveFailedError):
+    """Tensors that the job keeps equal on several ranks are not equal; the save was rolled back.
+
+    Args:
+        message: Description of the tensors that differ, and of the ranks.
+
+    Attributes:
+        iteration: Iteration of the save; -1 if unknown.
+        keys: Keys of the tensors that differ, as far as they are told.
+        ranks: Ranks in the minority. Where no value is that of more than half of the ranks, all
+            ranks that differ.
+        nodes: Host names of the first of ``ranks``, in their order.
+        is_minority: True if ``ranks`` are in the minority, so that they are to be suspected.
+        differences: What is known of each tensor: its key, the ranks with equal bytes, and those in
+            the minority.
+    """
+
+    iteration = -1
+    keys: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    is_minority = False
+    differences: tuple[Any, ...] = ()
 
 
 class WorkerDiedError(CheckpointingException):

@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 
     from localckpt.events.stream import EventStream
 
-__all__ = ["OnBusy", "SaveOptions"]
+__all__ = ["OnBusy", "OnDivergence", "PrivateRule", "SaveOptions"]
 
 OnBusy = Literal["wait", "skip", "error"]
 """Action of an asynchronous save when older ones still use all staging buffers."""
+
+PrivateRule = Literal["drop", "keep"] | Callable[[list[Any], int, int], Any]
+"""Rule for a value that differs between the ranks that saved it, where another number loads it.
+
+``"drop"``: every rank keeps what it has; ``"keep"``: each rank gets that of its own number, and
+ranks beyond keep what they have; a function ``f(values, rank, world_size)`` makes each rank's."""
+
+OnDivergence = Literal["error", "warn"]
+"""Action when tensors differ that the ranks of a job keep equal."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class SaveOptions:
     events: EventStream | None = None
     max_attempts: int | None = None
     check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None
+    elastic: bool = False
+    private: Mapping[str, PrivateRule] | None = None
+    check_replicas: int | None = None
+    on_divergence: OnDivergence = "error"
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "num_buffers", "staging_threads", "max_attempts"):
@@ -53,6 +66,27 @@ class SaveOptions:
             raise CheckpointingException(
                 f"on_busy is {self.on_busy!r}; it can be one of "
                 f"{', '.join(map(repr, get_args(OnBusy)))}"
+            )
+        for key, rule in self.rules.items():
+            if not (rule in ("drop", "keep") or callable(rule)):
+                raise CheckpointingException(
+                    f"the rule for {key!r} in private= is {rule!r}; it can be 'drop', 'keep', or a "
+                    f"function of the saved values, the rank and the number of ranks"
+                )
+        if self.private and not self.elastic:
+            raise CheckpointingException(
+                "private= says what another number of ranks loads: give elastic=True with it"
+            )
+        # Python's True is an int.
+        every = self.check_replicas
+        if every is not None and (type(every) is not int or every < 1):
+            raise CheckpointingException(
+                f"check_replicas is {every!r}; it is a number of saves, at least 1: every save of "
+                f"that number compares replicas"
+            )
+        if self.on_divergence not in get_args(OnDivergence):
+            raise CheckpointingException(
+                f"on_divergence is {self.on_divergence!r}; it can be 'error' or 'warn'"
             )
         if self.by_process and self.optimizers:
             raise CheckpointingException(
@@ -80,6 +114,11 @@ class SaveOptions:
     def of(cls, arguments: Mapping[str, Any]) -> SaveOptions:
         """Pick the options from the ``locals()`` of a constructor."""
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name in arguments})
+
+    @property
+    def rules(self) -> Mapping[str, PrivateRule]:
+        """Rules of the ``private`` option."""
+        return self.private or {}
 
     @property
     def by_process(self) -> bool:

@@ -46,13 +46,12 @@ _LONGEST = (
     *("global_tier/test_saver_ranks.py", "global_tier/test_manager_failures.py"),
     *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
     *("state_dict/test_large.py", "integrations/test_nvrx.py", "managers/test_worlds.py"),
-    "integrations/test_torchtitan.py",
     *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
     *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),
     *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
     *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),
     *("integrations/test_transformers.py", "integrations/test_accelerate.py"),
-    "upstream/test_megatron.py",
+    *("upstream/test_megatron.py", "integrations/test_ray.py", "checkpointer/test_shared.py"),
 )
 
 _our_temporary_directory = pytest.StashKey[Path]()
@@ -80,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first."""
     order = {_TESTS / name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    items.sort(key=lambda item: order.get(item.path, len(_LONGEST)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

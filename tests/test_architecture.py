@@ -31,6 +31,7 @@ _ARROWS = {
     "options": {"errors", "events"},
     "threads": set[str](),
     "waiting": set[str](),
+    "pacing": {"threads"},
     "events": {"errors", "failure_texts", "threads"},
     "ranks": {"errors", "failure_texts", "threads", "waiting"},
     "memory": {"errors", "threads", "waiting"},
@@ -38,9 +39,11 @@ _ARROWS = {
     "storage": {
         *("errors", "ids", "lineage", "trust", "threads", "waiting", "memory", "state_dict"),
     },
-    "availability": {"errors", "failure_texts", "ids", "lineage", "trust", "storage"},
+    "availability": {
+        *("errors", "failure_texts", "ids", "lineage", "trust", "state_dict", "storage"),
+    },
     "replication": {
-        *("errors", "failure_texts", "ids", "threads", "waiting", "ranks"),
+        *("errors", "failure_texts", "ids", "threads", "waiting", "pacing", "ranks"),
         *("memory", "state_dict", "storage", "availability"),
     },
     "async_save": {"errors", "failure_texts", "ids", "threads", "waiting", "ranks"},
@@ -50,12 +53,13 @@ _ARROWS = {
         *("memory", "state_dict", "storage", "replication", "availability", "async_save"),
     },
     "checkpointer": {
-        *("errors", "failure_texts", "ids", "trust", "threads", "events", "ranks", "state_dict"),
+        *("errors", "failure_texts", "ids", "trust", "options", "threads", "events", "ranks"),
+        "state_dict",
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {
-        *("errors", "failure_texts", "ids", "lineage", "trust", "resuming"),
-        *("threads", "events", "ranks", "memory", "state_dict", "storage", "async_save"),
+        *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "pacing"),
+        *("events", "ranks", "memory", "state_dict", "storage", "async_save"),
     },
     "cli": {
         *("errors", "ids", "lineage", "trust", "state_dict", "storage", "replication"),

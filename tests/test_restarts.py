@@ -209,13 +209,17 @@ def test_both_tiers_save_and_load_after_attempts_in_which_a_rank_died(
             store_per_node=nodes,
         )
 
-    for expected in (-1, 1):
-        told = run_ranks(
+    def found() -> list[int]:
+        return run_ranks(
             *(_save, 2, job_store.port, tmp_path / "shared", None),
             init_group=False,
             store_per_node=nodes,
         )
-        assert told == [expected] * 2
+
+    first = found()
+    # The rank that died in its save may have written all of it before, and the other one, too.
+    assert first in ([-1, -1], [1, 1])
+    assert found() == [first[0] + 2] * 2
 
 
 def _leave_nothing_to_others(rank: int, world_size: int) -> int:

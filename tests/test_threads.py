@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from localckpt import PeerLostError
 from localckpt.ranks.asking import StoreThreads, StoreWait
 from localckpt.storage.open_file import open_owned
 from localckpt.threads import KeptThread, Latch, SerialThread, Task, end_all, run_interruptibly
@@ -186,7 +187,9 @@ def test_an_interrupt_at_any_moment_of_a_call_in_a_kept_thread_leaves_no_thread(
                 waits.append(wait)
                 return not wait.abandoned.wait(0.001)
 
-            return threads.ask_until_stopped("ask", _PATIENCE_S, wait_shortly, Latch())
+            return threads.ask_until_stopped(
+                "ask", _PATIENCE_S, wait_shortly, Latch(), answer_s=_PATIENCE_S
+            )
 
         is_interrupted = _interrupted_at(number, lambda ask=ask: (ask(), ask()))
 
@@ -204,7 +207,8 @@ def test_a_thread_of_a_call_that_is_stopped_ends_with_the_call_also_after_the_cl
             wait.begun.set()
             return over.wait(_PATIENCE_S)
 
-        call = Task(lambda t=threads, s=stopped, w=wait_on: t.ask_until_stopped("ask", 60.0, w, s))
+        ask = partial(threads.ask_until_stopped, "ask", 60.0, answer_s=60.0)
+        call = Task(partial(ask, wait_on, stopped))
         call.start("asks", daemon=True)
         if closed_first:
             threads.close()
@@ -213,10 +217,46 @@ def test_a_thread_of_a_call_that_is_stopped_ends_with_the_call_also_after_the_cl
             stopped.set()
 
         assert call.result(_PATIENCE_S) is (True if closed_first else None)
-        assert threads.ask_until_stopped("ask", _PATIENCE_S, lambda _: 1, Latch()) == 1
+        assert ask(lambda _: 1, Latch()) == 1
         threads.close()
         over.set()
     assert not _running("localckpt-ranks")
+
+
+@pytest.mark.parametrize("in_its_wait", [False, True])
+def test_a_store_that_is_silent_ends_a_call_long_before_other_ranks_are_given_up(
+    in_its_wait: bool,
+) -> None:
+    threads, over = StoreThreads(), Latch()
+
+    def ask_in_vain(wait: StoreWait) -> None:
+        if in_its_wait:
+            wait.begun.set()
+            wait.expect()
+        over.wait(_PATIENCE_S)
+
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="key-value store does not answer") as raised:
+        threads.ask_until_stopped("save", 100 * _PATIENCE_S, ask_in_vain, Latch(), answer_s=0.1)
+
+    assert raised.value.outcome_unknown
+    assert time.monotonic() - began < _PATIENCE_S / 2
+    over.set()
+    threads.close()
+
+
+def test_a_store_that_answers_is_asked_until_the_other_ranks_are_given_up() -> None:
+    threads, answers = StoreThreads(), 30
+
+    def ask(wait: StoreWait) -> int:
+        for _ in range(answers):
+            time.sleep(0.05)
+            wait.expect()
+        return answers
+
+    # Longer than it takes to see that a store is silent.
+    assert threads.ask_until_stopped("save", _PATIENCE_S, ask, Latch(), answer_s=0.2) == answers
+    threads.close()
 
 
 def test_work_that_was_begun_is_over_when_its_owner_goes_on_and_other_work_never_begins() -> None:

@@ -7,7 +7,16 @@ from typing import cast
 
 from benchmarks.peers.base import Peer
 
-__all__ = ["GLOBAL_PEERS", "NOT_MEASURED", "OURS", "OURS_GLOBAL", "PEERS", "peer_class"]
+__all__ = [
+    "DRAIN_PEERS",
+    "GLOBAL_PEERS",
+    "NOT_MEASURED",
+    "OURS",
+    "OURS_DRAIN",
+    "OURS_GLOBAL",
+    "PEERS",
+    "peer_class",
+]
 
 OURS = "localckpt, thread"
 PEERS = {
@@ -33,6 +42,14 @@ GLOBAL_PEERS = {
     "NVRx writer, process": "nvrx:NvrxWriter",
     "NVRx writer, forks": "nvrx:NvrxForkingWriter",
 }
+OURS_DRAIN = "localckpt, drain"
+# What goes behind training to shared storage.
+DRAIN_PEERS = {
+    OURS_DRAIN: "ours:OursDrain",
+    "localckpt, drain at 200 MB/s": "ours:OursPacedDrain",
+    **{name: GLOBAL_PEERS[name] for name in (OURS_GLOBAL, "DCP async_save, thread")},
+    **{name: GLOBAL_PEERS[name] for name in ("DCP async_save, process", "NVRx writer, process")},
+}
 NOT_MEASURED = {
     "ml-flashpoint": "not installable from a package registry alone: version 0.0.10 has no wheel, "
     "and building it clones abseil-cpp from its public repository",
@@ -41,5 +58,5 @@ NOT_MEASURED = {
 
 def peer_class(name: str) -> type[Peer]:
     """Import a peer; what it needs may not be installed."""
-    module, _, attribute = (PEERS | GLOBAL_PEERS)[name].partition(":")
+    module, _, attribute = (PEERS | GLOBAL_PEERS | DRAIN_PEERS)[name].partition(":")
     return cast(type[Peer], getattr(import_module(f"benchmarks.peers.{module}"), attribute))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import localckpt
 from benchmarks.peers.base import Peer
 from localckpt.global_tier.folders import folders_in
 from localckpt.global_tier.removal import remove
 
-__all__ = ["OursGlobal", "OursProcess", "OursThread"]
+__all__ = ["OursDrain", "OursGlobal", "OursPacedDrain", "OursProcess", "OursThread"]
 
 _TRAINING_S = 8.0
 
@@ -103,3 +103,59 @@ class OursGlobal(Peer):
 
     def close(self) -> None:
         self._manager.close()
+
+
+class OursDrain(Peer):
+    """A checkpoint that the node has, drained to shared storage; saving it there is not timed."""
+
+    behind = True
+    in_place = True
+    note = "promote() of a checkpoint that is complete on the node; fsyncs by itself"
+    rate_limit: ClassVar[float | None] = None
+
+    def __init__(self, directory: Path, state: dict[str, Any]) -> None:
+        super().__init__(directory, state)
+        self._nodes = localckpt.LocalCheckpointManager(directory / "node", keep_last=1)
+        self._shared = localckpt.GlobalCheckpointManager(directory / "shared", local=self._nodes)
+        self._queue = localckpt.AsyncCallsQueue()
+
+    def prepare(self) -> None:
+        self._save_on_node()
+
+    def _save_on_node(self) -> None:
+        self.saves += 1
+        self._nodes.save(self.state, self.saves)
+
+    def start(self) -> None:
+        request = self._nodes.promote(self.saves, to=self._shared, rate_limit=self.rate_limit)
+        self._queue.schedule_async_request(request)
+
+    def done(self) -> bool:
+        self._queue.maybe_finalize_async_calls()
+        return not self._queue.get_num_unfinalized_calls()
+
+    def finish(self) -> None:
+        self._queue.wait_until_finished()
+
+    def load(self) -> None:
+        self._shared.load(into=self.state)
+
+    def files(self) -> list[Path]:
+        return list((self.directory / "shared").rglob("*.distcp"))
+
+    def retire(self) -> None:
+        for folder in folders_in(self.directory / "shared")[0][1:]:
+            remove(folder, by_rename=True)
+        self._save_on_node()
+
+    def close(self) -> None:
+        self._queue.close()
+        self._shared.close()
+        self._nodes.close()
+
+
+class OursPacedDrain(OursDrain):
+    """The same at a bounded rate."""
+
+    note = "the same with rate_limit=200e6"
+    rate_limit = 200e6

@@ -37,9 +37,9 @@ def main(local: str, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--local", default="/tmp/localckpt-deepspeed")
+    parser.add_argument("--directory", default="/tmp/localckpt-deepspeed")
     parser.add_argument("--steps", type=int, default=20)
     # The launcher of DeepSpeed gives it.
     parser.add_argument("--local_rank", type=int)
     arguments = parser.parse_args()
-    main(arguments.local, arguments.steps)
+    main(arguments.directory, arguments.steps)

@@ -43,7 +43,7 @@ def main(local: str, epochs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--local", default="/tmp/localckpt-lightning")
+    parser.add_argument("--directory", default="/tmp/localckpt-lightning")
     parser.add_argument("--epochs", type=int, default=4)
     arguments = parser.parse_args()
-    main(arguments.local, arguments.epochs)
+    main(arguments.directory, arguments.epochs)

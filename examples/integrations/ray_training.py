@@ -12,7 +12,7 @@ from localckpt import Every
 from localckpt.integrations.ray import RayCheckpointer
 
 
-def train(config: dict[str, Any]) -> list[int]:
+def train(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
@@ -28,7 +28,8 @@ def train(config: dict[str, Any]) -> list[int]:
             if step % 10 == 9:
                 checkpointer.report({"loss": loss.item()})
         checkpointer.save(step)
-    return [first, step]
+        checkpointer.wait_until_finished()
+        checkpointer.report({"first": first, "last": step})
 
 
 def main(local: str, workers: int, steps: int) -> None:
@@ -42,14 +43,14 @@ def main(local: str, workers: int, steps: int) -> None:
             failure_config=FailureConfig(max_failures=3),
         ),
     )
-    first, last = trainer.fit().return_value
-    print(f"trained step {first} to step {last}")
+    metrics = trainer.fit().metrics
+    print(f"trained step {metrics['first']} to step {metrics['last']}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--local", default="/tmp/localckpt-ray")
+    parser.add_argument("--directory", default="/tmp/localckpt-ray")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="more than the last time")
     arguments = parser.parse_args()
-    main(arguments.local, arguments.workers, arguments.steps)
+    main(arguments.directory, arguments.workers, arguments.steps)

@@ -394,10 +394,14 @@ class AsyncCallsQueue:
         patience_s = OWN_WORK * self._timeout_s
         if entry.call.wait(start + patience_s - time.monotonic()) or entry.caller is None:
             return
-        error = CheckpointingException(
+        text = (
             f"{entry.name} was not over after a wait of {patience_s:g} s (of timeout_s="
             f"{self._timeout_s:g}, the rest is kept for the agreement of the ranks)"
         )
+        if waits_for := entry.request.call.waits_for_fn():
+            error: CheckpointingException = PeerLostError(f"{text}: {waits_for}")
+        else:
+            error = CheckpointingException(text)
         if not entry.caller.give_up(entry.call, error):
             logger.error(
                 "%s cannot be ended, since it runs in a thread of this process", entry.name

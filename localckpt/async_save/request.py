@@ -71,6 +71,8 @@ class AsyncCall:
             that every rank is about to raise.
         stop_fns: Run when the queue is left with an error, or aborted, before it waits for the end
             of the call: other ranks may not come any more, and the call is to wait for none.
+        waits_for_fn: Describes which other ranks the call waits for on this one, and what each last
+            did; empty if it waits for none. Called when the call was not over in time.
         then_fn: Runs in a thread of the trainer once ``function`` has returned, wherever that ran;
             the call is over when ``then_fn`` has returned.
         scheduled_fn: Runs in the trainer once the queue has taken the call.
@@ -92,6 +94,7 @@ class AsyncCall:
         *,
         failure_fns: Sequence[Callable[[BaseException], None]] = (),
         stop_fns: Sequence[Callable[[], None]] = (),
+        waits_for_fn: Callable[[], str] = str,
         then_fn: Callable[[], None] | None = None,
         scheduled_fn: Callable[[Ticket], None] | None = None,
         hand_over: Callable[[], Callable[[], None]] | None = None,
@@ -102,6 +105,7 @@ class AsyncCall:
         self.function = function
         self.failure_fns = tuple(failure_fns)
         self.stop_fns = tuple(stop_fns)
+        self.waits_for_fn = waits_for_fn
         self.then_fn = then_fn
         self.scheduled_fn = scheduled_fn
         self.hand_over = hand_over
@@ -120,6 +124,7 @@ class AsyncCall:
             None,
             failure_fns=self.failure_fns,
             stop_fns=self.stop_fns,
+            waits_for_fn=self.waits_for_fn,
             report_fn=self.report_fn,
             judge_fn=self.judge_fn,
             verdict_fn=self.verdict_fn,

@@ -132,18 +132,25 @@ def judge_resumed(reports: Sequence[Any]) -> None:
         )
 
 
-def judge_newest(complete: Sequence[Checkpoint], world_size: int) -> None:
-    """Check that the newest complete checkpoint was saved by as many ranks as there are now.
+def judge_newest(
+    complete: Sequence[Checkpoint], world_size: int, *, is_elastic: bool = False
+) -> None:
+    """Check that the newest complete checkpoint can be loaded by as many ranks as there are now.
+
+    Args:
+        complete: The complete checkpoints, the newest first.
+        world_size: Number of ranks of the job.
+        is_elastic: Whether the job loads what another number of ranks saved.
 
     Raises:
         MismatchError: Another number of ranks saved it; the message says what can be done.
     """
-    if complete and complete[0].world_size != world_size:
+    if complete and complete[0].world_size != world_size and not is_elastic:
         raise MismatchError(
             f"the newest checkpoint, iteration {complete[0].iteration}, was saved by "
-            f"{_ranks(complete[0].world_size)}, and this job has {world_size}: local shards cannot "
-            f"be split anew. Start with {_ranks(complete[0].world_size)}, or load from shared "
-            f"storage and save on from there; the session_id may stay. Nothing was changed"
+            f"{_ranks(complete[0].world_size)}, and this job has {world_size}. Start with "
+            f"{_ranks(complete[0].world_size)}, make the manager with elastic=True, or load from "
+            f"shared storage and save on from there; the session_id may stay. Nothing was changed"
         )
 
 
@@ -163,6 +170,8 @@ class SaveOutcome:
     """Group for which this rank also keeps a piece of another kind; ``None`` for none."""
     bad: str | None = None
     """Why the state is bad, according to its check; ``None`` if it is not, or has no check."""
+    replicas: tuple[tuple[int, int], ...] = ()
+    """Sets of ranks, each with the digest of what this rank has in common with them."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -174,11 +183,12 @@ class SaveOutcome:
             self.wanted,
             self.group and [self.group.ranks, self.group.spare, self.group.kind],
             self.bad,
+            self.replicas,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted, group, bad = fields
+        iteration, generation, error, missing, kept, wanted, group, bad, replicas = fields
         return cls(
             iteration,
             Generation(*generation),
@@ -188,6 +198,7 @@ class SaveOutcome:
             wanted,
             group and Group(tuple(group[0]), *group[1:]),
             bad,
+            tuple((set_id, digest) for set_id, digest in replicas),
         )
 
 

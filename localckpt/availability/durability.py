@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 from localckpt.availability.coverage import SaveOutcome, save_problems, why_bad
+from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, Generation, Group
@@ -24,7 +25,7 @@ __all__ = [
     "spared",
 ]
 
-Level = Literal["captured", "local", "replicated"]
+Level = Literal["captured", "local", "replicated", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Durability:
     Attributes:
         iteration: Iteration of the checkpoint.
         level: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
-            a node, ``"replicated"`` once every shard is on two nodes or more.
+            a node, ``"replicated"`` once every shard is on two nodes or more, ``"drained"`` once
+            this manager has promoted it to shared storage.
         copies: Smallest number of copies of any shard on different nodes, the owner's included; 0
             while captured. A shard that can be computed after the loss of any m nodes counts as
             m + 1 copies.
@@ -50,13 +52,13 @@ class Durability:
 
     @property
     def survives_node_loss(self) -> bool:
-        """True if the checkpoint survives the loss of any one node."""
-        return self.level == "replicated"
+        """True if the nodes still have the checkpoint after the loss of any one of them."""
+        return self.level == "replicated" or (self.level == "drained" and self.copies > 1)
 
     @property
     def reached(self) -> str:
         """Text of the level, and of the copies and their target unless the target is one."""
-        alone = self.level != "replicated" and self.wanted < 2
+        alone = not self.survives_node_loss and self.wanted < 2
         return self.level if alone else f"{self.level}, {self.copies} of {self.wanted}"
 
     def __str__(self) -> str:
@@ -73,21 +75,32 @@ class SaveVerdict:
         generation: Highest generation that any rank has used.
         reached: Durability of the checkpoint; ``None`` if it is not complete.
         bad: Why its state is bad, according to its check; ``None`` if it is not, or has no check.
+        divergence: Sets of ranks whose replicas differ; ``None`` if there are none, or the save did
+            not compare them.
     """
 
     problems: tuple[str, ...]
     generation: Generation
     reached: Durability | None = None
     bad: str | None = None
+    divergence: Divergence | None = None
 
     def to_json(self) -> list[Any]:
-        return [self.problems, self.generation, self.reached and astuple(self.reached), self.bad]
+        reached, diverged = self.reached, self.divergence
+        return [
+            self.problems,
+            self.generation,
+            reached and astuple(reached),
+            self.bad,
+            diverged and diverged.to_json(),
+        ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad = fields
+        problems, generation, reached, bad, diverged = fields
         durability = Durability(*reached) if reached else None
-        return cls(tuple(problems), Generation(*generation), durability, bad)
+        divergence = Divergence.from_json(diverged) if diverged else None
+        return cls(tuple(problems), Generation(*generation), durability, bad, divergence)
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -96,7 +109,8 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     generation = max(outcome.generation for outcome in outcomes)
-    return SaveVerdict(problems, generation, reached, why_bad(outcomes)).to_json()
+    divergence = compare_replicas([outcome.replicas for outcome in outcomes])
+    return SaveVerdict(problems, generation, reached, why_bad(outcomes), divergence).to_json()
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:

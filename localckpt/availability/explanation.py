@@ -106,6 +106,7 @@ class Explanation:
             that breaks it contains one of them, and none contains another.
         bad: What each node has that is not counted.
         lineages: Which epoch resumed from which; each stands behind the one that it comes from.
+        drained: Checkpoints that the manager which is asked has promoted to shared storage.
     """
 
     nodes: tuple[str, ...]
@@ -115,6 +116,7 @@ class Explanation:
     breaking: tuple[tuple[str, ...], ...]
     bad: Mapping[str, tuple[Stored, ...]]
     lineages: tuple[Branch, ...] = ()
+    drained: tuple[Checkpoint, ...] = ()
 
     @property
     def loads(self) -> Checkpoint | None:
@@ -147,6 +149,7 @@ class Explanation:
             "breaking": [list(nodes) for nodes in self.breaking],
             "bad": {node: list(map(str, files)) for node, files in self.bad.items()},
             "lineages": [branch.to_json() for branch in self.lineages],
+            "drained": [_checkpoint_json(checkpoint) for checkpoint in self.drained],
         }
 
     def __str__(self) -> str:
@@ -155,6 +158,9 @@ class Explanation:
         for block in _matrix(self.checkpoints, keys):
             lines += ["", *block]
         lines += ["", *_verdict(self), *_rejections(self, keys), *_losses(self, keys)]
+        if self.drained:
+            drained = ranges(checkpoint.iteration for checkpoint in self.drained)
+            lines.append(f"Drained to shared storage, too: {drained}")
         # Earlier versions told nothing of their epochs.
         known = any(branch.origin is not None for branch in self.lineages)
         if known and sum(bool(branch.iterations) for branch in self.lineages) > 1:

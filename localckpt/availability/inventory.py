@@ -320,8 +320,14 @@ class Inventory:
         return of_rank
 
     def reader(self, nodes: Sequence[str], owner: int) -> int:
-        """Return the rank that reads a piece of ``owner`` on ``nodes``: the owner, if it can."""
-        if self.node_of(owner) in nodes:
+        """Return the rank of the job that reads a piece on some of ``nodes``.
+
+        Args:
+            nodes: The nodes that hold the piece.
+            owner: The rank that saved the piece; it reads the piece if the job has such a rank on
+                one of the nodes.
+        """
+        if self._node_of.get(owner) in nodes:
             return owner
         ranks = self.ranks_on[nodes[0]]
         return ranks[owner % len(ranks)]

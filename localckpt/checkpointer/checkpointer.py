@@ -22,7 +22,14 @@ from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.meter import Meter
-from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
+from localckpt.checkpointer.parts import (
+    RNG,
+    ModulePart,
+    OptimizerPart,
+    RandomPart,
+    ValuePart,
+    parts_of,
+)
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.schedule import Schedule
@@ -45,9 +52,11 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.state_dict.replicated import without_marker
 from localckpt.storage.memory import default_root
 from localckpt.trust import is_orderly
 
@@ -72,7 +81,8 @@ class Checkpointer:
     Args:
         state: Parts of the state by name: modules (also in DDP, FSDP, ``torch.compile``),
             optimizers, schedulers, data loaders and whatever else has ``state_dict`` and
-            ``load_state_dict``; a plain value as a pair of functions that give and take it. Or a
+            ``load_state_dict``; a plain value as a pair of functions that give and take it. Each
+            may stand in :func:`localckpt.replicated`, which says on which ranks it is equal. Or a
             function that gives them, for a program that makes them after :meth:`find_latest`:
             :meth:`resume` calls it.
         local: Directory on a disk of each node; with ``memory`` one in shared memory, ``None`` for
@@ -92,9 +102,13 @@ class Checkpointer:
             runs on two nodes or more, and 1 on one node.
         repl_strategy: Any other redundancy, in place of ``replication_factor``; it stays
             the caller's to close.
-        on_resize: What becomes of parts that belong to single ranks, such as data loaders, when
-            another number of ranks loads them from shared storage: an ``"error"``, or they are
-            ``"drop"``-ped, and stay as they are made.
+        on_resize: What becomes of parts that differ between ranks, such as data loaders, when
+            another number of ranks loads them: an ``"error"``, or they are ``"drop"``-ped, and stay
+            as they are made.
+        private: By the name of a part, or by the beginning of a key such as ``"loader.position"``,
+            what becomes of values that differ between ranks when another number of ranks loads them
+            from the nodes; see :class:`LocalCheckpointManager`. It goes before ``on_resize``.
+            States of random number generators are kept: each rank gets that of its number.
         rng: Whether to save the states of the random number generators.
         guard: Optimizers whose tensors on a GPU change in ``step`` only: training goes on while
             they are being copied.
@@ -115,6 +129,13 @@ class Checkpointer:
         check: Judges each captured state as well: is given this rank's tensors by name, such as
             ``"model.weight"``, and returns why they are bad, or ``None``. It runs behind training,
             and may neither change the tensors nor keep them.
+        check_replicas: Compare, in every save to the nodes of so many, what the state says is equal
+            on several ranks: parts in :func:`localckpt.replicated`, and tensors that are a
+            replicated ``DTensor``. It is done behind training, by digests. ``None`` to compare
+            nothing.
+        on_divergence: Whether a difference is an ``"error"``, raised at once on all ranks, with
+            which the save is rolled back; or a ``"warn"``-ing, with which the checkpoint is marked
+            bad.
         timeout_s: Deadline of every wait, in seconds.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
@@ -146,6 +167,7 @@ class Checkpointer:
         replication_factor: int | None = None,
         repl_strategy: ReplicationStrategy | None = None,
         on_resize: OnResize = "error",
+        private: Mapping[str, PrivateRule] | None = None,
         rng: bool = True,
         guard: Sequence[torch.optim.Optimizer] = (),
         stop_signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
@@ -157,6 +179,8 @@ class Checkpointer:
         max_attempts: int | None = 3,
         finite: bool = False,
         check: Check | None = None,
+        check_replicas: int | None = None,
+        on_divergence: OnDivergence = "error",
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
@@ -166,6 +190,10 @@ class Checkpointer:
         self._rng = rng
         self._make_state = state if callable(state) else None
         self._parts = {} if callable(state) else parts_of(state, rng=rng)
+        # Read at each load; parts that are made later are added.
+        self._rules: dict[str, PrivateRule] = {}
+        self._is_dropping, self._private = on_resize == "drop", dict(private or {})
+        self._note_rules()
         self._grace_s = timeout_s if grace_s is None else grace_s
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
@@ -192,6 +220,10 @@ class Checkpointer:
                 "events": self._record.stream,
                 "max_attempts": max_attempts,
                 "check": combined_check(self._parts, check, finite=finite),
+                "check_replicas": check_replicas,
+                "on_divergence": on_divergence,
+                "elastic": True,
+                "private": self._rules,
             }
             if memory:
                 return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
@@ -289,7 +321,9 @@ class Checkpointer:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
 
         It is looked for on the nodes, and then on shared storage. Tensors of the state are filled
-        where they are. Optimizers without a state yet get the loaded tensors as theirs.
+        where they are. Optimizers without a state yet get the loaded tensors as theirs. Another
+        number of ranks than saved it takes the parts of each tensor from wherever the nodes hold
+        them.
 
         Args:
             elsewhere: A checkpoint that the program can load by itself. It is taken if it is newer,
@@ -299,9 +333,10 @@ class Checkpointer:
             The next step: 0 if there is no checkpoint.
 
         Raises:
-            MismatchError: The state is not as it was saved, or the checkpoint was saved by another
-                number of ranks, and there is none on shared storage that these can load. Or the
-                ranks know of different checkpoints elsewhere.
+            MismatchError: The state is not as it was saved; or another number of ranks saved the
+                checkpoint, values differ between these that no rule is for, and there is none on
+                shared storage that can be loaded. Or the ranks know of different checkpoints
+                elsewhere.
             NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged, or the
                 job was resumed from each in vain too often.
             PeerLostError: Some rank did not come in time.
@@ -341,6 +376,8 @@ class Checkpointer:
         Raises:
             CheckpointingException: :meth:`resume` was not called, or the step is not after the
                 last. Or too many saves in a row have failed; the same on every rank.
+            DivergenceError: With ``check_replicas``: tensors that should be equal on several ranks
+                are not.
             MismatchError: The ranks do not work together.
             PeerLostError: Some rank did not come in time.
         """
@@ -605,8 +642,28 @@ class Checkpointer:
         # In place, since the check of captured states looks at it, too.
         self._parts.clear()
         self._parts.update(parts)
+        self._note_rules()
         if self._shared is not None:
             self._shared.use(self._parts)
+
+    def _note_rules(self) -> None:
+        """Set what becomes of values that differ between ranks, where another number loads them."""
+        whole = (ModulePart, OptimizerPart)
+        parts = {key: without_marker(part) for key, part in self._parts.items()}
+        dropped = [key for key, part in parts.items() if not isinstance(part, whole)]
+        self._rules.clear()
+        self._rules.update(dict.fromkeys(dropped if self._is_dropping else (), "drop"))
+        if self._rng:
+            self._rules[RNG] = "keep"
+        for key, part in parts.items():
+            if isinstance(part, ModulePart):
+                # Such as the statistics of BatchNorm, which each rank has of its own data.
+                buffers = (f"{key}.{name}" for name, _ in part.module.named_buffers())
+                self._rules.update(dict.fromkeys(buffers, _of_a_rank))
+        for key, rule in self._private.items():
+            # A pair of functions has a value, which its part has a key for.
+            inner = f"{key}.value" if isinstance(parts.get(key), ValuePart) else key
+            self._rules[inner] = rule
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Have the root log where the parts of all ranks came from; a name of the job's run."""
@@ -665,6 +722,11 @@ def _judge_sources(told_by: list[list[str]]) -> list[str]:
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
     return [", ".join(told), told_by[0][1]]
+
+
+def _of_a_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
+    """A value that every rank has, as one of the ranks that saved it had it."""
+    return values[rank % len(values)]
 
 
 def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:

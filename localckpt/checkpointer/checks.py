@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from localckpt.checkpointer.parts import ModulePart
+from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.views import find_not_finite
 
 __all__ = ["Check", "combined_check"]
@@ -31,7 +32,8 @@ def combined_check(parts: Mapping[str, Any], check: Check | None, *, finite: boo
         return check
 
     def check_all(tensors: Mapping[str, torch.Tensor]) -> str | None:
-        modules = {key: part for key, part in parts.items() if isinstance(part, ModulePart)}
+        unmarked = {key: without_marker(part) for key, part in parts.items()}
+        modules = {key: part for key, part in unmarked.items() if isinstance(part, ModulePart)}
         prefixes = tuple(f"{key}." for key in modules)
         buffers = {
             f"{key}.{name}"

@@ -16,6 +16,7 @@ import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import is_stateful
+from localckpt.state_dict.replicated import Replicated
 
 __all__ = ["RNG", "ModulePart", "OptimizerPart", "RandomPart", "ValuePart", "parts_of"]
 
@@ -29,8 +30,12 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
 
     Args:
         state: Modules, optimizers, anything else with ``state_dict`` and ``load_state_dict``, and
-            pairs of a function that gives a value and one that takes it.
+            pairs of a function that gives a value and one that takes it; each may be marked as
+            equal on several ranks.
         rng: Whether to add the states of the random number generators.
+
+    Returns:
+        The parts by name, marked where the values are.
 
     Raises:
         CheckpointingException: A value is none of these, or a key is no name.
@@ -42,26 +47,32 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
                 f"the key {key!r} of the training state must be a name, and not {RNG!r}, under "
                 f"which the random number generators are saved (rng=False leaves them out)"
             )
-        if isinstance(value, torch.nn.Module):
-            parts[key] = ModulePart(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            parts[key] = OptimizerPart(value)
-        elif is_stateful(value):
-            parts[key] = value
-        elif isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
-            parts[key] = ValuePart(*value)
+        if isinstance(value, Replicated):
+            parts[key] = Replicated(_part_of(key, value.value), value.ranks)
         else:
-            raise CheckpointingException(
-                f"{key!r} of the training state is a {type(value).__name__}, which has no "
-                f"state_dict and load_state_dict. Give a plain value as a pair of functions, "
-                f"such as {key!r}: (lambda: run.epoch, run.set_epoch)"
-            )
+            parts[key] = _part_of(key, value)
     if not parts:
         raise CheckpointingException("the training state is empty: there is nothing to save")
     if rng:
         # Last, since making and loading the other parts may draw random numbers.
         parts[RNG] = RandomPart()
     return parts
+
+
+def _part_of(key: str, value: Any) -> Any:
+    if isinstance(value, torch.nn.Module):
+        return ModulePart(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerPart(value)
+    if is_stateful(value):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
+        return ValuePart(*value)
+    raise CheckpointingException(
+        f"{key!r} of the training state is a {type(value).__name__}, which has no "
+        f"state_dict and load_state_dict. Give a plain value as a pair of functions, "
+        f"such as {key!r}: (lambda: run.epoch, run.set_epoch)"
+    )
 
 
 class ModulePart:

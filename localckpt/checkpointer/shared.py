@@ -24,6 +24,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 
@@ -59,6 +60,8 @@ class SharedState:
         safe_globals: tuple[Any, ...],
         on_resize: OnResize,
     ) -> None:
+        # Checkpoints there hold no table of ranks: what is equal is found by its name.
+        parts = {key: without_marker(part) for key, part in parts.items()}
         self._manager = manager
         self._allowed = SafeGlobals(safe_globals)
         self._on_resize = on_resize

@@ -16,6 +16,7 @@ from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
+    DivergenceError,
     MismatchError,
     NoReplicasAvailableError,
     PeerLostError,
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 NodeManager: TypeAlias = LocalCheckpointManager | InMemoryCheckpointManager
 
 # A save that fails because of these fails the next time, too, or the ranks do not work together.
-_NOT_OF_ONE_SAVE = (MismatchError, PeerLostError, UnsafeGlobalError)
+_NOT_OF_ONE_SAVE = (DivergenceError, MismatchError, PeerLostError, UnsafeGlobalError)
 
 
 class Failures:

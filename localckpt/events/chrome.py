@@ -21,7 +21,7 @@ __all__ = ["ChromeTrace", "trace_entries", "track_entries"]
 _TRACKS = {1: "training waits", 2: "what happened"}
 _ON_TRAINING = LOST | {"resume", "wait_prev", "d2h"}
 # Several of these may be under way at once, so they are drawn side by side.
-_SIDE_BY_SIDE = frozenset(("save", "background", "reprotected"))
+_SIDE_BY_SIDE = frozenset(("save", "background", "reprotected", "drain"))
 
 
 class ChromeTrace:

@@ -39,7 +39,9 @@ Name: TypeAlias = Literal[
     "wait",
     # What becomes of checkpoints.
     "degraded",
+    "diverged",
     "reprotected",
+    "drain",
     "pruned",
     "quarantined",
 ]

@@ -46,6 +46,7 @@ _FAMILIES: dict[str, tuple[Kind, str]] = {
 _FROM_ZERO = [
     *(("save", store, outcome) for store in ("nodes", "shared") for outcome in ("ok", "failed")),
     ("degraded", "nodes", "ok"),
+    ("diverged", "nodes", "failed"),
     ("quarantined", "nodes", "ok"),
 ]
 

@@ -47,6 +47,7 @@ PIN_NAME = "localckpt.pin"
 
 _FORMAT = 1
 _PARTIAL = ".partial"
+_DRAIN = "drain_"
 _REMOVED = ".removed"
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(\.?)iteration_(\d{8,})\.(\d{4,})(?:\.(\w+)\.(partial|removed))?")
@@ -76,7 +77,11 @@ class Folder:
 
     def partial(self, save_id: str) -> Path:
         """Directory of a save until it is complete, if directories can be renamed."""
-        return self.root / f".{self._name}.{save_id[:8]}{_PARTIAL}"
+        return self._unfinished(save_id[:8])
+
+    def drained(self, save_id: str) -> Path:
+        """Directory of a drain until it is complete; the next attempt goes on in it."""
+        return self._unfinished(_DRAIN + save_id[:8])
 
     @property
     def removed(self) -> Path:
@@ -94,6 +99,9 @@ class Folder:
         """True if no job may remove it; raises StorageError if that cannot be seen."""
         with storage_errors("look at", self.path):
             return is_there(self.path / PIN_NAME)
+
+    def _unfinished(self, attempt: str) -> Path:
+        return self.root / f".{self._name}.{attempt}{_PARTIAL}"
 
     @property
     def _name(self) -> str:
@@ -252,6 +260,11 @@ class Leftover(NamedTuple):
 
     path: Path
     folder: Folder
+
+    @property
+    def is_drain(self) -> bool:
+        """True if it is the directory of a drain, which the next attempt may go on in."""
+        return f".{_DRAIN}" in self.path.name
 
 
 def folders_in(root: Path) -> tuple[list[Folder], list[Leftover]]:

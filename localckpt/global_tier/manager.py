@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
+from localckpt.global_tier.drain import Drain, Drains
 from localckpt.global_tier.load import Loads
 from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot, Found
@@ -35,6 +36,7 @@ from localckpt.ids import CkptID
 from localckpt.lineage import Lineage, LineageKeeper
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replicated import without_markers
+from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
@@ -133,6 +135,7 @@ class GlobalCheckpointManager:
         self._ranks = Ranks("global manager", process_group, timeout)
         # Saves end behind training, whatever is called meanwhile.
         self._saving = Ranks("global saves", process_group, timeout)
+        draining = Ranks("global drains", process_group, timeout)
         self._writer = FileSystemWriterAsync(
             self._root.path,
             thread_count=thread_count,
@@ -145,6 +148,7 @@ class GlobalCheckpointManager:
         )
         self._local = local
         self._events = events or EventStream()
+        self._drains = Drains(draining, self._root, allowed, self._events)
         self.read_only = read_only
         self._newest_iteration = -1
         self._save: Save | None = None
@@ -289,6 +293,42 @@ class GlobalCheckpointManager:
         """Return when the last save is committed on all ranks, or raise what it failed with."""
         self._await_last_save()
         self._take_error()
+
+    # Draining.
+
+    def drain(self, shard: KeptShard, *, rate_limit: float | None = None) -> Drain:
+        """Begin to make a checkpoint of what the ranks keep on their nodes; all ranks call it.
+
+        The managers of the nodes call it in their ``promote``, and finalize the drain. It is
+        carried out behind training, beside saves.
+
+        Args:
+            shard: This rank's shard, which stays until the drain is over.
+            rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
+
+        Raises:
+            CheckpointingException: This manager is closed, or the shard is another rank's.
+        """
+        self._require_writable()
+        self._require_open()
+        identity = shard.identity
+        if (identity.rank, identity.world_size) != (self.rank, self.world_size):
+            raise CheckpointingException(
+                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
+                f"the one of shared storage rank {self.rank} of {self.world_size}: make both with "
+                f"the same process_group. Nothing was drained"
+            )
+        if rate_limit is not None and rate_limit <= 0:
+            raise CheckpointingException(
+                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
+            )
+        return self._drains.begin(shard, rate_limit)
+
+    def note_drained(self, iteration: int) -> None:
+        """Note on every rank that a drain is committed: what is saved next is newer."""
+        self._newest_iteration = max(self._newest_iteration, iteration)
+        if self._local is None:
+            self.note_progress(iteration)
 
     # Keeping.
 
@@ -440,6 +480,7 @@ class GlobalCheckpointManager:
             self.wait_until_finished()
         finally:
             self._closed = True
+            self._drains.close(is_in_step=True)
             self._free()
             self._ranks.see_off()
             self._ranks.close()
@@ -462,6 +503,7 @@ class GlobalCheckpointManager:
             # The others may never come: a save under way goes on, and frees everything at its end.
             self._closed = True
             self._ranks.abandon()
+            self._drains.close(is_in_step=False)
             if self._save is None or self._save.over.is_set():
                 self._leave()
 
@@ -543,9 +585,12 @@ class GlobalCheckpointManager:
 
     def _require_usable(self) -> None:
         """Refuse a call of a closed manager; in others the last save comes first."""
+        self._require_open()
+        self._await_last_save()
+
+    def _require_open(self) -> None:
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
-        self._await_last_save()
 
     def _require_writable(self) -> None:
         if self.read_only:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.planner_helpers import _create_read_items as create_read_items
+from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 
 from localckpt.errors import CorruptShardError, UnsafeGlobalError
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -44,6 +45,7 @@ __all__ = [
     "StoragePrefix",
     "create_chunk_list",
     "create_read_items",
+    "create_write_items",
     "format_version",
     "require_sound",
 ]

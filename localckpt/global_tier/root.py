@@ -10,6 +10,7 @@ import errno
 import logging
 import secrets
 import socket
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,12 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-from localckpt.errors import CorruptShardError, NoReplicasAvailableError, StorageError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.global_tier.folders import (
     LOCK_NAME,
     RECORD_NAME,
@@ -120,6 +126,9 @@ class CheckpointRoot:
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
         self._lock = RootLock(self.path)
+        # A save and a drain may begin at the same time, in two threads.
+        self._beginning = threading.Lock()
+        self._draining: set[Path] = set()
         # Of this start's saves: the epoch from the first of them on, and what it resumed from.
         self._epoch: int | None = None
         self._lineage: Lineage | None = None
@@ -136,12 +145,14 @@ class CheckpointRoot:
         Raises:
             StorageError: The root cannot be written to, or another live job saves there.
         """
+        with self._beginning:
+            return self._begin(iteration, lineage)
+
+    def _begin(self, iteration: int, lineage: Lineage | None) -> BegunSave:
         self._lock.take(self._timeout_s)
         epoch = self._epoch
         if epoch is None:
-            folders, leftovers = folders_in(self.path)
-            epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
-            epoch = 1 + max(epochs, default=0)
+            epoch = _next_epoch(*folders_in(self.path))
         begun = self.begun(iteration, epoch, uuid.uuid4().hex)
         with storage_errors("make", begun.path):
             if begun.path.exists() and not begun.folder.has_record:
@@ -166,6 +177,93 @@ class CheckpointRoot:
         folder = Folder(self.path, iteration, epoch)
         path = folder.partial(save_id) if self._atomic_rename else folder.path
         return BegunSave(folder, path, save_id, self._lineage, metrics or {})
+
+    def begin_drain(
+        self, iteration: int, save_id: str, lineage: Lineage | None
+    ) -> tuple[BegunSave, bool]:
+        """Make the directory of a drain on the first rank, or go on in that of an attempt before.
+
+        Args:
+            iteration: Number of the checkpoint.
+            save_id: The same for all attempts to drain it.
+            lineage: Of the epoch that saved it on the nodes.
+
+        Returns:
+            The drain, which :meth:`end_drain` ends, and whether the checkpoint is there already.
+
+        Raises:
+            CheckpointingException: A newer checkpoint is there, or another one of this iteration.
+            StorageError: The root cannot be written to, or another live job saves there.
+        """
+        with self._beginning:
+            self._lock.take(self._timeout_s)
+            folders, leftovers = folders_in(self.path)
+            for folder in (folder for folder in folders if folder.iteration == iteration):
+                record = self._record_of(folder)
+                if record is not None and record.save_id == save_id:
+                    return BegunSave(folder, folder.path, save_id, record.lineage), True
+            epoch = self._epoch
+            if epoch is None:
+                epoch = _next_epoch(folders, [left for left in leftovers if not left.is_drain])
+            begun = self.drain(iteration, epoch, save_id, lineage)
+            self._require_newest(begun, folders)
+            self._draining.add(begun.path)
+            try:
+                self._make_drain(begun, [left for left in leftovers if left.is_drain])
+            except BaseException:
+                self._draining.discard(begun.path)
+                raise
+            self._epoch = epoch
+            return begun, False
+
+    def drain(
+        self, iteration: int, epoch: int, save_id: str, lineage: Lineage | None = None
+    ) -> BegunSave:
+        """The drain that the first rank has begun, which alone knows its lineage."""
+        folder = Folder(self.path, iteration, epoch)
+        path = folder.drained(save_id) if self._atomic_rename else folder.path
+        return BegunSave(folder, path, save_id, lineage)
+
+    def end_drain(self, drain: BegunSave) -> None:
+        """Leave a drain, committed or not; what it has written stays for the next attempt."""
+        self._draining.discard(drain.path)
+
+    def _make_drain(self, drain: BegunSave, before: Sequence[Leftover]) -> None:
+        mine = [left for left in before if left.folder.drained(drain.save_id) == left.path]
+        for left in before:
+            if left not in mine[:1] and left.path not in self._draining:
+                _remove(left.path)
+        with storage_errors("make", drain.path):
+            if mine and mine[0].path != drain.path:
+                mine[0].path.rename(drain.path)
+            elif not mine:
+                if drain.path.exists():
+                    # Without renames: of a save that failed, or of a drain.
+                    _remove(drain.path)
+                drain.path.mkdir()
+            sync_folder(self.path)
+
+    def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:
+        """Check that what a restart would take from here is not newer than what is drained."""
+        if drain.folder.has_record:
+            raise CheckpointingException(
+                f"iteration {drain.folder.iteration} is on shared storage already, saved in "
+                f"another way: {drain.folder.path}. It was left as it is"
+            )
+        for folder in folders:
+            if folder.epoch == drain.folder.epoch or folder.iteration < drain.folder.iteration:
+                continue
+            if self._loaded is not None and folder.version > self._loaded:
+                # The job went back from it.
+                continue
+            record = self._record_of(folder)
+            if record is None or _is_given_up(record, drain.lineage):
+                continue
+            raise CheckpointingException(
+                f"{folder.path} is newer than iteration {drain.folder.iteration}, which would "
+                f"stand before it: nothing was drained. If the job went back from it, load() what "
+                f"it goes on from by this manager, or remove it"
+            )
 
     def commit(
         self, save: BegunSave, metadata: bytes, files: Mapping[str, int], world_size: int
@@ -212,20 +310,33 @@ class CheckpointRoot:
     def sweep(self, save: BegunSave | None) -> None:
         """Remove what other saves than this one have left that were never committed.
 
-        Nobody is writing there: the root is locked, and saves follow one another.
+        Nobody is writing there: the root is locked, and saves follow one another. What a drain has
+        left stays until something newer is there: the next attempt goes on from it.
         """
         try:
             folders, leftovers = folders_in(self.path)
-            paths = [leftover.path for leftover in leftovers if not _is_put_back(leftover)]
+            newest = self._newest_for(leftovers, folders)
+            paths = [
+                leftover.path
+                for leftover in leftovers
+                if not _is_put_back(leftover)
+                and not (leftover.is_drain and leftover.folder.iteration > newest)
+            ]
             if not self._atomic_rename:
                 paths += [folder.path for folder in folders if not folder.has_record]
         except StorageError as error:
             logger.warning("what was never committed stays for now: %s", error)
             return
         for path in paths:
-            if save is None or path != save.path:
+            if path not in self._draining and (save is None or path != save.path):
                 logger.info("removing %s, which is no checkpoint", path)
                 _remove(path)
+
+    def _newest_for(self, leftovers: Sequence[Leftover], folders: Sequence[Folder]) -> int:
+        """Highest iteration that is committed, if there are drains to compare with; else -1."""
+        if not any(leftover.is_drain for leftover in leftovers):
+            return -1
+        return max((folder.iteration for folder in folders if folder.has_record), default=-1)
 
     def go_on_from(self, loaded: Found) -> None:
         """Begin a new epoch at the next save. What is newer until then was left behind."""
@@ -372,6 +483,18 @@ class CheckpointRoot:
                 raise
             logger.error("%s is not counted: %s", folder.path, error)
             return None
+
+
+def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int:
+    epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
+    return 1 + max(epochs, default=0)
+
+
+def _is_given_up(record: CommitRecord, lineage: Lineage | None) -> bool:
+    """Return whether a lineage went back from a checkpoint."""
+    if lineage is None or record.lineage is None:
+        return False
+    return lineage.gives_up(record.lineage.epoch, record.iteration)
 
 
 def _remove(path: Path) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "WriteData",
     "item_nbytes",
     "lay_out_files",
+    "place_items",
     "split_by_size_and_type",
 ]
 
@@ -119,7 +120,7 @@ def lay_out_files(
             if bucket:
                 name = f"{group}{prefix}{len(files)}{DATA_SUFFIX}"
                 placed = [(numbers[id(item)], item) for item in bucket]
-                files.append(_place(name, placed, others))
+                files.append(place_items(name, placed, others))
     return tuple(files)
 
 
@@ -148,7 +149,14 @@ def item_nbytes(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _place(name: str, bucket: Sequence[tuple[int, WriteItem]], others: Set[int]) -> FileLayout:
+def place_items(name: str, bucket: Sequence[tuple[int, WriteItem]], others: Set[int]) -> FileLayout:
+    """Place items in a file, in their order.
+
+    Args:
+        name: Name of the file.
+        bucket: The items, and their numbers in the plan.
+        others: Numbers of those that are saved as a run of bytes.
+    """
     slots: list[Slot] = []
     end = 0
     for number, item in bucket:

@@ -10,13 +10,15 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import DistributedType
-
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.epoch_position import EpochPosition
+from localckpt.integrations.versions import at_least
+
+with at_least("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from accelerate.utils import DistributedType
 
 __all__ = ["LocalCheckpoints"]
 
@@ -81,8 +83,8 @@ class LocalCheckpoints:
         next number is taken, if it is time: with what the loop does after the batches of an epoch.
 
         Raises:
-            CheckpointingException: The accelerator has prepared nothing, or a save failed; as for
-                :meth:`localckpt.Checkpointer.step`.
+            CheckpointingException: The accelerator has prepared nothing, or loaders whose position
+                it notes wrongly; or a save failed, as for :meth:`localckpt.Checkpointer.step`.
             MismatchError, NoReplicasAvailableError, PeerLostError: As for
                 :meth:`localckpt.Checkpointer.resume`.
         """
@@ -184,6 +186,12 @@ class LocalCheckpoints:
             raise CheckpointingException(
                 "the accelerator has prepared no model: call accelerator.prepare() before epochs()"
             )
+        if accelerator.num_processes > 1 and any(_is_miscounted(one) for one in _loaders(self)):
+            raise CheckpointingException(
+                "before 1.13.0 Accelerate notes the position of stateful loaders of several ranks "
+                "wrongly, and a run would go on with other batches: install accelerate>=1.13, or "
+                "leave use_stateful_dataloader=True out. Nothing was loaded or saved"
+            )
         state = {
             f"{name}{number}": part
             for name, parts in named.items()
@@ -239,3 +247,9 @@ def _loaders(checkpoints: LocalCheckpoints) -> list[Any]:
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _is_miscounted(loader: Any) -> bool:
+    """Whether the loader's state allows for batches that are read for other ranks, and are not."""
+    is_allowed_for = "adjust_state_dict_for_prefetch" not in vars(DataLoaderShard)
+    return is_allowed_for and _is_stateful(loader) and isinstance(loader, DataLoaderShard)

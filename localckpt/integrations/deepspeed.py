@@ -17,17 +17,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
-
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.errors import CheckpointingException
+from localckpt.integrations.versions import at_least
+
+with at_least("deepspeed"):
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
 __all__ = ["LocalCheckpointEngine", "LocalCheckpoints", "install"]
 

@@ -16,30 +16,32 @@ from typing import TYPE_CHECKING, Any
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.parts import RandomPart
 from localckpt.errors import CheckpointingException
+from localckpt.integrations.versions import at_least
 from localckpt.state_dict.basic import is_stateful
 
-try:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        DeepSpeedStrategy,
-        FSDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-        Strategy,
-        XLAStrategy,
-    )
-except ImportError:
-    from pytorch_lightning import Callback
-    from pytorch_lightning.strategies import (
-        DDPStrategy,
-        DeepSpeedStrategy,
-        FSDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-        Strategy,
-        XLAStrategy,
-    )
+with at_least("lightning", "pytorch-lightning"):
+    try:
+        from lightning.pytorch import Callback
+        from lightning.pytorch.strategies import (
+            DDPStrategy,
+            DeepSpeedStrategy,
+            FSDPStrategy,
+            ModelParallelStrategy,
+            SingleDeviceStrategy,
+            Strategy,
+            XLAStrategy,
+        )
+    except ImportError:
+        from pytorch_lightning import Callback
+        from pytorch_lightning.strategies import (
+            DDPStrategy,
+            DeepSpeedStrategy,
+            FSDPStrategy,
+            ModelParallelStrategy,
+            SingleDeviceStrategy,
+            Strategy,
+            XLAStrategy,
+        )
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import ray.train
-
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
+from localckpt.integrations.versions import at_least
 from localckpt.storage.names import local_path
+
+with at_least("ray"):
+    import ray.train
 
 __all__ = ["RayCheckpointer", "Reference"]
 
@@ -117,7 +119,7 @@ class RayCheckpointer(Checkpointer):
             NoReplicasAvailableError: There is none, although Ray Train was told of one of this run:
                 nothing is started over by itself. Or as for :meth:`Checkpointer.resume`.
             MismatchError: As for :meth:`Checkpointer.resume`; also where an elastic run comes back
-                with another number of workers, and there is no shared storage.
+                with another number of workers, and parts of the state belong to single ones.
             PeerLostError: As for :meth:`Checkpointer.resume`.
         """
         step = super().resume(elsewhere)

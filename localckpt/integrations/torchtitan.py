@@ -16,15 +16,17 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-import tyro
 
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.parts import ModulePart
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.integrations.versions import at_least
 
-try:
+# Releases before had one checkpoint manager, and no place for another.
+with at_least("torchtitan"):
+    import tyro
     from torchtitan.components.checkpointer import (
         DATALOADER,
         MODEL,
@@ -34,11 +36,6 @@ try:
     )
     from torchtitan.components.checkpointer.utils import canonical_fqn
     from torchtitan.config.override import derive, override
-except ImportError as error:
-    raise ImportError(
-        "localckpt.integrations.torchtitan needs torchtitan 0.3.0 or newer: before, its trainer "
-        "had one checkpoint manager, and no place for another"
-    ) from error
 
 __all__ = ["LocalCheckpoint", "local_checkpoint"]
 

@@ -16,13 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
-
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.epoch_position import EpochPosition
+from localckpt.integrations.versions import at_least
+
+with at_least("transformers"):
+    from transformers import TrainerCallback, TrainerState
+    from transformers.trainer_callback import ExportableState
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainingArguments

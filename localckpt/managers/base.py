@@ -34,7 +34,7 @@ from localckpt.managers.parts import Parts
 from localckpt.managers.reports import LoadReport, SaveReport
 from localckpt.managers.restoring import LoadOptions
 from localckpt.managers.save import Save
-from localckpt.options import SaveOptions
+from localckpt.options import OnDivergence, SaveOptions
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
@@ -71,6 +71,8 @@ class BaseCheckpointManager(ABC):
             with fewer copies: a warning, ``degraded_saves`` and :meth:`status` say so.
         events: Stream that is told what happens here; it stays the caller's to close. ``None`` for
             none.
+        check_replicas, on_divergence: As for :class:`LocalCheckpointManager`; checkpoints are not
+            marked.
 
     Attributes:
         latest_iteration: Result of the last ``find_latest``; ``-1`` makes the next one look again.
@@ -95,6 +97,8 @@ class BaseCheckpointManager(ABC):
         background: bool | None = None,
         strict: bool = False,
         events: EventStream | None = None,
+        check_replicas: int | None = None,
+        on_divergence: OnDivergence = "error",
     ) -> None:
         self._set_up(session_id, repl_strategy, SaveOptions.of(locals()))
         parts = self._parts
@@ -210,6 +214,8 @@ class BaseCheckpointManager(ABC):
             SaveFailedError: The save failed on some rank (a StorageError, if a node refused). It is
                 raised on every rank, older checkpoints are as they were, and training may go on and
                 save again.
+            DivergenceError: With ``check_replicas``: tensors that should be equal on several ranks
+                are not. It is raised on every rank, and older checkpoints are as they were.
             PeerLostError: A rank did not answer in time.
         """
         called = time.monotonic()
@@ -391,7 +397,9 @@ class BaseCheckpointManager(ABC):
             CheckpointingException: The job is to go back while saves are in flight.
             NoReplicasAvailableError: No checkpoint is complete, or not the one that was asked for;
                 it says which shards are gone.
-            MismatchError: ``into`` has another structure.
+            MismatchError: ``into`` has another structure; or another number of ranks saved the
+                checkpoint, and there is no ``into``, or values that differ between these ranks have
+                no rule. Nothing was changed.
             RestoreError: The bytes are good, and some rank cannot rebuild its state from them: a
                 class changed, its ``__setstate__`` raised, memory ran out. It is raised on every
                 rank and names the class and the path in the state. Nothing is renamed, and no older

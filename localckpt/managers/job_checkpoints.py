@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from localckpt.availability.durability import Durability, durability_found, spared
 from localckpt.availability.found import Found
@@ -30,6 +32,7 @@ class JobCheckpoints:
         marks: Marks of checkpoints.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
+        drained: Complete ones that were promoted to shared storage by this manager.
         seen: What was complete at the last look at all nodes; ``None`` before the first.
         job_has_looked: Whether the job asked what there is, or said what it resumes from. Then it
             knows what it gives up.
@@ -42,6 +45,8 @@ class JobCheckpoints:
         self.marks: dict[Checkpoint, Mark] = {}
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
+        self.drained: set[Checkpoint] = set()
+        self._held: Counter[Checkpoint] = Counter()
         self.lineages: dict[EpochId, Lineage] = {}
         self.seen: list[Point] | None = None
         self.job_has_looked = False
@@ -64,7 +69,11 @@ class JobCheckpoints:
             Durability(iteration, "captured", 0, self.copies_wanted(rank))
             for iteration in reversed(self.under_way)
         ]
-        return captured + [self._reached[c] for c in self.complete if c in self._reached]
+        reached = ((c, self._reached[c]) for c in self.complete if c in self._reached)
+        return captured + [
+            replace(durability, level="drained") if c in self.drained else durability
+            for c, durability in reached
+        ]
 
     def take_in(self, found: Found) -> None:
         """Take in what a look at all nodes found."""
@@ -101,13 +110,27 @@ class JobCheckpoints:
         self.complete = [other for other in self.complete if other != checkpoint]
         self.exhausted.pop(checkpoint, None)
 
+    def note_drained(self, checkpoint: Checkpoint) -> None:
+        """One is on shared storage, too."""
+        self.drained = {c for c in (*self.drained, checkpoint) if c in self.complete}
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """Keep one from being pruned until :meth:`release` was called as often."""
+        self._held[checkpoint] += 1
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Undo one :meth:`hold`; the next save prunes what is over."""
+        self._held[checkpoint] -= 1
+        self._held += Counter()
+
     def keep(self, saved: int, count: int) -> Retirement | None:
         """Forget all but the newest, and what must stay beside them.
 
         Beside them stays the newest that survives the loss of a node, if none of them does; the
         newest that is marked good, if none of them is; and what other lineages have that is newer
         by iteration, unless the job gave it up knowingly. One that is marked bad counts for
-        nothing, and only the newest of them stays, as long as nothing newer is complete.
+        nothing, and only the newest of them stays, as long as nothing newer is complete. What is
+        held stays in any case.
 
         Args:
             saved: The iteration that was saved last.
@@ -125,7 +148,7 @@ class JobCheckpoints:
         newest = max((checkpoint.iteration for checkpoint in sound), default=-1)
         # Of bad ones that are newer than all others, the newest is the last resort.
         last_bad = [checkpoint for checkpoint in bad if checkpoint.iteration > newest][:1]
-        also = frozenset(bad).difference(last_bad)
+        also = frozenset(bad).difference(last_bad, self._held)
         if len(kept) < count:
             if not also:
                 return None
@@ -133,7 +156,7 @@ class JobCheckpoints:
         else:
             stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
             up_to = min(checkpoint.iteration for checkpoint in kept)
-            but = frozenset((*kept, *stays, *last_bad))
+            but = frozenset((*kept, *stays, *last_bad, *self._held))
             retirement = Retirement(up_to, lineage, but, also)
         self.complete = [
             checkpoint for checkpoint in self.complete if not retirement.takes(checkpoint)

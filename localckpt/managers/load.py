@@ -16,44 +16,32 @@ from typing import Any, NamedTuple
 from torch.profiler import record_function
 
 from localckpt.availability.coverage import judge_newest
-from localckpt.availability.recoverable import groups_to_compute
 from localckpt.availability.refusals import BadCopy, why_not_that, why_nothing_loads
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     NoReplicasAvailableError,
     PeerLostError,
-    RestoreError,
     StorageError,
 )
-from localckpt.failure_texts import described, with_class
-from localckpt.ids import Checkpoint, CkptID, Group, Piece, ShardIdentity
+from localckpt.failure_texts import described
+from localckpt.ids import Checkpoint, CkptID
+from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
 from localckpt.managers.parts import Parts
 from localckpt.managers.progress import CountedSource, ReadProgress
-from localckpt.managers.restoring import LoadOptions, restore, verify_again
+from localckpt.managers.recovery import Recovery
+from localckpt.managers.restoring import Loaded, LoadOptions, incurable, restore, verify_again
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.replication.exchange import ExchangePlan
-from localckpt.replication.redundancy import Lost, PieceProblem
-from localckpt.replication.schemes import SCHEMES
 from localckpt.replication.shard_plans import plan_shards
 from localckpt.replication.watched import WatchedSource
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
 
-__all__ = ["Load", "Loaded"]
+__all__ = ["Load"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A shard that was read and verified."""
-
-    checkpoint: Checkpoint
-    state: Any
-    nbytes: int
-    came_from: str
 
 
 class _Bad(NamedTuple):
@@ -125,10 +113,10 @@ class Load:
                 cure, most often a RestoreError; raised on all ranks.
         """
         while wanted := self._wanted(iteration):
-            judge_newest(wanted, self._ranks.world_size)
+            judge_newest(wanted, self._ranks.world_size, is_elastic=self._parts.options.elastic)
             self._choose(wanted[0])
             with record_function("localckpt.load"):
-                loaded = self._load()
+                loaded = self._load_any()
             if loaded is not None:
                 self._parts.epoch.resume_from(self._checkpoint)
                 self._protect()
@@ -156,30 +144,29 @@ class Load:
 
     def _protect(self) -> None:
         """Have made again what the loaded checkpoint lacks of its protection."""
+        recovery = self._recovery
         self._checkpoints.refresh(self._checkpoint, self._inventory)
         if self._parts.reprotection is not None:
             self._parts.reprotection.begin(
-                self._checkpoint, self._inventory, self._computed, self._slot, self._to_replace
+                *(self._checkpoint, self._inventory, recovery.nbytes, recovery.computed_by),
+                *(list(recovery.slots.values()), recovery.to_replace),
             )
-        elif self._slot is not None:
-            self._store.release([self._slot])
+        else:
+            self._store.release(list(recovery.slots.values()))
 
     def _choose(self, checkpoint: Checkpoint) -> None:
         """Begin with a checkpoint of which nothing is known to be bad."""
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
-        # Shards that are computed, each with the group that it is computed from.
-        self._groups: dict[int, Group] = {}
-        # Sizes of those that were, the slot of this rank's, and those that cannot be.
-        self._computed: dict[int, int] = {}
-        self._slot: Slot | None = None
-        self._hopeless: set[int] = set()
-        # Nodes with copies that are good in part, by rank, and what is wrong with them.
-        self._damaged: dict[int, dict[str, str]] = {}
-        # Other pieces that are good in part; they are of use until all is loaded.
-        self._damaged_pieces: list[tuple[Piece, str]] = []
-        # What is damaged on this node and is to be replaced by a good one, and why.
-        self._to_replace: dict[ShardIdentity, Problem] = {}
+        self._recovery = Recovery(self._parts, self._inventory, checkpoint, self.bad)
+
+    def _load_any(self) -> Loaded | None:
+        if self._checkpoint.world_size == self._ranks.world_size:
+            return self._load()
+        return ElasticLoad(
+            *(self._parts, self._inventory, self._checkpoint),
+            *(self._recovery, self._options, self.bad),
+        ).run()
 
     def _load(self) -> Loaded | None:
         try:
@@ -199,9 +186,7 @@ class Load:
                     loaded, outcome = self._verify_and_restore(plan, arrived)
                 if self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
                     self._quarantine_damaged()
-                    for piece, node in self._damaged_pieces:
-                        # It is to be made anew.
-                        self._inventory.remove(self._checkpoint, piece, node)
+                    self._recovery.give_up_damaged_pieces()
                     return loaded
         except BaseException:
             self._drop_slots()
@@ -211,64 +196,16 @@ class Load:
 
     def _plan(self) -> ExchangePlan[CkptID]:
         """Plan the transfers of shards that some node holds, and find groups for the others."""
-        self._groups = groups_to_compute(
-            self._checkpoint, self._inventory, self._damaged, self._hopeless
-        )
+        groups = self._recovery.plan()
         ranks = range(self._ranks.world_size)
-        wanted = {rank: [rank] for rank in ranks if rank not in self._groups}
+        wanted = {rank: [rank] for rank in ranks if rank not in groups}
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
 
     def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> list[Slot] | None:
         """Have what is not on its own node here; as :meth:`_fetch`."""
-        if not self._recover():
+        if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
             return None
         return self._fetch(plan) if plan.transfers else []
-
-    # Recover.
-
-    def _recover(self) -> bool:
-        """Compute what is on no node; whether that was done, on all ranks."""
-        for kind in sorted({group.kind for group in self._groups.values()}):
-            wanted = {rank: group for rank, group in self._groups.items() if group.kind == kind}
-            recovered = SCHEMES[kind].recover(
-                Lost(self._checkpoint, self._session_id, self._inventory, wanted, self._damaged),
-                self._store,
-                self._ranks,
-                self._strategy.step_s(self._ranks.timeout_s),
-            )
-            for rank, why in recovered.hopeless.items():
-                identity = self._checkpoint.shard(rank, self._session_id)
-                logger.error("%s cannot be computed: %s", identity, why)
-            self._hopeless |= recovered.hopeless.keys()
-            self._take_out(recovered.problems)
-            if not recovered.is_done:
-                return False
-            self._slot = recovered.slot or self._slot
-            self._computed |= recovered.nbytes
-        return True
-
-    def _take_out(self, problems: Sequence[PieceProblem]) -> None:
-        """Let what is damaged not be read again as if it were good."""
-        # What was damaged may have failed altogether since.
-        gone = {(problem.piece, problem.reader) for problem in problems if problem.is_gone}
-        for piece, reader, why in ((p.piece, p.reader, p.why) for p in problems):
-            node = self._inventory.node_of(reader)
-            identity = self._checkpoint.shard(piece.rank, self._session_id).of_kind(piece.kind)
-            if piece.is_shard:
-                if piece.rank in self._inventory.shards_on(self._checkpoint, node):
-                    self.bad.append(BadCopy(identity, reader, why))
-                self._inventory.remove(self._checkpoint, piece, node)
-                if (piece, reader) in gone:
-                    self._damaged.get(piece.rank, {}).pop(node, None)
-                else:
-                    self._damaged.setdefault(piece.rank, {}).setdefault(node, why)
-                continue
-            if (piece, reader) in gone:
-                self._inventory.remove(self._checkpoint, piece, node)
-            else:
-                self._damaged_pieces.append((piece, node))
-            if reader == self._ranks.rank:
-                self._to_replace[identity] = Problem("damaged", why)
 
     # Fetch.
 
@@ -288,7 +225,7 @@ class Load:
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
             except Exception as error:  # noqa: BLE001 - raised on every rank once reported
-                self._failure = _incurable(error)
+                self._failure = incurable(error)
         arrived: list[Slot] = []
 
         timeout_s = self._ranks.timeout_s
@@ -342,24 +279,24 @@ class Load:
         if senders := [entry.sender for entry in plan.receives(rank)]:
             holder = senders[0]
             came_from = f"peer rank {holder}"
-        if self._slot is not None:
-            arrived = [self._slot]
-            came_from = self._groups[rank].kind
+        if (computed := self._recovery.slots.get(rank)) is not None:
+            arrived = [computed]
+            came_from = self._recovery.groups[rank].kind
         try:
             image = arrived[0].image if arrived else None
             state, nbytes = restore(self._store, self._mine, image, self._options, self._allowed)
         except (StorageError, CorruptShardError) as error:
             # Its text alone is reported. It may refer to the state that was to be filled.
             forget_frames(error)
-            if self._slot is not None:
+            if computed is not None:
                 return None, _Outcome(unfit=described(error))
             # What the node refused once it may give the next time: only bad bytes go to quarantine.
             is_bad = isinstance(error, CorruptShardError)
-            if is_bad and not senders and not self._may_be_mended(rank):
+            if is_bad and not senders and not self._recovery.may_be_mended(rank):
                 self._store.quarantine(self._mine, Problem.of(error))
             return None, _Outcome((_Bad(holder, rank, described(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
-            self._failure = _incurable(error)
+            self._failure = incurable(error)
             return None, _Outcome()
         finally:
             # What was computed is kept by the caller.
@@ -378,26 +315,22 @@ class Load:
         merged = self._ranks.merge(phase, attempt, report, grace_s=self._ranks.timeout_s)
         outcomes = {rank: _Outcome.from_json(fields) for rank, fields in merged.items()}
         unfit = {rank: o.unfit for rank, o in outcomes.items() if o.unfit is not None}
-        self._hopeless |= unfit.keys()
+        self._recovery.hopeless |= unfit.keys()
         for rank, unfit_why in unfit.items():
             logger.error("the shard of rank %d was computed in vain: %s", rank, unfit_why)
         bad = [(rank, copy) for rank, outcome in outcomes.items() for copy in outcome.bad]
         for rank, (holder, owner, why, is_damaged) in bad:
             identity = self._checkpoint.shard(owner, self._session_id)
             node = self._inventory.node_of(holder)
-            mendable = is_damaged and self._may_be_mended(owner)
+            mendable = is_damaged and self._recovery.may_be_mended(owner)
             self._inventory.remove(self._checkpoint, identity.piece, node)
             self.bad.append(BadCopy(identity, holder, why))
             if mendable:
                 # What is good of it may be needed yet.
-                self._damaged.setdefault(owner, {})[node] = why
+                self._recovery.damaged.setdefault(owner, {})[node] = why
             elif holder == self._ranks.rank != rank:
                 verify_again(self._store, identity, f"sent to rank {rank}, where {why}")
         return not bad and not unfit
-
-    def _may_be_mended(self, rank: int) -> bool:
-        """True if a rank's shard is in a group with pieces from which it may be computed."""
-        return rank in self._inventory.groups_of(self._checkpoint)
 
     # Quarantine.
 
@@ -406,36 +339,15 @@ class Load:
 
         They are looked at once more: it may be the rank that they were sent to that is broken.
         """
-        for owner, nodes in self._damaged.items():
+        for owner, nodes in self._recovery.damaged.items():
             identity = self._checkpoint.shard(owner, self._session_id)
             for node, why in nodes.items():
                 if self._inventory.reader([node], owner) != self._ranks.rank:
                     continue
-                if owner not in self._computed:
+                if owner not in self._recovery.nbytes:
                     verify_again(self._store, identity, f"read: {why}")
                 elif owner == self._ranks.rank:
-                    self._to_replace[identity] = Problem("damaged", why)
+                    self._recovery.to_replace[identity] = Problem("damaged", why)
 
     def _drop_slots(self) -> None:
-        # All that have this rank's shard: an interrupt may have come before one was noted.
-        self._store.release([slot for slot in self._store.slots if slot.identity == self._mine])
-        self._slot, self._computed = None, {}
-
-
-def _incurable(error: Exception) -> CheckpointingException:
-    """The error to raise on all ranks for one that no other copy would cure."""
-    if isinstance(error, CheckpointingException) and not isinstance(error, RestoreError):
-        return error
-    # Else memory ran out, or the caller's own objects raised: the bytes were not at fault.
-    text = f"the state cannot be rebuilt: {with_class(error)}"
-    if isinstance(error, RestoreError):
-        text = described(error)
-    refusal = RestoreError(
-        f"{text}. The bytes are those that were saved: nothing was renamed or removed, and no "
-        f"older checkpoint was taken instead. Load with the classes, the libraries and the memory "
-        f"that the state needs",
-        getattr(error, "class_name", None),
-        getattr(error, "path", None),
-    )
-    refusal.__cause__ = error
-    return refusal
+        self._recovery.drop([self._mine])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
-from localckpt.options import OnBusy, SaveOptions
+from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import DiskStore, ReadOnlyStore
@@ -54,6 +54,19 @@ class LocalCheckpointManager(StoreCheckpointManager):
             bad, or ``None``. It may neither change nor keep them. A checkpoint that is bad on any
             rank is marked so, with a warning, and is loaded only if there is no other. A check
             that raises fails the save.
+        elastic: Whether a checkpoint that another number of ranks saved is loaded, too: each tensor
+            of ``load(into=)`` is filled from the parts of it that the nodes hold.
+        private: With ``elastic``, by key prefix, what becomes of values that differ between the
+            ranks that saved them: ``"drop"`` leaves each rank what it has, ``"keep"`` gives each
+            what the rank of its number had, and a function ``f(values, rank, world_size)`` of the
+            values of all ranks that saved makes each rank's. All ranks give the same.
+        check_replicas: Compare, in every save of so many, what the state says is equal on several
+            ranks: by :func:`localckpt.replicated`, as a ``DTensor`` that is replicated, or in
+            Megatron-Core. Digests of the captured tensors are computed behind training and compared
+            when the save is finalized. After a difference every save compares, until there is none.
+            ``None`` to compare nothing.
+        on_divergence: Whether a difference is an ``"error"``, with which the save is rolled back on
+            all ranks, or a ``"warn"``-ing, with which the checkpoint is marked bad as by ``check``.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -81,6 +94,10 @@ class LocalCheckpointManager(StoreCheckpointManager):
         events: EventStream | None = None,
         max_attempts: int | None = None,
         check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None,
+        elastic: bool = False,
+        private: Mapping[str, PrivateRule] | None = None,
+        check_replicas: int | None = None,
+        on_divergence: OnDivergence = "error",
     ) -> None:
         options = SaveOptions.of(locals())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -155,7 +156,8 @@ class Finder:
         """
         found, checkpoints, epoch = self.look().found, self._parts.checkpoints, self._parts.epoch
         checkpoints.job_has_looked = True
-        judge_newest(checkpoints.complete, self._parts.ranks.world_size)
+        world_size, is_elastic = self._parts.ranks.world_size, self._parts.options.elastic
+        judge_newest(checkpoints.complete, world_size, is_elastic=is_elastic)
         if checkpoints.complete:
             newest = checkpoints.complete[0]
             if (mark := checkpoints.marks.get(newest)) is not None and mark.kind == "bad":
@@ -183,8 +185,12 @@ class Finder:
 
     def iterations(self) -> list[int]:
         """Iterations that can be loaded, in the order in which a restart tries them."""
-        world_size = self._parts.ranks.world_size
-        complete = [c for c in self._parts.checkpoints.complete if c.world_size == world_size]
+        world_size, is_elastic = self._parts.ranks.world_size, self._parts.options.elastic
+        complete = [
+            checkpoint
+            for checkpoint in self._parts.checkpoints.complete
+            if is_elastic or checkpoint.world_size == world_size
+        ]
         return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
 
     def explain(self) -> Explanation:
@@ -196,11 +202,22 @@ class Finder:
             PeerLostError: A rank did not answer in time.
         """
         parts = self._parts
-        return _gather_explanation(parts.ranks, parts.store, parts.epoch.nodes, parts.resuming)
+        # Any number of ranks can load what the nodes hold.
+        world_size = None if parts.options.elastic else parts.ranks.world_size
+        explanation = _gather_explanation(
+            *(parts.ranks, parts.store, parts.epoch.nodes, parts.resuming, world_size)
+        )
+        drained = parts.checkpoints.drained
+        held = (standing.checkpoint for standing in explanation.checkpoints)
+        return replace(explanation, drained=tuple(c for c in held if c in drained))
 
 
 def _gather_explanation(
-    ranks: Ranks, store: Store, nodes: Sequence[str], resuming: Resuming
+    ranks: Ranks,
+    store: Store,
+    nodes: Sequence[str],
+    resuming: Resuming,
+    world_size: int | None,
 ) -> Explanation:
     """Explain what all nodes have; all ranks call it."""
     inventory = Inventory(ranks_by_node(nodes), SCHEMES)
@@ -222,7 +239,7 @@ def _gather_explanation(
         for node in inventory.ranks_on
     }
     return explain(
-        *(inventory, ranks.world_size, files),
+        *(inventory, world_size, files),
         max_attempts=resuming.max_attempts,
         current=resuming.current,
     )

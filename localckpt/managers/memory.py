@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
-from localckpt.options import OnBusy, SaveOptions
+from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import ReadOnlyStore
@@ -36,6 +36,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             :class:`LocalCheckpointManager`.
         num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts, check: As for
             that class.
+        elastic, private: As for that class.
+        check_replicas, on_divergence: As for that class.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -63,6 +65,10 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         events: EventStream | None = None,
         max_attempts: int | None = None,
         check: Callable[[Mapping[str, torch.Tensor]], str | None] | None = None,
+        elastic: bool = False,
+        private: Mapping[str, PrivateRule] | None = None,
+        check_replicas: int | None = None,
+        on_divergence: OnDivergence = "error",
     ) -> None:
         options = SaveOptions.of(locals())
 

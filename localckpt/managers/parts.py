@@ -13,7 +13,9 @@ from localckpt.managers.epoch import Epoch
 from localckpt.managers.handed_over import ForeignQueues
 from localckpt.managers.in_flight import InFlight
 from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.managers.promotion import Promotion
 from localckpt.managers.rendezvous import RENDEZVOUS
+from localckpt.managers.replica_check import ReplicaCheck
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.space import SpaceCheck
@@ -50,6 +52,8 @@ class Parts:
         in_flight: Saves that are not over.
         space: Looks whether there is room; ``None`` where nobody can know.
         reprotection: Makes the copies that a loaded checkpoint lacks; ``None`` for none.
+        replica_check: Compares what ranks have in common.
+        promotions: Promotions of checkpoints to shared storage that may not be over.
         store: Keeps shards.
         epoch: The epoch that saves belong to.
         resuming: Counts starts of the job in vain.
@@ -86,6 +90,8 @@ class Parts:
         self.in_flight = InFlight()
         self.space: SpaceCheck | None = None
         self.reprotection: Reprotection | None = None
+        self.replica_check = ReplicaCheck(options, self.ranks, self.events)
+        self.promotions: list[Promotion] = []
 
     def open(self, open_store: Callable[[], StoreT]) -> StoreT:
         """Open the store, and make the parts that need it; returns the store."""
@@ -129,6 +135,8 @@ class Parts:
             if self.replicator is not None:
                 closing.callback(self.replicator.close)
             closing.callback(self.in_flight.clear)
+            for promotion in self.promotions:
+                closing.callback(promotion.await_end, self.options.timeout)
             self.await_reprotected()
 
     def close_store(self) -> None:

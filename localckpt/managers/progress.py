@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from localckpt.state_dict.source import Filled, Places, ShardSource
 
@@ -70,12 +71,14 @@ class CountedSource:
         self._progress.add(stop - start)
         return view
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
         def count(start: int, parts: list[memoryview]) -> None:
             filled(start, parts)
             self._progress.add(sum(map(len, parts)))
 
-        self._source.stream(stop, places, count)
+        self._source.stream(stop, places, count, starts)
 
     def close(self) -> None:
         self._source.close()

@@ -137,6 +137,15 @@ class Replicator:
         if (copies := replication.task) is not None:
             copies.wait(STEPS * self._timeout_s)
 
+    def waits_for(self, replication: Replication) -> str:
+        """Describe, in any thread, what a save's replication waits for; empty if it is over."""
+        if (copies := replication.task) is None or copies.done():
+            return ""
+        if not (peers := self._strategy.waits_for()):
+            return ""
+        own = replication.identity
+        return f"rank {own.rank} was replicating iteration {own.iteration}, and waited for {peers}"
+
     def cancel(self) -> None:
         """End what is under way; the other ranks may not come any more."""
         self._strategy.give_up()

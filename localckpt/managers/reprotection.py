@@ -22,7 +22,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out, connect_for, new_name
-from localckpt.replication.shard_plans import plan_shards
+from localckpt.replication.shard_plans import missing_copies_of_others, plan_shards
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.transport import Transport
 from localckpt.state_dict.source import ShardSource
@@ -81,7 +81,8 @@ class Reprotection:
         checkpoint: Checkpoint,
         inventory: Inventory,
         computed: Mapping[int, int],
-        slot: Slot | None,
+        computed_by: Mapping[int, int],
+        slots: Sequence[Slot],
         to_replace: Mapping[ShardIdentity, Problem],
     ) -> None:
         """Begin to make what a checkpoint lacks; all ranks call it.
@@ -89,16 +90,18 @@ class Reprotection:
         Args:
             checkpoint: The checkpoint that was loaded.
             inventory: What each node holds; what is made is added to it.
-            computed: Sizes of the shards that were computed, by rank.
-            slot: The slot of this rank's, if it was computed.
+            computed: Sizes of the shards that were computed.
+            computed_by: The rank of the job that has each of these.
+            slots: Slots of those that were computed on this rank.
             to_replace: What is damaged on this node and may be written anew, and why.
 
         Raises:
             PeerLostError: A rank did not answer in time.
         """
+        computed_on = {owner: inventory.node_of(computed_by[owner]) for owner in computed}
         for owner, nbytes in computed.items():
-            inventory.add(checkpoint, owner, inventory.node_of(owner), nbytes)
-        lacking = self._strategy.lacking(checkpoint, inventory)
+            inventory.add(checkpoint, owner, computed_on[owner], nbytes)
+        lacking = self._lacking(checkpoint, inventory)
         if not (lacking.copies or lacking.renewal or computed):
             return
         logger.info(
@@ -115,17 +118,16 @@ class Reprotection:
             checkpoint,
             inventory,
             lacking,
-            computed,
+            {owner: computed_by[owner] for owner in computed},
             to_replace,
         )
-        if slot is not None:
-            work.slots.append(slot)
+        work.slots += slots
         try:
             self._connect(work)
         except CheckpointingException as error:
             work.drop()
-            for owner in computed:
-                inventory.remove(checkpoint, Piece(owner), inventory.node_of(owner))
+            for owner, node in computed_on.items():
+                inventory.remove(checkpoint, Piece(owner), node)
             logger.warning("%d shards stay with fewer copies: %s", len(lacking.copies), error)
             self._events.emit("reprotected", step=checkpoint.iteration, error=error)
             return
@@ -133,6 +135,13 @@ class Reprotection:
         self._work = work
         self._under_way = Task(lambda: self._make_all(work))
         self._under_way.start("localckpt-reprotection", daemon=False)
+
+    def _lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
+        if checkpoint.world_size == self._ranks.world_size:
+            return self._strategy.lacking(checkpoint, inventory)
+        # The job's groups are not those of the ranks that saved it; whole copies protect any.
+        spare = max((group.spare for group in self._strategy.protection.values()), default=0)
+        return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + spare))
 
     def finish(self) -> None:
         """Return when nothing is under way any more.
@@ -215,8 +224,9 @@ class _Work:
 
     Args:
         ranks, store, hooks, session_id: As for :class:`Reprotection`.
-        checkpoint, inventory, computed, to_replace: As for :meth:`Reprotection.begin`.
+        checkpoint, inventory, to_replace: As for :meth:`Reprotection.begin`.
         lacking: What is to be made.
+        computed: Shards that were computed, with the rank of the job that has each.
     """
 
     def __init__(
@@ -282,9 +292,10 @@ class _Work:
             self.commit(self.slots)
         phase = f"keep what was computed of iteration {self.checkpoint.iteration}"
         failed = self.ranks.merge(phase, Attempt(), keeping.error_text)
-        for owner in self.computed.keys() & failed.keys():
-            node = self.inventory.node_of(owner)
-            self.inventory.remove(self.checkpoint, Piece(owner), node)
+        for owner, rank in self.computed.items():
+            if rank in failed:
+                node = self.inventory.node_of(rank)
+                self.inventory.remove(self.checkpoint, Piece(owner), node)
         return [*failed.values()]
 
     def make_copies(self) -> list[str]:

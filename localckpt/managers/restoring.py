@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from localckpt.errors import CorruptShardError, RestoreError, StorageError
-from localckpt.ids import ShardIdentity
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    RestoreError,
+    StorageError,
+)
+from localckpt.failure_texts import described, with_class
+from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.state_dict.basic import TensorAwareStateDict, stateful_keys, wrapped
 from localckpt.state_dict.identify import verify
@@ -21,7 +27,7 @@ from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
 
-__all__ = ["LoadOptions", "restore", "verify_again"]
+__all__ = ["LoadOptions", "Loaded", "incurable", "restore", "verify_again"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,8 @@ class LoadOptions:
     """Options of one load, for its state."""
 
     into: TensorAwareStateDict | None = None
+    given: Any = field(default=None, compare=False)
+    """``into`` as the caller gave it."""
     map_location: str | torch.device | None = None
     optional: tuple[str, ...] = ()
     """Beginnings of paths below which ``into`` may lack tensors that were saved."""
@@ -41,7 +49,17 @@ class LoadOptions:
     ) -> LoadOptions:
         """The options as a caller gives them."""
         optional = ("",) if is_partial else tuple(f"{key}." for key in stateful_keys(into))
-        return cls(None if into is None else wrapped(into), map_location, optional)
+        return cls(None if into is None else wrapped(into), into, map_location, optional)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A shard that was read and verified."""
+
+    checkpoint: Checkpoint
+    state: Any
+    nbytes: int
+    came_from: str
 
 
 def restore(
@@ -117,3 +135,22 @@ def verify_again(store: Store, identity: ShardIdentity, why: str) -> None:
         logger.warning("%s could not be looked at after it was %s: %s", identity, why, error)
     else:
         logger.warning("%s is good here, but not when it was %s", identity, why)
+
+
+def incurable(error: Exception) -> CheckpointingException:
+    """Return the error to raise on all ranks for one that no other copy would cure."""
+    if isinstance(error, CheckpointingException) and not isinstance(error, RestoreError):
+        return error
+    # Else memory ran out, or the caller's own objects raised: the bytes were not at fault.
+    text = f"the state cannot be rebuilt: {with_class(error)}"
+    if isinstance(error, RestoreError):
+        text = described(error)
+    refusal = RestoreError(
+        f"{text}. The bytes are those that were saved: nothing was renamed or removed, and no "
+        f"older checkpoint was taken instead. Load with the classes, the libraries and the memory "
+        f"that the state needs",
+        getattr(error, "class_name", None),
+        getattr(error, "path", None),
+    )
+    refusal.__cause__ = error
+    return refusal

@@ -21,7 +21,12 @@ from torch.profiler import record_function
 from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
-from localckpt.errors import CheckpointingException, PeerLostError, SaveFailedError
+from localckpt.errors import (
+    CheckpointingException,
+    DivergenceError,
+    PeerLostError,
+    SaveFailedError,
+)
 from localckpt.events.event import Tier
 from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
@@ -32,6 +37,7 @@ from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import SaveReport
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.replica_digests import PartDigest, replica_digests
 from localckpt.state_dict.views import tensor_views
 from localckpt.storage.hooks import commit_here
 from localckpt.storage.slot import Slot
@@ -73,6 +79,8 @@ class Save:
         self.error: str | None = None
         self.bad: str | None = None
         self.ticket: Ticket | None = None
+        self._compares_replicas = parts.replica_check.is_due(identity.generation)
+        self._replicas: list[PartDigest] | None = None
         self.is_scheduled = self.is_handed_over = self.is_complete = False
         self._is_returned = False
         # Whether other ranks may have learned how it ended here.
@@ -137,7 +145,8 @@ class Save:
 
         Raises:
             CheckpointingException: Writing failed on some rank; the same on every rank.
-            PeerLostError: A rank did not answer in time.
+            PeerLostError: A rank did not answer in time. The save is rolled back, unless its
+                outcome is unknown here.
         """
         self.is_scheduled = True
         outcome = None
@@ -147,9 +156,8 @@ class Save:
             outcome = self.outcome().to_json()
         try:
             self._agree("save", keeping, outcome)
-        except PeerLostError:
-            # Others may have found it complete.
-            self.leave()
+        except PeerLostError as error:
+            self._fail(error)
             raise
         except CheckpointingException as error:
             self.roll_back(error)
@@ -179,6 +187,7 @@ class Save:
             verdict_fn=self._take_verdict if is_judged else None,
             failure_fns=[self._fail],
             stop_fns=[self._stop_waiting],
+            waits_for_fn=self._waits_for,
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
             hand_over=cache(lambda: self._hand_over(work)),
@@ -259,6 +268,7 @@ class Save:
         """Commit what comes from other ranks; then this rank's part is over. May be repeated."""
         if self._durable is not None:
             return
+        self._digest_replicas()
         if self._replication.comes_later:
             captured = len(self.slots)
             try:
@@ -267,6 +277,11 @@ class Save:
                 self._note(error)
             commit_here(self._parts.store, self._parts.hooks, self.slots[captured:])
         self._durable = time.monotonic()
+
+    def _digest_replicas(self) -> None:
+        """Compute the digests of what other ranks have as well, if this save compares them."""
+        if self._compares_replicas and self._replicas is None and self.slots:
+            self._replicas = replica_digests(self.slots[0].image)
 
     def _take_copies(self) -> None:
         if self._parts.replicator is not None:
@@ -293,6 +308,7 @@ class Save:
             parts.checkpoints.copies_wanted(identity.rank),
             self._replication.group,
             self.bad,
+            tuple((part.set_id, part.digest) for part in self._replicas or ()),
         )
 
     def _take_back(self) -> None:
@@ -313,30 +329,49 @@ class Save:
 
         Raises:
             SaveFailedError: It failed on some rank; the same on every rank.
-            PeerLostError: A rank did not answer in time. The save is neither complete nor failed.
+            DivergenceError: Replicas differ, and that is an error; the same on every rank.
+            PeerLostError: A rank did not answer in time. The save is rolled back, unless its
+                outcome is unknown here.
         """
         identity = self.identity
         if (verdict := self._verdict) is None:
             # Its queue is of another library, or has not asked the other ranks.
             outcome = self.outcome().to_json()
-            verdict = self._agree("finalize", Attempt(), outcome)
+            try:
+                verdict = self._agree("finalize", Attempt(), outcome)
+            except CheckpointingException as error:
+                self._fail(error)
+                raise
         self._parts.checkpoints.remove(identity.checkpoint)
-        if verdict.reached is None:
+        bad, failed = verdict.bad, self._failure(verdict)
+        if isinstance(failed, DivergenceError) and not self._parts.replica_check.is_error:
+            bad, failed = str(failed), None
+        if failed is not None:
             # Not below its own count: a later save may be under way, and no number is used twice.
             epoch = self._parts.epoch
             epoch.generation = max(epoch.generation, verdict.generation)
-            failed = SaveFailedError(
-                f"the save of iteration {identity.iteration} failed: "
-                f"{'; '.join(verdict.problems)}. {_KEPT}"
-            )
             try:
                 self.roll_back(failed)
                 raise failed
             finally:
                 # Else the error would keep itself by this variable.
                 del failed
-        self._complete(verdict.reached, verdict.bad)
+        assert verdict.reached is not None, "without a failure the save is complete"
+        self._complete(verdict.reached, bad)
         return verdict.reached
+
+    def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
+        """The error of a save that failed, or whose replicas differ; ``None`` for no error."""
+        iteration, check = self.identity.iteration, self._parts.replica_check
+        if verdict.reached is None:
+            return SaveFailedError(
+                f"the save of iteration {iteration} failed: {'; '.join(verdict.problems)}. {_KEPT}"
+            )
+        if self._compares_replicas:
+            check.note(verdict.divergence)
+        if verdict.divergence is None:
+            return None
+        return check.describe(iteration, verdict.divergence, self._replicas or [])
 
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
@@ -399,7 +434,11 @@ class Save:
         self._record.note_end(durable=None, tier=None, outcome="failed", error=error)
 
     def _fail(self, error: BaseException) -> None:
-        """End the save in the place of :meth:`finalize`, after the error that its queue raises."""
+        """End the save after an error that all ranks raise, or this one alone.
+
+        A failure that the ranks have agreed on cannot become another verdict, so what was written
+        is removed. Where this rank does not know the verdict, it may be that the save is complete.
+        """
         if isinstance(error, PeerLostError) and error.outcome_unknown:
             self.leave()
         else:
@@ -456,6 +495,12 @@ class Save:
         """End what is under way between ranks; the others may not come any more."""
         if self._parts.replicator is not None:
             self._parts.replicator.cancel()
+
+    def _waits_for(self) -> str:
+        """Describe which other ranks the save waits for here; empty if for none."""
+        if self._parts.replicator is None:
+            return ""
+        return self._parts.replicator.waits_for(self._replication)
 
     def _note(self, error: Exception) -> None:
         logger.error(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
+from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.ordering import newest_first
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.back_pressure import LimitedInFlight
 from localckpt.managers.base import BaseCheckpointManager
+from localckpt.managers.calls import one_call
+from localckpt.managers.promotion import DrainTarget, Promotion, promotable
 from localckpt.managers.reports import MemoryPlan
 from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.restoring import LoadOptions, restore
@@ -22,6 +27,7 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.basic import wrapped
 from localckpt.storage.directory import DirectoryStore
+from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.problem import Problem
 from localckpt.storage.write import write_shard
 
@@ -98,6 +104,53 @@ class StoreCheckpointManager(BaseCheckpointManager):
         identity = self._parts.epoch.identity(0)
         capture = self._parts.capture.planner.capture(wrapped(state_dict))
         self.store.prepare(identity.piece, capture.nbytes(identity), capture.gpu)
+
+    @one_call
+    def promote(
+        self, iteration: SupportsIndex, to: DrainTarget, *, rate_limit: float | None = None
+    ) -> AsyncRequest:
+        """Drain a complete checkpoint to shared storage, behind training; all ranks call it.
+
+        It is written from the images on the nodes, so training neither copies its state once more
+        nor waits. Each rank drains its own shard; what several ranks have alike is written once.
+        The nodes keep the checkpoint until the promotion is finalized. A drain that was cut off
+        goes on where it was when the same checkpoint is promoted again.
+
+        Args:
+            iteration: The checkpoint; the newest one, if several have the number.
+            to: A :class:`GlobalCheckpointManager` of the same ranks.
+            rate_limit: Bytes a second that each rank writes at most; ``None`` for any number. The
+                ranks of a node together write as many times more.
+
+        Returns:
+            The request to hand to an :class:`AsyncCallsQueue`, which raises whatever goes wrong
+            from here on. Give promotions a queue of their own: a queue finalizes its calls in
+            order, and saves would wait.
+
+        Raises:
+            NoReplicasAvailableError: The checkpoint is not complete, or not kept any more.
+            MismatchError: Another number of ranks has saved it.
+            CheckpointingException: Its save is under way; or it is marked bad; or ``to`` is closed,
+                or of other ranks. As all of these the same on every rank, and nothing was done.
+            PeerLostError: A rank did not answer in time, when the job had not looked yet what the
+                nodes hold.
+        """
+        self._require_writable()
+        iteration = operator.index(iteration)
+        parts = self._parts
+        checkpoints = parts.checkpoints
+        if checkpoints.seen is None and not checkpoints.complete:
+            self._find_latest()
+        checkpoint = promotable(iteration, checkpoints, self.world_size)
+        identity = checkpoint.shard(self.rank, self.session_id)
+        shard = KeptShard(self.store, identity, parts.allowed)
+        promotion = Promotion(checkpoint, shard, to, rate_limit, checkpoints)
+        parts.promotions = [*(p for p in parts.promotions if not p.is_over), promotion]
+        return promotion.request(partial(self._finalize_promotion, promotion))
+
+    def _finalize_promotion(self, promotion: Promotion) -> None:
+        promotion.finalize()
+        logger.info("iteration %d is drained", promotion.checkpoint.iteration)
 
     def wait_staged(self) -> None:
         """Return when no save reads the state any more, so that anything may change it.

@@ -23,6 +23,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+# This process may have been stopped meanwhile, and the thread with it.
+_LAST_LOOK_S = 0.5
 # A thread that waits for nothing ends at once, unless the machine is busy.
 _ENDING_S = 1.0
 
@@ -30,14 +32,29 @@ _ENDING_S = 1.0
 class StoreWait:
     """A wait for other ranks, in a thread that its starter may abandon.
 
+    Args:
+        answer_s: The time that the store has to answer, in seconds.
+
     Attributes:
         begun: Set once the thread has nothing left to do but to wait.
         abandoned: Set once nobody waits for the thread any more.
+        answers_by: When the store is taken to be silent, by the monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float) -> None:
+        self._answer_s = answer_s
         self.begun = Latch()
         self.abandoned = Latch()
+        self.answers_by = 0.0
+        self.expect()
+
+    def expect(self, at: float = 0.0) -> None:
+        """Expect the next answer of the store, which has just answered.
+
+        Args:
+            at: When the store is to answer, by the monotonic clock, where it is to wait itself.
+        """
+        self.answers_by = max(time.monotonic(), at) + self._answer_s
 
 
 def ask_store(phase: str, limit_s: float, call: Callable[[], T]) -> T:
@@ -66,28 +83,46 @@ class StoreThreads:
         self._is_closed = False
 
     def ask_until_stopped(
-        self, phase: str, limit_s: float, call: Callable[[StoreWait], T], stopped: Latch
+        self,
+        phase: str,
+        limit_s: float,
+        call: Callable[[StoreWait], T],
+        stopped: Latch,
+        *,
+        answer_s: float,
     ) -> T | None:
         """As :func:`ask_store`, for a call that waits for other ranks at the store.
+
+        A store that is silent ends the call long before other ranks are given up.
 
         Args:
             phase, limit_s: As for :func:`ask_store`.
             call: What is called, in another thread, with its wait.
             stopped: Ends the wait.
+            answer_s: The time that the store has to answer, in seconds.
 
         Returns:
             What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
             and when this thread is interrupted.
         """
-        wait, until = StoreWait(), time.monotonic() + limit_s
-        with store_errors(phase, limit_s):
+        began = time.monotonic()
+        wait, until = StoreWait(answer_s), began + limit_s
+        with store_errors(phase):
             task, thread = Task(lambda: call(wait)), self._take_thread()
             try:
                 thread.run(task)
-                wait_for_any([task.over, stopped], limit_s)
-                if not task.done() and stopped.is_set():
+                passed = 0.0
+                # The thread moves the moment on with each answer of the store.
+                while not task.done() and not stopped.is_set():
+                    now, at = time.monotonic(), min(until, wait.answers_by)
+                    if at == passed:
+                        raise TimeoutError(f"not for {now - began:.1f} s")
+                    passed = at if at <= now else 0.0
+                    wait_for_any([task.over, stopped], max(at - now, _LAST_LOOK_S))
+                if not task.done():
                     # Other ranks are to see what the call does before it waits.
-                    wait_for_any([task.over, wait.begun], until - time.monotonic())
+                    at = min(until, wait.answers_by)
+                    wait_for_any([task.over, wait.begun], at - time.monotonic())
                     if not task.done() and wait.begun.is_set():
                         wait.abandoned.set()
                         return None

@@ -277,7 +277,7 @@ class Deciding:
         number, what = attended
 
         def decide() -> None:
-            round_ = self._round(self.open(), number, StoreWait())
+            round_ = self._round(self.open(), number, StoreWait(_LEAVING_S))
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 
@@ -337,9 +337,13 @@ class Deciding:
     ) -> T | None:
         store = self.open()
         # However long the wait for other ranks, the store needs its time.
-        limit_s = 2 * self._timeout_s + waits_s + _AFTER_FIRST_S
+        answer_s = 2 * self._timeout_s + _AFTER_FIRST_S
         return self._threads.ask_until_stopped(
-            what, limit_s, lambda wait: call(self._round(store, number, wait)), stopped
+            what,
+            answer_s + waits_s,
+            lambda wait: call(self._round(store, number, wait)),
+            stopped,
+            answer_s=answer_s,
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

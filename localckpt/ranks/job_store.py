@@ -245,7 +245,7 @@ class StorePart:
         Args:
             key: Its key.
             until: The deadline, by the monotonic clock.
-            wait: Told that nothing is left to do but to wait.
+            wait: Told that nothing is left to do but to wait, and when the store has answered.
 
         Returns:
             The value; ``None`` if it is not there in time.
@@ -256,17 +256,24 @@ class StorePart:
         wait.begun.set()
         client = self._take_client() if self._is_large else None
         if client is None:
-            value = self._poll(key, until, wait.abandoned)
+            value = self._poll(key, until, wait.abandoned, wait.expect)
         else:
+            wait.expect(until)
             value = _get_in_time(client, key, until)
+            wait.expect()
         if wait.abandoned.is_set():
             raise AbandonedError
         if client is not None:
             self._clients.append(client)
         return value
 
-    def _poll(self, key: str, until: float, stopped: Latch) -> bytes | None:
-        """Ask again and again; in a world of some size first when the usual wait is almost over."""
+    def _poll(
+        self, key: str, until: float, stopped: Latch, heard: Callable[[], None] | None = None
+    ) -> bytes | None:
+        """Ask again and again; in a world of some size first when the usual wait is almost over.
+
+        ``heard()`` is called after each answer.
+        """
         assert self._store is not None
         began = time.monotonic()
         pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
@@ -274,7 +281,10 @@ class StorePart:
             pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
             pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
         while not stopped.wait(min(pause_s, max(0.0, until - time.monotonic()))):
-            if (value := if_there(self._store, key)) is not None:
+            value = if_there(self._store, key)
+            if heard is not None:
+                heard()
+            if value is not None:
                 self._waits_s.append(time.monotonic() - began)
                 return value
             if time.monotonic() > until:

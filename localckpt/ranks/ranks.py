@@ -68,6 +68,8 @@ class Ranks:
         global_ranks: The ranks of the group, as ranks of the job.
         rounds: Number of the next decision. Where an interrupt may keep a rank from one, all get
             its number by a decision of other ``Ranks``.
+        under_way: What the ranks decide together at the moment, for messages of other threads;
+            ``None`` if nothing.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Ranks:
         self.root = root
         self.timeout_s = timeout_s
         self.rounds = 0
+        self.under_way: str | None = None
         self._part = StorePart(name, group, timeout_s, remove_keys=self._remove_keys)
         self._deciding = Deciding(self._part, group, root, timeout_s, hint)
 
@@ -226,7 +229,13 @@ class Ranks:
         return records
 
     def act(
-        self, what: str, work: Callable[[], T], act: Callable[[list[T]], V], *, kind: str = ""
+        self,
+        what: str,
+        work: Callable[[], T],
+        act: Callable[[list[T]], V],
+        *,
+        kind: str = "",
+        timeout_s: float | None = None,
     ) -> V:
         """Do a part on each rank, and then one thing on the root for all, such as a commit.
 
@@ -240,6 +249,8 @@ class Ranks:
             act: Called on the root with the results in rank order, once all are there. What it
                 returns is JSON, or :class:`PerRank`.
             kind: As for :meth:`agree`.
+            timeout_s: Time that the other ranks get once this one has done its part, in seconds;
+                ``None`` for :attr:`timeout_s`.
         """
         self._part.require_same_world()
         if not self._part.is_alone:
@@ -254,7 +265,8 @@ class Ranks:
                 with suppress(PeerLostError):
                     self.post_failure(what, error)
             raise
-        verdict: V = self._agree(what, attempt, result, act, None, 0.0, acts=True, kind=kind)
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+        verdict: V = self._agree(what, attempt, result, act, deadline, 0.0, acts=True, kind=kind)
         return verdict
 
     def see_off(self) -> None:
@@ -313,6 +325,7 @@ class Ranks:
     ) -> Any:
         failure, attempt.failure = attempt.failure, None
         mine = None if failure is None else Failure.of(failure)
+        self.under_way = what
         try:
             self._part.require_same_world()
             deadline = deadline or Deadline.after(self.timeout_s)
@@ -324,6 +337,7 @@ class Ranks:
                 raise PeerLostError(f"could not {what}: {mine.text} Also: {error}") from failure
             raise error from failure
         finally:
+            self.under_way = None
             # Else the errors would keep themselves by these variables.
             del failure, attempt
 

@@ -215,6 +215,10 @@ class ReplicationStrategy(ABC):
     def sends_from_devices(self) -> bool:
         """True if images of states on GPUs travel from GPU to GPU, and not through the host."""
 
+    def waits_for(self) -> str:
+        """Describe, in any thread, whom a replication waits for; empty if for no other rank."""
+        return ""
+
     @abstractmethod
     def give_up(self) -> None:
         """End what other threads wait for here, with an error there, up to the next ticket."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.ranks.asking import ask_store
@@ -24,7 +24,7 @@ from localckpt.ranks.deadline import begin
 from localckpt.ranks.job_store import default_store
 from localckpt.ranks.values import if_there
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.progress import first_line
+from localckpt.replication.progress import Progress, first_line
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.waiting import back_off, wait_until
 
@@ -69,6 +69,8 @@ class HostConnections:
         self.store = store
         self.given_up = False
         """True if this rank has cut them because it does not wait for the others any more."""
+        self.progress: Progress | None = None
+        """Progress of the last exchange over them; ``None`` before the first."""
 
     @classmethod
     def of(cls, group: GroupWrapper | dist.ProcessGroup | None) -> HostConnections:
@@ -87,6 +89,9 @@ class HostConnections:
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> HostConnections:
         """New connections among all of some ranks; see :meth:`HostTransport.connect`."""
+        if list(ranks) == [rank]:
+            # A process that is alone connects to nobody, and may be in no job that has a store.
+            return cls({}, ranks, rank, HashStore())
         store = _part_of_store(name)
         opening = _Opening(store, ranks, rank, timeout_s, is_given_up)
         group = opening.finish()

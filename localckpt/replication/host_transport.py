@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
+from localckpt.pacing import Pacer
 from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections, views_last
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.pacing import Pacer
 from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, chunks, numbered
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.threads import run_interruptibly
@@ -132,6 +132,7 @@ class HostTransport:
         sent = sum(source.nbytes for _, source in sends)
         received = sum(len(view) for _, view in receives)
         progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
+        self.connections.progress = progress
         messages = Messages(self.connections, progress, self.pacer)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.failure_texts import ranks_named
 from localckpt.ids import CkptID
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import GRACE_S, Ranks
@@ -74,6 +75,7 @@ class MemberStrategy(ReplicationStrategy):
         self._members = self._make_membership()
         self._host: HostTransport | None = None
         self._host_name = ""
+        self._is_connecting = False
         self._process = os.getpid()
 
     @abstractmethod
@@ -95,6 +97,15 @@ class MemberStrategy(ReplicationStrategy):
         self._everyone = Ranks("retrieval", self._process_group, step_s)
         self._members.begin_anew(step_s)
         self._members.place(domains)
+
+    def waits_for(self) -> str:
+        members = self._members.group
+        others = [rank for rank in members.ranks if rank != members.my_global_rank]
+        what = "connect" if self._is_connecting else self._members.coordinator.under_way
+        if others and what is not None:
+            return f"{ranks_named(others)} to {what}"
+        progress = None if (host := self._host) is None else host.connections.progress
+        return "" if progress is None else ", ".join(map(progress.of, progress.lacking()))
 
     def give_up(self) -> None:
         if os.getpid() != self._process:
@@ -171,16 +182,19 @@ class MemberStrategy(ReplicationStrategy):
             if self._host is not None:
                 self._host.close()
             name, ranks = announced[0].offer, self._members.group.ranks
-            self._host = None
-            self._host = HostTransport.connect(
-                name,
-                ranks,
-                self._members.group.my_global_rank,
-                timeout_s,
-                chunk_nbytes=self._chunk_nbytes,
-                rate_limit=self.rate_limit,
-                is_given_up=lambda: self._members.in_a_hurry,
-            )
+            self._host, self._is_connecting = None, True
+            try:
+                self._host = HostTransport.connect(
+                    name,
+                    ranks,
+                    self._members.group.my_global_rank,
+                    timeout_s,
+                    chunk_nbytes=self._chunk_nbytes,
+                    rate_limit=self.rate_limit,
+                    is_given_up=lambda: self._members.in_a_hurry,
+                )
+            finally:
+                self._is_connecting = False
             self._host_name = name
             if self._members.in_a_hurry:
                 # There was nothing to abort yet.

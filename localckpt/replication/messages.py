@@ -16,8 +16,8 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
+from localckpt.pacing import Pacer
 from localckpt.replication.connections import NEVER, HostConnections, as_tensor, nothing
-from localckpt.replication.pacing import Pacer
 from localckpt.replication.progress import Progress
 
 __all__ = ["Incoming", "Messages", "Outgoing"]

@@ -64,13 +64,17 @@ class Progress:
         what = f"did not finish within {self._timeout_s:g} s" if self.is_over() else "was lost"
         named = list(failed.peers)
         if self.is_over():
-            named += [peer for peer in self._received if self._lacks(peer) and peer not in named]
+            named += [peer for peer in self.lacking() if peer not in named]
         progress = ", ".join(self.of(peer) for peer in named)
         return PeerLostError(
             f"rank {self._rank} was exchanging shards, and {progress} {what}{cause}. Shards kept "
             f"on this node are untouched. If the rank is alive but slow, use a longer timeout; "
             f"else restart the job."
         )
+
+    def lacking(self) -> list[int]:
+        """The peers from which bytes are to come, or which are to confirm some; in any thread."""
+        return [peer for peer in list(self._received) if self._lacks(peer)]
 
     def of(self, peer: int) -> str:
         """A peer, and how far it came."""

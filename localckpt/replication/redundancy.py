@@ -174,11 +174,17 @@ class Keeper(Protocol):
 class Lost:
     """Shards of a checkpoint that no node holds, and what they may be computed from.
 
+    Shards and members of groups are numbered by the ranks that saved the checkpoint. The job that
+    reads it may have other ranks, fewer or more of them; each shard is computed on one of those.
+
     Attributes:
         checkpoint, session_id: The checkpoint.
-        inventory: What each node holds. Nothing is taken out of it.
-        wanted: For each rank whose shard is computed the group that it is computed from.
-        damaged: Nodes with a copy of a rank's shard that is not good, but may be in part.
+        inventory: Pieces on the nodes of this job, each with the ranks of this job that read them.
+            Nothing is taken out of it.
+        wanted: The group that each shard is computed from.
+        damaged: Nodes with a copy of a shard that is not good, but may be in part.
+        computed_by: The rank of this job that computes each shard; a rank may compute several.
+        is_kept: Whether the computed shards may be committed. If not, their slots serve one load.
     """
 
     checkpoint: Checkpoint
@@ -186,6 +192,8 @@ class Lost:
     inventory: Inventory
     wanted: Mapping[int, Group]
     damaged: Mapping[int, Mapping[str, str]]
+    computed_by: Mapping[int, int]
+    is_kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,22 +215,22 @@ class PieceProblem:
 
 @dataclass(slots=True)
 class Recovered:
-    """Outcome of an attempt to compute shards; the same on all ranks but for the slot.
+    """Outcome of an attempt to compute shards; the same on all ranks but for the slots.
 
     Attributes:
         is_done: Whether all were computed. If not, the problems and what is hopeless tell why, and
             the ranks may plan again.
         problems: What was wrong with pieces that were read.
-        hopeless: Ranks whose shards could not be computed, and why.
-        nbytes: Sizes of the images that were computed, by rank.
-        slot: The slot of this rank's image, if that was computed.
+        hopeless: Shards that could not be computed, and why.
+        nbytes: Size of the image of each shard that was computed.
+        slots: The slot of each shard that was computed on this rank.
     """
 
     is_done: bool = False
     problems: list[PieceProblem] = field(default_factory=list)
     hopeless: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
-    slot: Slot | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
 
 
 class Scheme(Code, Protocol):
@@ -234,8 +242,10 @@ class Scheme(Code, Protocol):
     def recover(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> Recovered:
         """Compute shards; all ranks of the job call it together, with the same that is lost.
 
-        A shard is computed on its own rank, into a slot of its store, and verified as far as that
-        can be; the caller verifies it again when it restores the state.
+        A shard is computed on the rank that :attr:`Lost.computed_by` names, into a slot of its
+        store, and verified as far as that can be; the caller verifies it again when it restores the
+        state. The caller releases the slots; there are
+        none after an error, or if not all shards were computed.
 
         Args:
             lost: The shards, all of groups of this kind.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from localckpt.availability.inventory import Inventory
+from localckpt.availability.recoverable import least_losses
 from localckpt.ids import Checkpoint, CkptID
 from localckpt.replication.exchange import ExchangePlan, plan_among_nodes
 
-__all__ = ["missing_copies", "plan_shards", "shards_away"]
+__all__ = ["missing_copies", "missing_copies_of_others", "plan_shards", "shards_away"]
 
 
 def plan_shards(
@@ -60,6 +61,35 @@ def missing_copies(
         lacking = [rank for rank in wanting if inventory.node_of(rank) not in have]
         if wanted := lacking[: max(0, len(wanting) - len(have))]:
             missing[owner] = wanted
+    return missing
+
+
+def missing_copies_of_others(
+    checkpoint: Checkpoint, inventory: Inventory, copies: int
+) -> dict[int, list[int]]:
+    """Decide who is to get which shard of a checkpoint that another number of ranks saved.
+
+    Args:
+        checkpoint: The checkpoint that was loaded.
+        inventory: What each node holds.
+        copies: Number of nodes that each shard is to outlive all but one of.
+
+    Returns:
+        For each owner of a shard that has too few copies, the ranks that are to get one, each on a
+        node of its own that has none; nodes and their ranks take turns.
+    """
+    held_on, bears = inventory.holders(checkpoint), least_losses(checkpoint, inventory)
+    taken = dict.fromkeys(inventory.ranks_on, 0)
+    missing = {}
+    for owner, nodes in held_on.items():
+        others = sorted(taken.keys() - set(nodes), key=lambda node: (taken[node], node))
+        chosen = []
+        for node in others[: max(0, copies - bears[owner])]:
+            ranks = inventory.ranks_on[node]
+            chosen.append(ranks[taken[node] % len(ranks)])
+            taken[node] += 1
+        if chosen:
+            missing[owner] = chosen
     return missing
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
 
@@ -27,8 +29,10 @@ class WatchedSource:
             self.refused = error
             raise
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        self._source.stream(stop, places, filled)
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
+        self._source.stream(stop, places, filled, starts)
 
     def close(self) -> None:
         self._source.close()

@@ -54,7 +54,7 @@ def saves_of(start: Start) -> list[JobSave]:
     # By the storage, the step, and how often the rank had saved that step before.
     by_save: dict[tuple[bool, int, int], list[Event]] = defaultdict(list)
     attempts: Counter[tuple[str, int, bool, int]] = Counter()
-    for event in start.named("blocking", "save"):
+    for event in start.named("blocking", "save", "drain"):
         if event.step is not None:
             is_shared = event.tier == "shared"
             known = event.name, event.rank, is_shared, event.step
@@ -66,7 +66,8 @@ def saves_of(start: Start) -> list[JobSave]:
 
 def _merged(step: int, is_shared: bool, events: list[Event]) -> JobSave:
     blocking = [event for event in events if event.name == "blocking"]
-    ends = [event for event in events if event.name == "save"]
+    # A drain to shared storage is a save that training does not wait for.
+    ends = [event for event in events if event.name in ("save", "drain")]
     outcomes = {event.outcome for event in ends}
     outcome: SaveOutcome = "unfinished"
     for possible in ("skipped", "failed", "ok"):

@@ -6,9 +6,10 @@ the state in memory.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from localckpt.failure_texts import with_class
 from localckpt.ids import ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.memory.gpu_copies import BounceBuffers
-from localckpt.memory.host_memory import memory_at, prefer_huge_pages
+from localckpt.memory.host_memory import memory_at, prefer_huge_pages, round_up
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.identify import read_header
@@ -33,7 +34,21 @@ from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, parse_entries
 
-__all__ = ["ImageReader"]
+__all__ = ["Contents", "ImageReader", "make_tensor"]
+
+
+class Contents(NamedTuple):
+    """Tables of an image, and its skeleton.
+
+    Attributes:
+        entries: The tensors.
+        boxes: By the number of a tensor, the part of a global tensor that it is.
+        skeleton: The pickle; it passed the checks.
+    """
+
+    entries: tuple[TableEntry, ...]
+    boxes: dict[int, Box]
+    skeleton: bytes
 
 
 class ImageReader:
@@ -95,14 +110,8 @@ class ImageReader:
             raise RestoreError(f"the state cannot be rebuilt: {with_class(error)}") from error
 
     def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
-        entries, boxes, skeleton = self._read_skeleton()
-        self._require_consistent(entries)
         # Checked before anything is allocated and before the given tensors are changed.
-        try:
-            check_skeleton(skeleton, self._allowed, len(entries))
-        except CorruptShardError as error:
-            # The skeleton's bytes are verified, so another version of the program may read them.
-            raise RestoreError(f"the state cannot be rebuilt: {error}") from error
+        entries, boxes, skeleton = self.contents()
         if into is not None:
             given, bases = into.match(entries, boxes)
             self._require_sizes(bases)
@@ -110,15 +119,61 @@ class ImageReader:
             lacking = tuple(entry for entry, tensor in matched if tensor is None)
             bases |= (made := self._make_bases(lacking, map_location))
             tensors = [
-                _make_tensor(entry, made) if tensor is None else tensor for entry, tensor in matched
+                make_tensor(entry, made) if tensor is None else tensor for entry, tensor in matched
             ]
         else:
             bases = self._make_bases(entries, map_location)
-            tensors = [_make_tensor(entry, bases) for entry in entries]
+            tensors = [make_tensor(entry, bases) for entry in entries]
         self._fill(bases)
         # Given tensors keep the attributes that the program has set on them.
         marked = into is None
         return insert_tensors(skeleton, tensors.__getitem__, self._allowed, marked=marked)
+
+    def contents(self) -> Contents:
+        """Read and check what the image holds, without making any object of it.
+
+        Raises:
+            CorruptShardError: A block is damaged, or the tables contradict each other.
+            UnsafeGlobalError: The skeleton names something that is not allowed.
+            RestoreError: No object can be made of the skeleton.
+        """
+        entries, boxes, skeleton = self._read_skeleton()
+        self._require_consistent(entries)
+        try:
+            check_skeleton(skeleton, self._allowed, len(entries))
+        except CorruptShardError as error:
+            # The skeleton's bytes are verified, so another version of the program may read them.
+            raise RestoreError(f"the state cannot be rebuilt: {error}") from error
+        return Contents(entries, boxes, skeleton)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return verified bytes ``[start, stop)`` of the part that the digests cover."""
+        first = start // BLOCK_NBYTES * BLOCK_NBYTES
+        last = min(round_up(stop, BLOCK_NBYTES), self.header.digests_start)
+        blocks = self._source.read(first, last)
+        self._hasher.check(first, [blocks], self._digests)
+        return memoryview(bytearray(blocks[start - first : stop - first]))
+
+    def stream(self, starts: Sequence[int], take: Callable[[int, memoryview], None]) -> None:
+        """Read pieces of the part that the digests cover, in several threads, and verify them.
+
+        Args:
+            starts: Starts of the pieces, multiples of :data:`PIECE_NBYTES`.
+            take: Called with the start and the verified bytes of each piece, which are valid until
+                it returns. Its first error ends the stream, and is raised.
+        """
+        of_thread = threading.local()
+
+        def places(start: int, stop: int) -> list[memoryview]:
+            if not hasattr(of_thread, "buffer"):
+                of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
+            return [of_thread.buffer[: stop - start]]
+
+        def filled(start: int, parts: list[memoryview]) -> None:
+            self._hasher.check(start, parts, self._digests)
+            take(start, parts[0])
+
+        self._source.stream(self.header.digests_start, places, filled, starts)
 
     def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], dict[int, Box], bytes]:
         header, identity = self.header, self.header.identity
@@ -286,7 +341,13 @@ def _allocate(nbytes: int, device: str | torch.device) -> torch.Tensor:
     return tensor
 
 
-def _make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tensor:
+def make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of an image as a view of the bytes of its slot.
+
+    Args:
+        entry: Description of the tensor.
+        bases: Bytes of slots by name; not needed for a tensor without data.
+    """
     dtype = entry.torch_dtype()
     strides = entry.view[1] if entry.view is not None else None
     if entry.slot is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from localckpt.memory.copying import Copier
@@ -38,17 +38,28 @@ def scatter(piece: memoryview, parts: list[memoryview]) -> None:
         source += len(part)
 
 
-def handle_pieces(stop: int, threads: int, handle: Callable[[int, int], None]) -> None:
+def handle_pieces(
+    stop: int,
+    threads: int,
+    handle: Callable[[int, int], None],
+    starts: Sequence[int] | None = None,
+) -> None:
     """Call ``handle(start, end)`` for each piece of ``[0, stop)``, in several threads.
 
     The calling thread is one of them. The first error of ``handle`` ends the work, and is raised.
+
+    Args:
+        stop: End of the last piece.
+        threads: Number of threads.
+        handle: Handles one piece.
+        starts: Starts of the pieces that are handled; ``None`` for all pieces.
     """
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:
             handle(start, min(start + PIECE_NBYTES, stop))
 
-    Copier(threads).share(range(0, stop, PIECE_NBYTES), work)
+    Copier(threads).share(range(0, stop, PIECE_NBYTES) if starts is None else starts, work)
 
 
 class ShardSource(Protocol):
@@ -68,7 +79,9 @@ class ShardSource(Protocol):
         """
         ...
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
         """Copy bytes ``[0, stop)`` piece by piece into memory that the reader chooses.
 
         Pieces begin at multiples of :data:`PIECE_NBYTES`, and are copied in any order by several
@@ -79,6 +92,8 @@ class ShardSource(Protocol):
             places: Returns the memory for a piece.
             filled: Called after the copy of a piece. Its first error ends the stream, and is
                 raised.
+            starts: Starts of the pieces that are copied; ``None`` for all pieces. Others are not
+                read.
         """
         ...
 
@@ -106,13 +121,15 @@ class MemorySource:
     def read(self, start: int, stop: int) -> memoryview:
         return self.view[start:stop]
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
         def handle(start: int, end: int) -> None:
             parts = places(start, end)
             scatter(self.view[start:end], parts)
             filled(start, parts)
 
-        handle_pieces(stop, self._threads, handle)
+        handle_pieces(stop, self._threads, handle, starts)
 
     def close(self) -> None:
         self.view = memoryview(b"")

@@ -76,7 +76,9 @@ class PooledStore(DirectoryStore):
         return self._pool.take(slot.identity.piece, slot.nbytes, timeout_s, slot)
 
     def _give_back(self, slot: Slot, *, was_unfinished: bool) -> None:
-        if (buffer := slot.buffer) is not None:
+        # No save of this rank needs memory of the size of another rank's shard again.
+        is_own = slot.is_kept or slot.identity.rank == self.rank
+        if is_own and (buffer := slot.buffer) is not None:
             buffer.give_back()
         else:
             self._drop_memory(slot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -52,11 +52,13 @@ class FileSource:
             self._file.read_into(start, view)
         return view
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
         with storage_errors("read", self.path):
             direct = None if self._file.is_cached() else self._file.open_direct()
         if direct is None:
-            self._stream(_THREADS_WARM, stop, self._fill, places, filled)
+            self._stream(_THREADS_WARM, stop, self._fill, places, filled, starts)
             return
         free: SimpleQueue[memoryview] = SimpleQueue()
 
@@ -82,7 +84,7 @@ class FileSource:
             opened.callback(bounce.close)
             for i in range(_THREADS_COLD):
                 free.put(bounce.view[i * PIECE_NBYTES : (i + 1) * PIECE_NBYTES])
-            self._stream(_THREADS_COLD, stop, fill, places, filled)
+            self._stream(_THREADS_COLD, stop, fill, places, filled, starts)
 
     def close(self) -> None:
         self._file.close()
@@ -94,6 +96,7 @@ class FileSource:
         fill: Callable[[int, list[memoryview]], None],
         places: Places,
         filled: Filled,
+        starts: Sequence[int] | None,
     ) -> None:
         def handle(start: int, end: int) -> None:
             parts = places(start, end)
@@ -101,7 +104,7 @@ class FileSource:
                 fill(start, parts)
             filled(start, parts)
 
-        handle_pieces(stop, threads, handle)
+        handle_pieces(stop, threads, handle, starts)
 
     def _fill(self, start: int, parts: list[memoryview]) -> None:
         """Read from the page cache straight into the parts."""

@@ -162,3 +162,28 @@ def test_what_is_said_of_a_checkpoint_names_the_rung_and_how_many_lack_copies() 
         "iteration 3 is replicated, 2 of 3: 4 shards lack copies",
         "iteration 3 is replicated, 3 of 3",
     ]
+
+
+def test_a_level_is_told_with_the_copies_on_the_nodes() -> None:
+    told = [
+        Durability(5, "captured", 0, 1),
+        Durability(5, "local", 1, 1),
+        Durability(5, "local", 1, 2, 3),
+        Durability(5, "replicated", 2, 2),
+        Durability(5, "drained", 1, 1),
+        Durability(5, "drained", 2, 2),
+    ]
+
+    assert [durability.reached for durability in told] == [
+        "captured",
+        "local",
+        "local, 1 of 2",
+        "replicated, 2 of 2",
+        "drained",
+        "drained, 2 of 2",
+    ]
+    # Of the loss of a node, whatever shared storage has.
+    assert [durability.survives_node_loss for durability in told] == [
+        *(False, False, False, True),
+        *(False, True),
+    ]

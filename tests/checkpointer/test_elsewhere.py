@@ -87,13 +87,15 @@ def _resume(rank: int, world_size: int, step: int | None, to: int) -> tuple[int,
     return job.run(elsewhere, to, {"local": node_store()})
 
 
-def test_it_is_taken_when_another_number_of_ranks_has_saved_on_the_nodes(tmp_path: Path) -> None:
+def test_what_another_number_of_ranks_has_saved_on_the_nodes_is_compared_with_it(
+    tmp_path: Path,
+) -> None:
     nodes = stores(tmp_path, 1)
     run_ranks(_resume, 2, None, 6, store_per_node=nodes)
 
-    assert run_ranks(_resume, 1, 3, 6, store_per_node=nodes) == [(4, 103)]
+    assert run_ranks(_resume, 1, 3, 8, store_per_node=nodes) == [(6, 5)]
 
-    assert run_ranks(_resume, 1, 3, 0, store_per_node=nodes) == [(6, 5)]
+    assert run_ranks(_resume, 1, 12, 0, store_per_node=nodes) == [(13, 112)]
 
 
 def _resume_differently(rank: int, world_size: int) -> str:

@@ -117,6 +117,7 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "breaking": [["str"]],
                 "bad": {str(store): ["str"]},
                 # The first is one of which only the name of a file tells.
+                "drained": [],
                 "lineages": [
                     {"epoch": "str", "origin": "NoneType", "resumed_at": "int"}
                     | {"parent": "NoneType", "iterations": ["int"], "given_up": {}}

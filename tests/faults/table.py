@@ -95,7 +95,7 @@ FAULTS = {
     ),
     "world-size": (
         "a restart with another number of ranks",
-        "an error that says so and what can be done",
+        "with `elastic=True` what was saved, resharded; else an error that says what can be done",
     ),
     "bad-copies": (
         "a bad own copy, a bad replica, or both",
@@ -120,6 +120,10 @@ FAULTS = {
     "changed-state": (
         "tensors changed as soon as save returns",
         "the values at the call are saved",
+    ),
+    "divergent-replica": (
+        "a bit of one replica of a tensor flipped in memory",
+        "an error on every rank that names the rank, its node and the tensor; nothing is kept",
     ),
     "hard-state": (
         "states with empty, shared, overlapping, huge, very many or odd values",

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list as torch_create_read_items,
 )
 
-from localckpt.global_tier import overlaps
-from localckpt.global_tier.overlaps import create_read_items_for_chunk_list, overlapping_pairs
+from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
+from localckpt.state_dict import overlaps
+from localckpt.state_dict.overlaps import overlapping_pairs
 
 Chunks = list[ChunkStorageMetadata]
 

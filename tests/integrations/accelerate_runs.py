@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader import DataLoaderShard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +24,9 @@ from localckpt import CheckpointingException, Every
 from localckpt.integrations.accelerate import LocalCheckpoints
 from tests.integrations.kills import record_end
 
-__all__ = ["train", "wrong_uses"]
+__all__ = ["can_resume_stateful_loaders", "refuse_miscounted", "train", "wrong_uses"]
+
+_COUNTS = "adjust_state_dict_for_prefetch"
 
 # An epoch of one rank has 6 steps of 2 batches, and one of the last batch.
 _SAMPLES_OF_RANK = 26
@@ -132,6 +135,22 @@ def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
     attempt(lambda checkpoints: next(checkpoints.epochs(1)))
     attempt(lambda checkpoints: next(checkpoints.batches(loader)))
     return told
+
+
+def can_resume_stateful_loaders() -> bool:
+    """Whether this release notes the position of stateful loaders on several ranks as it is."""
+    return _COUNTS in vars(DataLoaderShard)
+
+
+def refuse_miscounted(rank: int, world_size: int, local: Path) -> str:
+    """Begin a loop with a stateful loader of an older release; the error that this raises."""
+    if can_resume_stateful_loaders():
+        delattr(DataLoaderShard, _COUNTS)
+    try:
+        train(rank, world_size, local, 1, {}, loading={"use_stateful_dataloader": True})
+    except CheckpointingException as error:
+        return str(error)
+    return "no error"
 
 
 def _prepared(world_size: int, loading: dict[str, bool], *, is_sharded: bool) -> tuple[Any, ...]:

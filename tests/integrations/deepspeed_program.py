@@ -1,4 +1,4 @@
-"""Program of DeepSpeed that records its losses: give it a directory, a ZeRO stage, a precision."""
+"""Program of DeepSpeed that records its losses: give it a ZeRO stage, a precision, a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MICRO_STEPS = 200
 if __name__ == "__main__":
     use_no_compiler()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    directory, stage, precision = sys.argv[1:4]
+    stage, precision, directory = sys.argv[1:4]
     rank = int(os.environ["RANK"])
     # An attempt that is killed before its first save is one in vain.
     options = {"every": Every(steps=2), "max_attempts": None}

@@ -123,14 +123,26 @@ def run_killed(
 
 
 def run_both(
-    program: Sequence[str], folder: Path, *, kills: int, steps_between: int, seed: int
+    program: Sequence[str],
+    folder: Path,
+    *,
+    kills: int,
+    steps_between: int,
+    seed: int,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Run a program, given a directory, to its end and, in another one, killed.
+
+    Args:
+        program: The directory is its last argument.
+        folder: The directories and all records are in it.
+        kills, steps_between, seed: As for :func:`run_killed`.
+        variables: Of the environment, beside those of :func:`program_environment`.
 
     Returns:
         What :func:`run_undisturbed` and :func:`run_killed` return.
     """
-    environment = program_environment()
+    environment = program_environment() | (variables or {})
     whole = run_undisturbed([*program, f"{folder}/whole"], folder / "a", environment)
     killed = run_killed(
         *([*program, f"{folder}/killed"], folder / "b", environment),
@@ -164,7 +176,11 @@ class _Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill(self._processes())
+        # One may have been started while the others were killed.
+        while running := self._processes():
+            _kill(running)
+            psutil.wait_procs(running, timeout=_LONGEST_S / 10)
+            self._program.poll()
         self._program.wait(_LONGEST_S)
         self._log.close()
 
@@ -178,8 +194,7 @@ class _Attempt:
 
     def kill(self, chance: random.Random) -> None:
         """Kill all processes at once, or one alone, after which its launcher ends the others."""
-        # A launcher between the first process and a rank would leave the rank behind.
-        ranks = [process for process in self._processes()[1:] if _is_childless(process)]
+        ranks = _ranks(self._processes())
         if ranks and chance.random() < 0.3:
             _kill([chance.choice(ranks)])
             with suppress(subprocess.TimeoutExpired):
@@ -195,11 +210,13 @@ class _Attempt:
             raise AssertionError(f"the program ended with {code}: {self._said()}")
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes of the program, the first one first."""
-        with suppress(psutil.NoSuchProcess):
-            first = psutil.Process(self._program.pid)
-            return [first, *first.children(recursive=True)]
-        return []
+        """All processes of the program, also those whose parent is gone, the oldest first."""
+        found = []
+        for process in psutil.process_iter(["create_time"]):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(_RECORD) == str(self._folder):
+                    found.append(process)
+        return sorted(found, key=lambda process: process.info["create_time"])
 
     def _said(self) -> str:
         return (self._folder / "log").read_text(errors="replace")[-8000:]
@@ -208,13 +225,19 @@ class _Attempt:
 def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
+            # It ends by itself, and removes the semaphores of those that were killed.
+            if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                process.send_signal(signal.SIGKILL)
 
 
-def _is_childless(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return not process.children()
-    return False
+def _ranks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the ranks among processes: neither their launchers, nor workers that they started."""
+    ranks: dict[str, psutil.Process] = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if (rank := process.environ().get("RANK")) is not None:
+                ranks.setdefault(rank, process)
+    return list(ranks.values())
 
 
 def _lines(folder: Path) -> int:

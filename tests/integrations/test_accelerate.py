@@ -44,6 +44,8 @@ def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
     jobs, store = Jobs(), node_store()
     outcomes = {}
     for kind, (options, every, kill_at, _) in _KINDS.items():
+        if "stateful" in kind and not runs.can_resume_stateful_loaders():
+            continue
         train = partial(runs.train, **options)
         kill = {rank: {f"{kill_at}": signal.SIGKILL} for rank in range(2)}
         resume = partial(train, is_new=False)
@@ -56,6 +58,7 @@ def _run_jobs(rank: int, world_size: int) -> dict[str, list[Any]]:
     resume = partial(runs.train, is_new=False)
     outcomes["stopped"] = jobs.run(slow, 2, store / "stopped", 10**6, stop)
     outcomes["after stop"] = jobs.run(resume, 2, store / "stopped", 10**6, {})
+    outcomes["miscounted"] = jobs.run(runs.refuse_miscounted, 2, store / "miscounted")
     outcomes["wrong uses"] = jobs.run(runs.wrong_uses, 1, store / "wrong")
     outcomes["example"] = jobs.run(_run_example_twice, 2, store / "example")
     return outcomes
@@ -79,6 +82,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_loop_goes_on_bit_for_bit_after_a_kill(kind: str, outcomes: dict[str, Any]) -> None:
+    if kind not in outcomes:
+        pytest.skip("this release notes the position of the loader wrongly, and is refused")
     of_ranks = zip(
         *(outcomes[kind], outcomes[f"{kind} killed"], outcomes[f"{kind} resumed"]), strict=True
     )
@@ -103,6 +108,13 @@ def test_what_was_not_prepared_is_refused(outcomes: dict[str, Any]) -> None:
 
     assert "call accelerator.prepare() before epochs()" in no_model
     assert "takes a loader that accelerator.prepare() has returned" in no_loader
+
+
+def test_a_loader_whose_position_is_noted_wrongly_is_refused(outcomes: dict[str, Any]) -> None:
+    told, also_told = outcomes["miscounted"]
+
+    assert told == also_told
+    assert "install accelerate>=1.13" in told
 
 
 def test_the_example_resumes(outcomes: dict[str, Any]) -> None:

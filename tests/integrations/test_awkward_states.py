@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
 
-pytestmark = needs("torchao", "torchdata", "peft", "transformers")
-
 # What these libraries take to be imported on a busy machine is within it.
 _LONGEST_S = 200.0
+
+pytestmark = [
+    needs("torchao", "torchdata", "peft", "transformers"),
+    pytest.mark.timeout(_LONGEST_S + 40.0),
+]
 
 
 def _resume_each(rank: int, world_size: int, cases: str) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.kills import program_environment, run_killed, run_undisturbed
+from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import UPSTREAM, import_upstream, needs
 
@@ -138,20 +138,14 @@ def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
     precision: str,
     tmp_path: Path,
 ) -> None:
-    program = [*launch(world_size), "tests.integrations.deepspeed_program"]
-    arguments = [f"{stage}", precision]
-    environment = program_environment() | _ENV | {"OMP_NUM_THREADS": "1"}
+    program = [*launch(world_size), "tests.integrations.deepspeed_program", f"{stage}", precision]
 
-    whole = run_undisturbed(
-        [*program, f"{tmp_path}/whole", *arguments], tmp_path / "a", environment
-    )
-    killed = run_killed(
-        [*program, f"{tmp_path}/killed", *arguments],
-        tmp_path / "b",
-        environment,
+    whole, killed = run_both(
+        *(program, tmp_path),
         kills=10,
         steps_between=20,
         seed=stage,
+        variables=_ENV | {"OMP_NUM_THREADS": "1"},
     )
 
     assert [len(values) for values in whole] == [200 + 1] * world_size
@@ -173,7 +167,7 @@ def test_a_run_changes_over_from_files_and_back_and_wrong_use_gives_a_clear_erro
     assert seen == {
         "first": "own",
         # What DeepSpeed has written before, and nothing of what was saved to the node.
-        "own files": ["global_step0", "latest", "zero_to_fp32.py", "zero_to_torch.py"],
+        "own files": ["global_step0", "latest", "zero_to_fp32.py"],
         "second": ("global_step1", "node"),
         "is same": True,
         "weights only": "own",

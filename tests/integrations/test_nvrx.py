@@ -205,6 +205,20 @@ def test_a_job_with_their_names_keeps_one_checkpoint_and_saves_again_what_was_re
     run_ranks(_train, 2, store_per_node=node_dirs(2))
 
 
+def test_the_example_resumes(tmp_path: Path) -> None:
+    run = ("-m", "localckpt.integrations.nvrx", "run", "-m", "torch.distributed.run")
+    ranks = ("--standalone", "--nproc-per-node=2", "-m", "examples.integrations.nvrx_training")
+    printed = []
+    for iterations in ("8", "12"):
+        options = ("--directory", str(tmp_path), "--iterations", iterations)
+        done = _run_python(*run, *ranks, *options, TMPDIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout.splitlines()
+
+    first, second = "trained iteration 0 to iteration 7", "trained iteration 8 to iteration 11"
+    assert printed == [first, first, second, second]
+
+
 def _gather(rank: int, world_size: int) -> list[list[torch.Tensor]]:
     groups = _nvrx("local.replication.group_utils")
     group = groups.GroupWrapper.from_list_of_groups([torch.distributed.new_group([0, 1])])

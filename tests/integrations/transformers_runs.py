@@ -188,7 +188,10 @@ def wrong_uses(rank: int, world_size: int, local: Path) -> list[str]:
     alone.add_callback(LocalCheckpointCallback(local=local))
     attempt(alone.train)
     attempt(LocalCheckpointCallback(local=local).attach, trainer(auto_find_batch_size=True))
-    attempt(LocalCheckpointCallback(local=local).attach, trainer(enable_jit_checkpoint=True))
+    jit = trainer()
+    # An argument that older releases do not have.
+    jit.args.enable_jit_checkpoint = True
+    attempt(LocalCheckpointCallback(local=local).attach, jit)
     twice = LocalCheckpointCallback(local=local)
     twice.attach(alone)
     attempt(twice.attach, trainer())
@@ -228,6 +231,8 @@ def _trainer(
         "use_cpu": True,
         "disable_tqdm": True,
         "report_to": [],
+        # Older releases do not find it in a model with adapters.
+        "label_names": ["labels"],
         "log_level": "error",
     }
     trainer = _Recording(

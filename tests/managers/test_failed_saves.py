@@ -232,14 +232,14 @@ def _save_twice_more(rank: int, world_size: int) -> set[int]:
 
 
 @pytest.mark.fault("silent-peer")
-def test_a_save_whose_peer_was_lost_is_not_found_and_goes_with_older_ones(node_dirs: Dirs) -> None:
+def test_a_save_whose_peer_was_lost_leaves_nothing_and_is_not_found(node_dirs: Dirs) -> None:
     nodes = node_dirs(2)
 
     left = run_ranks(_save_the_second_on_rank_0_only, 2, store_per_node=nodes)
     kept = run_ranks(_save_twice_more, 2, store_per_node=nodes)
 
-    # Other ranks may have found it complete, so what was written is not removed at once.
-    assert left == [{1, 2}, {1}]
+    # The verdict is that the peer is lost, and it cannot get another one when it comes.
+    assert left == [{1}, {1}]
     assert kept == [{4}, {4}]
 
 
@@ -249,6 +249,44 @@ def _cut_off_from_the_store(store: dist.TCPStore) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.getpeername()[1] == store.port:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _save_and_miss_the_verdict(rank: int, world_size: int) -> tuple[str, set[int]]:
+    store = init_group_with_store_on(0, rank, world_size)
+    manager, told = make_manager("disk", node_store(), "job", keep_last=1), ""
+    save(manager, state_of(rank, 1), 1)
+    if rank == 0:
+        save(manager, state_of(rank, 2), 2)
+        announce("completed")
+        await_announced("missed")
+    else:
+        report = Round.report
+
+        def report_and_be_cut_off(round_: Round, *args: Any, **options: Any) -> None:
+            report(round_, *args, **options)
+            _cut_off_from_the_store(store)
+
+        Round.report = report_and_be_cut_off  # type: ignore[method-assign]
+        error = error_of(lambda: manager.save(state_of(rank, 2), 2), PeerLostError)
+        told, Round.report = error, report  # type: ignore[method-assign]
+        announce("missed")
+    manager.close()
+    return told, iterations_on(node_store())
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_save_without_a_queue_stays_whole_on_a_rank_that_read_no_verdict(
+    node_dirs: Dirs,
+) -> None:
+    nodes = node_dirs(2)
+
+    (_, kept), (told, left) = run_ranks(
+        _save_and_miss_the_verdict, 2, init_group=False, store_per_node=nodes
+    )
+
+    assert "key-value store does not answer" in told
+    assert (kept, left) == ({2}, {1, 2})
+    assert run_ranks(_resume_newest, 2, store_per_node=nodes) == [2, 2]
 
 
 def _miss_the_verdict(rank: int, world_size: int, aborts: bool) -> tuple[str, set[int]]:

@@ -28,6 +28,7 @@ UPSTREAM = Path(os.environ.get("LOCALCKPT_UPSTREAM") or Path(sys.prefix) / "upst
 """Where ``make test`` installs what ``constraints-integrations.txt`` lists."""
 
 _SITE = Path(__file__).parent / "site"
+_ROOT = Path(__file__).parents[2]
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -52,7 +53,7 @@ def import_upstream(module: str) -> Any:
 
 def upstream_variables() -> dict[str, str]:
     """The environment of a process that imports the upstream libraries without a GPU."""
-    path = [str(_SITE), str(UPSTREAM), os.environ.get("PYTHONPATH", "")]
+    path = [str(_SITE), str(_ROOT), str(UPSTREAM), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import localckpt
 from localckpt.integrations import nvrx
 from localckpt.integrations.nvrx import changeover, global_save
+from tests.integrations.kills import END, run_both
 from tests.managers.jobs import assert_same
 from tests.ranks import node_store
-from tests.upstream.environment import needs_upstream, run_upstream_ranks
+from tests.upstream.environment import needs_upstream, run_upstream_ranks, upstream_variables
 from tests.upstream.gpt import Training
 
 Dirs = Callable[[int], list[Path]]
@@ -95,6 +98,8 @@ def _save_globally(training: Training, shared: Path, queue: Any) -> None:
         )
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True)
+        # Before 0.16 Megatron-Core does not say what torch may load of what it has saved.
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         wanted = training.sharded_state(is_loading=True)
         loaded = serialization.load(wanted, folder)
         assert loaded["iteration"] == number
@@ -106,7 +111,6 @@ def _save_globally(training: Training, shared: Path, queue: Any) -> None:
 def _resume(rank: int, world_size: int) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
     manager = _make_manager()
     training = Training(seed=100 + rank)
-    training.step()
     # Megatron-LM imports it where it saves only.
     assert _STATES not in sys.modules
     assert manager.find_latest() == 2
@@ -152,3 +156,30 @@ def test_a_gpt_that_lost_a_node_goes_on_bit_for_bit(node_dirs: Dirs, tmp_path: P
     for (saved, trained), (_, loaded, trained_on) in zip(before, after, strict=True):
         assert_same(loaded, saved)
         assert_same(trained_on, trained)
+
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("algorithm", "queue"),
+    [("fully_parallel", "megatron"), ("atomic", "megatron"), ("fully_parallel", "nvrx")],
+)
+def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
+    algorithm: str, queue: str, tmp_path: Path
+) -> None:
+    program = [*_TORCHRUN, "tests.upstream.megatron_program", algorithm, queue]
+
+    whole, killed = run_both(
+        *(program, tmp_path),
+        kills=10,
+        steps_between=10,
+        seed=len(algorithm + queue),
+        variables=upstream_variables() | {"OMP_NUM_THREADS": "1"},
+    )
+
+    iterations = [*map(str, range(1, 131)), END]
+    assert [list(values) for values in whole] == [iterations] * 2
+    assert killed == whole

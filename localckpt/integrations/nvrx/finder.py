@@ -15,6 +15,7 @@ from types import ModuleType
 
 from localckpt.errors import CheckpointingException
 from localckpt.integrations.nvrx.names import CHECKPOINTING, MODULES, PACKAGE, VERSION
+from localckpt.integrations.versions import require
 
 __all__ = ["install", "is_installed"]
 
@@ -28,9 +29,11 @@ def install() -> None:
     Raises:
         CheckpointingException: NVRx's own modules are imported already, or Megatron-Core has tried
             to import them. Nothing was changed.
+        UnsupportedVersionError: Megatron-Core is older than what is supported. Nothing was changed.
     """
     if is_installed():
         return
+    require("megatron-core")
     if there := sorted(name for name in sys.modules if _is_below(name, CHECKPOINTING)):
         raise CheckpointingException(
             f"{there[-1]} is imported already, and objects made by it would not fit ours. Call "

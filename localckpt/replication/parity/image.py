@@ -159,8 +159,10 @@ class ParityPart:
     def read(self, start: int, stop: int) -> memoryview:
         return self._source.read(self._start + start, self._start + stop)
 
-    def stream(self, stop: int, places: Places, filled: Filled) -> None:
-        for start in range(0, stop, PIECE_NBYTES):
+    def stream(
+        self, stop: int, places: Places, filled: Filled, starts: Sequence[int] | None = None
+    ) -> None:
+        for start in range(0, stop, PIECE_NBYTES) if starts is None else starts:
             end = min(start + PIECE_NBYTES, stop)
             parts = places(start, end)
             scatter(self.read(start, end), parts)

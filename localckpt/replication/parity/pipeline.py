@@ -21,10 +21,10 @@ import torch.distributed as dist
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import with_class
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
+from localckpt.pacing import Pacer
 from localckpt.replication.attribution import GivenUp, ask_whom_to_blame, tell_given_up
 from localckpt.replication.connections import HostConnections, views_last
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.pacing import Pacer
 from localckpt.replication.parity.chains import (
     Chain,
     Hop,
@@ -171,7 +171,7 @@ class _Job:
         message_nbytes: int | None,
     ) -> None:
         slow_s = pacer.longest_s(max(sent_by_rank(chains).values(), default=0))
-        self.progress = Progress(connections.rank, timeout_s + slow_s)
+        self.progress = connections.progress = Progress(connections.rank, timeout_s + slow_s)
         self._messages = Messages(connections, self.progress, pacer)
         self._chains = chains
         self._sources = sources

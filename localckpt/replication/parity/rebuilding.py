@@ -74,6 +74,7 @@ class Rebuilding:
         self._checkpoint = lost.checkpoint
         self._session_id = lost.session_id
         self._timeout_s = timeout_s
+        self._is_kept = lost.is_kept
         # A rank that is in several groups takes one after the other. Most are in one: nobody is to
         # wait for all groups of the job when a rank is lost.
         repairs = plan_repairs(lost)
@@ -84,7 +85,11 @@ class Rebuilding:
 
     def run(self) -> Recovered:
         """Carry the repairs out; see :meth:`Scheme.recover`."""
-        self._recovered.is_done = self._run()
+        try:
+            self._recovered.is_done = self._run()
+        finally:
+            if not self._recovered.is_done:
+                self._release()
         return self._recovered
 
     def _run(self) -> bool:
@@ -99,6 +104,17 @@ class Rebuilding:
             ):
                 return False
             return self._carry_out(name, opened)
+
+    def _release(self) -> None:
+        """Give back the slots of shards that were to be computed here."""
+        mine = {
+            self._identity(Kind.IMAGE, rank)
+            for group in self._groups
+            for rank in group.computed_by(self._rank)
+        }
+        # From the store, since an interrupt may have come before a slot was noted.
+        self._store.release([slot for slot in self._store.slots if slot.identity in mine])
+        self._recovered.slots.clear()
 
     def _deadline(self) -> Deadline:
         """Of a step that begins now."""
@@ -177,10 +193,10 @@ class Rebuilding:
             for rank in group.repair.wanted
         }
         with Attempt() as accepting:
-            if self._rank in sizes:
-                mine = self._identity(Kind.IMAGE, self._rank)
-                self._recovered.slot = self._store.reserve(
-                    mine, sizes[self._rank], self._patience_s
+            for rank in (r for group in self._groups for r in group.computed_by(self._rank)):
+                identity = self._identity(Kind.IMAGE, rank)
+                self._recovered.slots[rank] = self._store.reserve(
+                    identity, sizes[rank], self._patience_s, is_kept=self._is_kept
                 )
         self._ranks.agree(f"make room to {what}", accepting, deadline=self._deadline())
         with Attempt() as rebuilding:
@@ -218,7 +234,8 @@ class Rebuilding:
         envelopes: dict[int, memoryview] = {}
         for rank, (keeper, start, nbytes) in group.findings.envelopes.items():
             sender = repair.parities[keeper]
-            for receiver in sorted({rank, repair.images.get(rank, rank)}):
+            computing = repair.wanted[rank]
+            for receiver in sorted({computing, repair.images.get(rank, computing)}):
                 if self._rank == sender:
                     kept = memoryview(
                         bytearray(group.kept_envelopes[keeper][start : start + nbytes])
@@ -280,19 +297,21 @@ class Rebuilding:
         try:
             if group.bad_blocks is not None:
                 left = replace(left, bad_blocks=group.bad_blocks)
-            wants = [Want(rank, group.place[rank]) for rank in group.repair.wanted]
+            wants = [Want(rank, group.place[of]) for of, rank in group.repair.wanted.items()]
             group.chains = plan_rebuild(group.of.layout, left, wants)
         except NoReplicasAvailableError as error:
             self._recovered.hopeless |= dict.fromkeys(group.repair.wanted, str(error))
 
     def _rebuild(self, group: _Group) -> None:
         assert group.transport is not None, "the ranks are connected before"
-        sinks: dict[tuple[Kind, int], memoryview] = {}
-        if self._rank in group.repair.wanted and self._recovered.slot is not None:
-            sinks[Kind.IMAGE, group.place[self._rank]] = self._recovered.slot.image
-        envelope = group.envelopes.get(self._rank)
+        sinks = {
+            (Kind.IMAGE, group.place[rank]): self._recovered.slots[rank].image
+            for rank in group.computed_by(self._rank)
+        }
+        envelopes = {group.place[rank]: envelope for rank, envelope in group.envelopes.items()}
 
         def is_good(kind: Kind, member: int, block: int, content: memoryview) -> bool:
+            envelope = envelopes.get(member)
             return envelope is None or envelope.matches(block, content)
 
         pipeline = Pipeline(group.transport.connections)
@@ -339,7 +358,7 @@ def _judge_seen(found: Sequence[Any]) -> list[Any]:
 
 
 class _Group:
-    """A repair under way, as this rank sees it; ranks are told by their numbers in the job."""
+    """A repair under way, as this rank sees it; members are named by the ranks that saved."""
 
     def __init__(self, repair: Repair) -> None:
         self.repair = repair
@@ -351,6 +370,10 @@ class _Group:
         self.envelopes: dict[int, ImageEnvelope] = {}
         self.transport: HostTransport | None = None
         self.chains: Sequence[Chain] = ()
+
+    def computed_by(self, rank: int) -> list[int]:
+        """Members whose images a rank of this job computes."""
+        return [member for member, computing in self.repair.wanted.items() if computing == rank]
 
     @property
     def of(self) -> ParityOf:

@@ -37,21 +37,21 @@ class Repair:
     """Shards that are computed in one group.
 
     Attributes:
-        group: The group.
-        images: For each member whose image is somewhere, the rank that reads it.
+        group: The group. Its members are ranks that saved the checkpoint.
+        images: For each member whose image is somewhere, the rank of this job that reads it.
         parities: The same for each member's parity.
-        wanted: Members whose images are computed, each for itself.
+        wanted: For each member whose image is computed, the rank of this job that computes it.
     """
 
     group: Group
     images: Mapping[int, int]
     parities: Mapping[int, int]
-    wanted: tuple[int, ...]
+    wanted: Mapping[int, int]
 
     @property
     def ranks(self) -> list[int]:
         """All that take part."""
-        return sorted({*self.images.values(), *self.parities.values(), *self.wanted})
+        return sorted({*self.images.values(), *self.parities.values(), *self.wanted.values()})
 
     def reads(self, rank: int) -> list[tuple[Kind, int]]:
         """Reads of a rank: the kind, and whose."""
@@ -66,17 +66,17 @@ def plan_repairs(lost: Lost) -> list[Repair]:
     inventory = lost.inventory
     holders, kept = inventory.holders(lost.checkpoint), inventory.groups(lost.checkpoint)
     there = {rank: list(nodes) for rank, nodes in lost.damaged.items() if nodes} | holders
-    wanted: dict[Group, list[int]] = {}
-    for rank, group in lost.wanted.items():
-        wanted.setdefault(group, []).append(rank)
+    wanted: dict[Group, dict[int, int]] = {}
+    for member, group in lost.wanted.items():
+        wanted.setdefault(group, {})[member] = lost.computed_by[member]
     return [
         Repair(
             group,
             {r: inventory.reader(there[r], r) for r in group.ranks if r in there},
             {r: inventory.reader(kept[group][r], r) for r in group.ranks if r in kept[group]},
-            tuple(ranks),
+            computing,
         )
-        for group, ranks in sorted(wanted.items(), key=lambda item: item[0].ranks)
+        for group, computing in sorted(wanted.items(), key=lambda item: item[0].ranks)
     ]
 
 

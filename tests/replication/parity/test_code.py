@@ -281,6 +281,6 @@ def test_repairs_wait_for_each_other_only_where_they_share_ranks(
 ) -> None:
     group = Group((0, 1, 2), 1, PARITY_KIND)
 
-    repairs = [Repair(group, {rank: rank for rank in ranks}, {}, ()) for ranks in readers]
+    repairs = [Repair(group, {rank: rank for rank in ranks}, {}, {}) for ranks in readers]
 
     assert longest_wait(repairs) == expected

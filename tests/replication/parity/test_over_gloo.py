@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.pacing import Pacer
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.pacing import Pacer
 from localckpt.replication.parity.chains import BUFFERS_NBYTES, schedule
 from localckpt.replication.parity.encode import encode, encoding_chains
 from localckpt.replication.parity.pipeline import Pipeline

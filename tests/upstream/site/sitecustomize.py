@@ -6,7 +6,11 @@ Python imports it when it starts, so it reaches the workers that upstream's queu
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+
+# All that Megatron-Core before 0.16 lacks in numpy 2.
+np.product = np.prod  # type: ignore[attr-defined]
 
 # The CPU stands in for the one GPU. Torch looks these functions up, so none stands for two.
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -34,7 +38,7 @@ def _on_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
-for _name in ("empty", "ones", "tensor", "zeros"):
+for _name in ("empty", "empty_like", "ones", "tensor", "zeros"):
     setattr(torch, _name, _on_the_cpu(getattr(torch, _name)))
 # Importing Megatron-Core compiles functions that no test calls often.
 torch.compile = lambda function=None, **_: function or (lambda compiled: compiled)  # type: ignore[assignment]

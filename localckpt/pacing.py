@@ -1,4 +1,4 @@
-"""Spreads what one rank sends over time, so that the network has room for the training."""
+"""Spreads what one rank sends or writes over time, so that training has room beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Pacer"]
 
 
 class Pacer:
-    """Says when the next bytes may be sent; for one sending thread at a time.
+    """Token bucket: says when the next bytes may be sent or written; for one thread at a time.
 
     Args:
         rate_limit: How many bytes a second may be sent, each message at once; ``None`` for any

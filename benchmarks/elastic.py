@@ -1,0 +1,178 @@
+"""A load on three ranks of what four have saved, beside a load of what three have saved.
+
+The state is a GPT-2 with AdamW whose tensors are sharded over all ranks. All ranks share one node's
+disk, so each reads the shards that it opens from there, and the rest travels over loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import localckpt
+from benchmarks.ranks import run_ranks
+from benchmarks.report import Report
+from benchmarks.setup import Options
+from benchmarks.state import parameter_shapes
+from localckpt.managers.progress import ReadProgress
+from localckpt.replication.messages import Messages
+
+__all__ = ["measure"]
+
+_TIMEOUT_S = 600.0
+_BEFORE, _AFTER = 4, 3
+_GOAL, _BYTES_GOAL = 1.5, 1.05
+
+
+def measure(options: Options) -> Report:
+    """Save with both numbers of ranks; then load both by turns, on the lower number."""
+    report = Report("elastic")
+    _run(options, _BEFORE, "save", "other")
+    _run(options, _AFTER, "save", "same")
+    ranks = _run(options, _AFTER, "load", "other", "same")
+    nbytes = sum(rank["needed"] for rank in ranks)
+    comparison = report.compared(
+        f"load(into=), {_BEFORE} ranks to {_AFTER}", f"{_AFTER} to {_AFTER}", nbytes, _GOAL
+    )
+    pairs = zip(
+        *(_slowest(rank["same"] for rank in ranks), _slowest(rank["other"] for rank in ranks)),
+        strict=True,
+    )
+    for same_s, other_s in pairs:
+        comparison.add(same_s, other_s)
+    for what, wanted in (("read", nbytes), ("sent", sum(rank["due"] for rank in ranks))):
+        moved = sum(median(rank[what]) for rank in ranks)
+        report.fact(
+            f"bytes {what}",
+            moved / max(1, wanted),
+            "x needed",
+            f"{moved / 1e9:.3f} GB",
+            _BYTES_GOAL,
+        )
+    return report
+
+
+def _slowest(of_ranks: Any) -> list[float]:
+    return [max(those) for those in zip(*of_ranks, strict=True)]
+
+
+def _run(options: Options, world_size: int, *what: str) -> list[Any]:
+    command = [
+        *(sys.executable, "-m", "benchmarks.elastic", str(options.directory)),
+        *(str(options.rounds), str(options.width), *what),
+    ]
+    return [json.loads(output) for output in run_ranks(command, world_size, _TIMEOUT_S)]
+
+
+def _state(width: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        part: {name: _sharded(shape, mesh) for name, shape in parameter_shapes(width)}
+        for part in ("model", "exp_avg", "exp_avg_sq")
+    } | {"step": {name: torch.tensor(100.0) for name, _ in parameter_shapes(width)}}
+
+
+def _sharded(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    rows, size = shape[0], -(-shape[0] // mesh.size())
+    low = min(rows, mesh.get_rank() * size)
+    local = torch.rand(min(size, rows - low), *shape[1:])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride)
+
+
+class _Counted:
+    """Bytes that this process has read from files, and sent to other ranks."""
+
+    def __init__(self) -> None:
+        self.read = self.sent = 0
+        add, send = ReadProgress.add, Messages.send
+
+        # From outside, since nobody else asks for these numbers.
+        def count_read(progress: ReadProgress, nbytes: int) -> None:
+            self.read += nbytes
+            add(progress, nbytes)
+
+        def count_sent(messages: Messages, peer: int, number: int, memory: memoryview) -> Any:
+            self.sent += len(memory)
+            return send(messages, peer, number, memory)
+
+        ReadProgress.add = count_read  # type: ignore[assignment, method-assign]
+        Messages.send = count_sent  # type: ignore[assignment, method-assign]
+
+
+def _load_s(root: Path, state: dict[str, Any]) -> float:
+    with localckpt.LocalCheckpointManager(root, elastic=True) as manager:
+        manager.find_latest()
+        dist.barrier()
+        began = time.perf_counter()
+        manager.load(into=state)
+        dist.barrier()
+        return time.perf_counter() - began
+
+
+def _measure_loads(directory: Path, rounds: int, width: int) -> dict[str, Any]:
+    state, counted = _state(width), _Counted()
+    needed = sum(
+        tensor.to_local().nbytes for part in state.values() for tensor in part.values()
+        if hasattr(tensor, "to_local")
+    )  # fmt: skip
+    found: dict[str, Any] = {"needed": needed, "same": [], "other": [], "read": [], "sent": []}
+    for _ in range(rounds + 1):
+        found["same"].append(_load_s(directory / "elastic-same", state))
+        read, sent = counted.read, counted.sent
+        found["other"].append(_load_s(directory / "elastic-other", state))
+        found["read"].append(counted.read - read)
+        found["sent"].append(counted.sent - sent)
+    # Each reads its own shard first; the rest of what it wants comes from others.
+    found["due"] = _due(state, dist.get_rank(), dist.get_world_size())
+    return {k: v[1:] if isinstance(v, list) else v for k, v in found.items()}
+
+
+def _due(state: dict[str, Any], rank: int, world_size: int) -> int:
+    """Bytes of this rank's tensors that are in shards which other ranks read."""
+    readers = {shard: shard if shard < world_size else 0 for shard in range(_BEFORE)}
+    due = 0
+    for part in state.values():
+        for tensor in part.values():
+            if not hasattr(tensor, "to_local") or not tensor.to_local().numel():
+                continue
+            rows, row = tensor.shape[0], tensor.to_local()[0].nbytes
+            low = rank * -(-rows // world_size)
+            high = min(rows, low + tensor.to_local().shape[0])
+            size = -(-rows // _BEFORE)
+            for shard, reader in readers.items():
+                shared = min(high, (shard + 1) * size) - max(low, shard * size)
+                due += max(0, shared) * row if reader != rank else 0
+    return due
+
+
+def _run_rank(directory: Path, rounds: int, width: int, what: list[str]) -> None:
+    dist.init_process_group("gloo")
+    result: dict[str, Any] = {}
+    if what[0] == "save":
+        with localckpt.LocalCheckpointManager(directory / f"elastic-{what[1]}") as manager:
+            manager.save(_state(width), 1)
+    else:
+        result = _measure_loads(directory, rounds, width)
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("width", type=int)
+    parser.add_argument("what", nargs="+")
+    asked = parser.parse_args()
+    _run_rank(asked.directory, asked.rounds, asked.width, asked.what)

@@ -1,0 +1,249 @@
+"""Divergence of replicas: ranks whose tensors differ though the job keeps them equal.
+
+Pure functions of the ranks' digests. The root first compares one digest for each set of ranks. Only
+where those differ does one rank of each kind report the digest of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localckpt.failure_texts import ranks_named
+
+__all__ = [
+    "Difference",
+    "Diverged",
+    "Divergence",
+    "compare_replicas",
+    "describe",
+    "judge_differences",
+]
+
+# Limits of what is told of a divergence, since every rank of the job reads it.
+_MOST_SETS, _MOST_GROUPS, _MOST_NAMED, _MOST_NODES = 16, 8, 20, 8
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """Set of ranks that do not all have the same in common.
+
+    Attributes:
+        set_id: The set.
+        groups: Ranks with equal digests, the largest group first.
+        others: Ranks of more groups, which are not told apart.
+    """
+
+    set_id: int
+    groups: tuple[tuple[int, ...], ...]
+    others: tuple[int, ...] = ()
+
+    @property
+    def asked(self) -> list[int]:
+        """One rank of each group: what it has, the others of the group have as well."""
+        return [group[0] for group in self.groups]
+
+    def may_be_named(self, rank: int) -> bool:
+        """Return whether a rank may be among those whose nodes are told."""
+        is_in_minority = any(rank in group for group in self.groups[1:])
+        # Without a majority, the first ranks of all groups are.
+        return is_in_minority or rank in self.groups[0][:_MOST_NODES]
+
+    def to_json(self) -> list[Any]:
+        return [self.set_id, [_runs(group) for group in self.groups], _runs(self.others)]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Diverged:
+        set_id, groups, others = fields
+        return cls(set_id, tuple(map(_ranks, groups)), _ranks(others))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Tensor that differs between ranks which should have it equal.
+
+    Attributes:
+        key: Key of the global tensor, followed by the place in it unless that is all of it.
+        groups: Ranks with equal bytes, the largest group first.
+        minority: Ranks whose bytes are not those of more than half of all ranks that have the
+            tensor; empty if no value has so many.
+    """
+
+    key: str
+    groups: tuple[tuple[int, ...], ...]
+    minority: tuple[int, ...]
+
+    def to_json(self) -> list[Any]:
+        return [self.key, list(map(_runs, self.groups)), _runs(self.minority)]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Difference:
+        key, groups, minority = fields
+        return cls(key, tuple(map(_ranks, groups)), _ranks(minority))
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Replicas of one save that differ.
+
+    Attributes:
+        sets: Sets of ranks that differ, as far as they are told.
+        more_sets: Number of further sets.
+        differences: Tensors that differ, as far as they are told; empty while nobody has asked.
+        more_tensors: Number of further tensors.
+        nodes: The nodes of the first of :attr:`suspects`, in their order.
+    """
+
+    sets: tuple[Diverged, ...]
+    more_sets: int = 0
+    differences: tuple[Difference, ...] = ()
+    more_tensors: int = 0
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """Ranks that are in the minority for some tensor."""
+        return tuple(sorted({rank for d in self.differences for rank in d.minority}))
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The ranks in the minority; all ranks that differ, if nobody can tell who is."""
+        if self.minority:
+            return self.minority
+        groups = [d.groups for d in self.differences] or [s.groups for s in self.sets]
+        return tuple(sorted({rank for of in groups for group in of for rank in group}))
+
+    def to_json(self) -> list[Any]:
+        return [
+            [of.to_json() for of in self.sets],
+            self.more_sets,
+            [difference.to_json() for difference in self.differences],
+            self.more_tensors,
+            self.nodes,
+        ]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Divergence:
+        sets, more_sets, differences, more_tensors, nodes = fields
+        return cls(
+            tuple(map(Diverged.from_json, sets)),
+            more_sets,
+            tuple(map(Difference.from_json, differences)),
+            more_tensors,
+            tuple(nodes),
+        )
+
+
+def compare_replicas(reports: Sequence[Iterable[tuple[int, int]]]) -> Divergence | None:
+    """Compare what ranks have in common with each other.
+
+    Args:
+        reports: For each rank its sets of ranks, each with the digest of what the set has in
+            common.
+
+    Returns:
+        The sets whose digests differ; ``None`` if there are none.
+    """
+    ranks: dict[int, dict[int, list[int]]] = {}
+    for rank, report in enumerate(reports):
+        for set_id, digest in report:
+            ranks.setdefault(set_id, {}).setdefault(digest, []).append(rank)
+    found = [_diverged(set_id, of.values()) for set_id, of in ranks.items() if len(of) > 1]
+    if not found:
+        return None
+    found.sort(key=lambda of: (of.groups, of.set_id))
+    return Divergence(tuple(found[:_MOST_SETS]), max(0, len(found) - _MOST_SETS))
+
+
+def _diverged(set_id: int, groups: Iterable[Sequence[int]]) -> Diverged:
+    ordered = _largest_first(groups)
+    others = sorted(rank for group in ordered[_MOST_GROUPS:] for rank in group)
+    return Diverged(set_id, ordered[:_MOST_GROUPS], tuple(others))
+
+
+def judge_differences(divergence: Divergence, reports: Sequence[Any]) -> Divergence:
+    """Find the tensors that differ.
+
+    Args:
+        divergence: Result of :func:`compare_replicas`.
+        reports: For each rank that may be named its node and, by the number of the set as a text,
+            the digest of each tensor, if the rank is asked; ``None`` for the others.
+    """
+    differences: list[Difference] = []
+    for of in divergence.sets:
+        told: dict[int, Mapping[str, int]] = {
+            rank: reports[rank][1].get(str(of.set_id), {}) if reports[rank] else {}
+            for rank in of.asked
+        }
+        keys = sorted({key for digests in told.values() for key in digests})
+        count = sum(map(len, of.groups)) + len(of.others)
+        for key in keys:
+            values: dict[int | None, list[int]] = {}
+            for group in of.groups:
+                # A rank that lacks the tensor differs from those that have it.
+                values.setdefault(told[group[0]].get(key), []).extend(group)
+            if len(values) > 1:
+                differences.append(_difference(key, values.values(), count))
+    found = Divergence(
+        divergence.sets,
+        divergence.more_sets,
+        tuple(differences[:_MOST_NAMED]),
+        max(0, len(differences) - _MOST_NAMED),
+    )
+    named = (reports[rank] for rank in found.suspects[:_MOST_NODES])
+    return replace(found, nodes=tuple(report[0] if report else "?" for report in named))
+
+
+def _difference(key: str, groups: Iterable[Sequence[int]], count: int) -> Difference:
+    ordered = _largest_first(groups)
+    is_known = 2 * len(ordered[0]) > count
+    minority = sorted(rank for group in ordered[1:] for rank in group) if is_known else []
+    return Difference(key, ordered, tuple(minority))
+
+
+def describe(divergence: Divergence) -> str:
+    """Describe which ranks differ in which tensors, and on which nodes they are."""
+    parts = [_described(difference) for difference in divergence.differences[:_SHOWN]]
+    more = len(divergence.differences) - len(parts) + divergence.more_tensors
+    if more:
+        parts.append(f"{more} more tensors differ as well")
+    if not parts:
+        parts = [
+            f"what {' and '.join(map(ranks_named, of.groups))} have in common differs"
+            for of in divergence.sets[:_SHOWN]
+        ]
+    whose = "In the minority" if divergence.minority else "It cannot be told which are right"
+    pairs = zip(divergence.suspects, divergence.nodes, strict=False)
+    at = ", ".join(f"rank {rank} on {node}" for rank, node in pairs)
+    left = len(divergence.suspects) - len(divergence.nodes)
+    more_ranks = f" and {left} more" if left and at else ""
+    return f"{'; '.join(parts)}. {whose}: {at or ranks_named(divergence.suspects)}{more_ranks}"
+
+
+def _described(difference: Difference) -> str:
+    if difference.minority:
+        return f"{difference.key!r} of {ranks_named(difference.minority)} is not that of the others"
+    groups = " and ".join(map(ranks_named, difference.groups[:_SHOWN]))
+    return f"{difference.key!r} differs between {groups}"
+
+
+def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    ordered = sorted((tuple(sorted(group)) for group in groups), key=lambda g: (-len(g), g))
+    return tuple(ordered)
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Encode ranks in ascending order by the first and the last of each run."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return runs
+
+
+def _ranks(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(rank for first, last in runs for rank in range(first, last + 1))

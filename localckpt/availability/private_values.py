@@ -1,0 +1,126 @@
+"""Values that belong to no global tensor, compared between the ranks that saved them.
+
+A value that all ranks saved equal is given to every rank. Of others a rule says what becomes of
+them. Values are compared by digests, section by section: a section is what is below one key at the
+top of a state. Pure functions of plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from localckpt.errors import MismatchError
+from localckpt.ids import Checkpoint
+
+__all__ = ["RuledValues", "judge_rules", "judge_tables", "judge_values", "tellers_of"]
+
+_SHOWN = 10
+# Ranks that tell their keys where a section differs: enough to name what differs.
+_MOST_TELLERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RuledValues:
+    """Values that a rule is for.
+
+    Attributes:
+        equal: Keys of values that all ranks saved equal, with a rank that tells each.
+        unequal: Keys of the others.
+    """
+
+    equal: Mapping[str, int]
+    unequal: Sequence[str]
+
+
+def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Check that all ranks have the same rules.
+
+    Args:
+        rules: For each rank its rules, as pairs of a key prefix and the kind of the rule.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    for rank, those in enumerate(rules):
+        if list(map(list, those)) != list(map(list, rules[0])):
+            raise MismatchError(
+                f"the ranks of this job have different rules in private=: rank 0 has {rules[0]}, "
+                f"and rank {rank} has {those}. Give the same on all ranks; nothing was changed"
+            )
+
+
+def judge_values(ruled: Mapping[int, Mapping[str, str]]) -> RuledValues:
+    """Divide values that a rule is for into equal and unequal ones.
+
+    Args:
+        ruled: For each rank that saved the digests of its values by key.
+    """
+    digests: dict[str, list[str]] = {}
+    tellers: dict[str, int] = {}
+    for shard, of_shard in ruled.items():
+        for key, digest in of_shard.items():
+            digests.setdefault(key, []).append(digest)
+            tellers.setdefault(key, shard)
+    unequal = [
+        key for key, those in digests.items() if len(set(those)) > 1 or len(those) < len(ruled)
+    ]
+    equal = {key: shard for key, shard in tellers.items() if key not in unequal}
+    return RuledValues(equal, sorted(unequal))
+
+
+def tellers_of(sections: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
+    """Choose which ranks tell which sections: one for each different one.
+
+    Args:
+        sections: For each rank that saved the digests of its sections by name.
+    """
+    known: dict[str, dict[str, int]] = {}
+    tellers: dict[int, list[str]] = {}
+    for shard, of_shard in sections.items():
+        for section, digest in of_shard.items():
+            different = known.setdefault(section, {})
+            if digest not in different and len(different) < _MOST_TELLERS:
+                different[digest] = shard
+                tellers.setdefault(shard, []).append(section)
+    return tellers
+
+
+def judge_tables(
+    checkpoint: Checkpoint,
+    tables: Mapping[int, Mapping[str, str]],
+    sections: Mapping[int, Mapping[str, str]],
+) -> None:
+    """Check that values which no rule is for are equal on all ranks that saved them.
+
+    Args:
+        checkpoint: The checkpoint.
+        tables: For each rank that tells some, the digests of values by key.
+        sections: As for :func:`tellers_of`.
+
+    Raises:
+        MismatchError: Some are not; the error names them.
+    """
+    digests: dict[str, str] = {}
+    unequal: dict[str, None] = {}
+    for of_shard in tables.values():
+        for key, digest in of_shard.items():
+            if digests.setdefault(key, digest) != digest:
+                unequal[key] = None
+    kinds: dict[str, set[str]] = {}
+    for of_shard in sections.values():
+        for section, digest in of_shard.items():
+            kinds.setdefault(section, set()).add(digest)
+    if not unequal:
+        # More sections differ than were told.
+        unequal = {section: None for section, those in kinds.items() if len(those) > _MOST_TELLERS}
+    if unequal:
+        named = ", ".join(map(repr, list(unequal)[:_SHOWN]))
+        more = f", and {len(unequal) - _SHOWN} more" if len(unequal) > _SHOWN else ""
+        raise MismatchError(
+            f"iteration {checkpoint.iteration} was saved by {checkpoint.world_size} ranks, and "
+            f"this job has another number: the values of {named}{more} differ between the ranks "
+            f"that saved them. Say what becomes of each with private=, as in "
+            f"private={{{next(iter(unequal))!r}: 'drop'}}; or mark what is equal by "
+            f"localckpt.replicated() when it is saved. Nothing was changed"
+        )

@@ -1,0 +1,330 @@
+"""Plan of a load on another number of ranks: who takes which elements from whose shard.
+
+Tensors are described in groups: keys whose global tensors have one dtype and one shape, and of
+which a shard has the same elements. All ranks of a job have few different groups, so a description
+costs little however many tensors there are. Pure functions of plain data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import xxhash
+
+from localckpt.errors import MismatchError
+from localckpt.state_dict.overlaps import overlapping_pairs
+from localckpt.state_dict.regions import Region, bounds_of, common, volume, without
+
+__all__ = ["Keys", "ReshardPlan", "Take", "TensorGroup", "group_tensors", "plan_reshard"]
+
+_SHOWN = 10
+
+
+class Keys(NamedTuple):
+    """Global tensors of one dtype and one shape.
+
+    Attributes:
+        dtype: Name of the dtype.
+        shape: Shape of each.
+        keys: Their keys, in order, each once.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name by which ranks refer to them: a digest."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self).encode())
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Keys:
+        dtype, shape, keys = fields
+        return cls(dtype, tuple(shape), tuple(keys))
+
+
+class TensorGroup(NamedTuple):
+    """Elements that a rank or a shard has of some global tensors.
+
+    Attributes:
+        name: Name of the :class:`Keys`.
+        region: The elements, the same of each tensor.
+    """
+
+    name: str
+    region: Region
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> TensorGroup:
+        name, region = fields
+        return cls(name, tuple(tuple((start, count) for start, count in runs) for runs in region))
+
+
+def group_tensors(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], Region]],
+) -> tuple[dict[TensorGroup, list[list[int]]], dict[str, Keys]]:
+    """Divide tensors into groups.
+
+    Args:
+        tensors: Key, dtype, global shape and elements of each.
+
+    Returns:
+        For each group the numbers of its tensors by key, in the order of the keys: more than one
+        number where tensors are the same part of one global tensor; and the keys of each group by
+        their name.
+    """
+    alike: dict[tuple[str, tuple[int, ...], Region], dict[str, list[int]]] = {}
+    for number, (key, dtype, shape, region) in enumerate(tensors):
+        alike.setdefault((dtype, shape, region), {}).setdefault(key, []).append(number)
+    groups: dict[TensorGroup, list[list[int]]] = {}
+    tables: dict[str, Keys] = {}
+    for (dtype, shape, region), numbers in alike.items():
+        keys = Keys(dtype, shape, tuple(sorted(numbers)))
+        name = keys.name
+        tables[name] = keys
+        groups[TensorGroup(name, region)] = [numbers[key] for key in keys.keys]
+    return groups, tables
+
+
+class Take(NamedTuple):
+    """Elements of some global tensors that a rank takes from a shard.
+
+    Attributes:
+        receiver: The rank.
+        shard: The rank whose shard it was when it was saved.
+        wanted: TensorGroup of the rank.
+        saved: TensorGroup of the shard.
+        keys: Keys of both groups, in order; ``None`` if all keys of both, which are the same.
+        region: The elements.
+    """
+
+    receiver: int
+    shard: int
+    wanted: TensorGroup
+    saved: TensorGroup
+    keys: tuple[str, ...] | None
+    region: Region
+
+
+@dataclass(slots=True)
+class ReshardPlan:
+    """Plan of a load on another number of ranks.
+
+    Attributes:
+        takes: All that ranks take, each element once.
+    """
+
+    takes: list[Take] = field(default_factory=list)
+
+
+def plan_reshard(
+    saved: Mapping[int, Sequence[TensorGroup]],
+    wanted: Mapping[int, Sequence[TensorGroup]],
+    tables: Mapping[str, Keys],
+    readers: Mapping[int, int],
+    nodes: Sequence[str],
+    *,
+    made: Sequence[str] = (),
+    excluded: Sequence[str] = (),
+) -> ReshardPlan:
+    """Decide from whose shard each rank takes the elements that it wants.
+
+    Of equal parts in several shards a rank takes that of a shard which it reads itself, else of one
+    that is read on its own node, else the ranks take turns.
+
+    Args:
+        saved: Groups of each shard.
+        wanted: Groups of each rank of the job.
+        tables: Keys of all groups by name.
+        readers: For each shard the rank that reads it.
+        nodes: Node of each rank.
+        made: Key prefixes of tensors that were made for the load, and may not have been saved.
+        excluded: Key prefixes of private tensors that are not taken.
+
+    Raises:
+        MismatchError: Tensors differ in dtype or shape, were saved and are wanted by no rank, or
+            the reverse, or elements of them are in no shard; the error lists them.
+    """
+    all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
+    sources = _Sources(saved, tables, readers, nodes)
+    differences = _differences(sources, wanted, tables, made)
+    plan = ReshardPlan()
+    of_region: dict[str, dict[Region, list[int]]] = {}
+    for rank, groups in wanted.items():
+        for group in groups:
+            of_region.setdefault(group.name, {}).setdefault(group.region, []).append(rank)
+    for name, regions in of_region.items():
+        for keys, holding in _divided(tables[name], sources.holding):
+            if not holding:
+                continue
+            is_all = keys == all_keys[name].keys and holding == (name,)
+            found = sources.of(holding)
+            for region, parts, lack in _covers(list(regions), list(found)):
+                if lack:
+                    differences += [f"{keys[0]}: elements {_shown(lack[0])} are in no shard"]
+                    continue
+                for rank in regions[region]:
+                    for there, part in parts:
+                        shard, group = found[there].for_rank(rank)
+                        chosen = None if is_all else keys
+                        take = Take(rank, shard, TensorGroup(name, region), group, chosen, part)
+                        plan.takes.append(take)
+    if differences:
+        raise _mismatch(differences)
+    return plan
+
+
+class _Holders:
+    """Shards that have the same elements of some tensors."""
+
+    def __init__(self) -> None:
+        self._shards: list[tuple[int, TensorGroup]] = []
+        self._by_reader: dict[int, tuple[int, TensorGroup]] = {}
+        self._by_node: dict[str, list[tuple[int, TensorGroup]]] = {}
+        self._turns: dict[str, int] = {}
+        self._nodes: Sequence[str] = ()
+
+    def add(self, shard: int, group: TensorGroup, reader: int, nodes: Sequence[str]) -> None:
+        """Add a shard."""
+        self._nodes = nodes
+        self._shards.append((shard, group))
+        self._by_reader.setdefault(reader, (shard, group))
+        self._by_node.setdefault(nodes[reader], []).append((shard, group))
+
+    def for_rank(self, rank: int) -> tuple[int, TensorGroup]:
+        """Choose the shard that a rank takes the elements from."""
+        if (own := self._by_reader.get(rank)) is not None:
+            return own
+        node = self._nodes[rank]
+        place = node if node in self._by_node else ""
+        shards = self._by_node.get(node, self._shards)
+        turn = self._turns.get(place, rank % len(shards))
+        self._turns[place] = (turn + 1) % len(shards)
+        return shards[turn % len(shards)]
+
+
+class _Sources:
+    """Saved groups, by what they hold."""
+
+    def __init__(
+        self,
+        saved: Mapping[int, Sequence[TensorGroup]],
+        tables: Mapping[str, Keys],
+        readers: Mapping[int, int],
+        nodes: Sequence[str],
+    ) -> None:
+        self._holders: dict[str, dict[Region, _Holders]] = {}
+        self._merged: dict[tuple[str, ...], dict[Region, _Holders]] = {}
+        self._args = saved, readers, nodes
+        self.holding: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+        self.kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        self._members: dict[str, list[tuple[int, TensorGroup]]] = {}
+        for shard, groups in saved.items():
+            for group in groups:
+                self._members.setdefault(group.name, []).append((shard, group))
+        for name in self._members:
+            dtype, shape, keys = tables[name]
+            for key in keys:
+                self.holding.setdefault((dtype, shape, key), []).append(name)
+                self.kinds.setdefault(key, []).append((dtype, shape))
+
+    def of(self, names: tuple[str, ...]) -> dict[Region, _Holders]:
+        """Return, for the elements that shards have of tensors, the shards that have them."""
+        if names not in self._merged:
+            _, readers, nodes = self._args
+            merged = self._merged[names] = {}
+            for name in names:
+                for shard, group in self._members[name]:
+                    if volume(group.region):
+                        holders = merged.setdefault(group.region, _Holders())
+                        holders.add(shard, group, readers[shard], nodes)
+        return self._merged[names]
+
+
+def _divided(
+    keys: Keys, holding: Mapping[tuple[str, tuple[int, ...], str], list[str]]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Divide keys by the saved groups that have them."""
+    parts: dict[tuple[str, ...], list[str]] = {}
+    for key in keys.keys:
+        names = tuple(holding.get((keys.dtype, keys.shape, key), ()))
+        parts.setdefault(names, []).append(key)
+    return [(tuple(those), names) for names, those in parts.items()]
+
+
+def _covers(
+    wanted: Sequence[Region], saved: Sequence[Region]
+) -> Iterable[tuple[Region, list[tuple[Region, Region]], list[Region]]]:
+    """Cover regions by others.
+
+    Yields:
+        Each wanted region; saved regions with the elements that are taken of each, no element
+        twice; and the elements that are in none.
+    """
+    overlapping: dict[int, list[int]] = {}
+    for w, s in overlapping_pairs([bounds_of(r) for r in wanted], [bounds_of(r) for r in saved]):
+        overlapping.setdefault(w, []).append(s)
+    for w, region in enumerate(wanted):
+        left = [region] if volume(region) else []
+        parts: list[tuple[Region, Region]] = []
+        for s in overlapping.get(w, ()):
+            if not left:
+                break
+            found = (common(piece, saved[s]) for piece in left)
+            parts += [(saved[s], part) for part in found if part is not None]
+            left = [rest for piece in left for rest in without(piece, saved[s])]
+        yield region, parts, left
+
+
+def _without(keys: Keys, excluded: Sequence[str]) -> Keys:
+    """Leave keys out that are below some prefixes."""
+    if not excluded:
+        return keys
+    below = tuple(f"{prefix}." for prefix in excluded)
+    left = (k for k in keys.keys if k not in excluded and not k.startswith(below))
+    return keys._replace(keys=tuple(left))
+
+
+def _differences(
+    sources: _Sources,
+    wanted: Mapping[int, Sequence[TensorGroup]],
+    tables: Mapping[str, Keys],
+    made: Sequence[str],
+) -> list[str]:
+    """List the keys that only one side has, or that differ in dtype or shape."""
+    lines = []
+    names = dict.fromkeys(group.name for groups in wanted.values() for group in groups)
+    given: set[str] = set()
+    for name in names:
+        dtype, shape, keys = tables[name]
+        given.update(keys)
+        for key in keys:
+            kinds = sources.kinds.get(key, [])
+            if not kinds:
+                if not key.startswith(tuple(f"{prefix}." for prefix in made)):
+                    lines.append(f"{key}: given, not saved")
+            elif (dtype, shape) not in kinds:
+                was, size = kinds[0]
+                lines.append(f"{key}: saved as {was} {list(size)}, given as {dtype} {list(shape)}")
+    lines += [f"{key}: saved, not given" for key in sources.kinds if key not in given]
+    return lines
+
+
+def _mismatch(lines: Sequence[str]) -> MismatchError:
+    distinct = list(dict.fromkeys(lines))
+    more = len(distinct) - _SHOWN
+    return MismatchError(
+        f"the state to load into differs from the one that another number of ranks saved, and was "
+        f"left as it is: {'; '.join(distinct[:_SHOWN])}"
+        + (f"; and {more} more" if more > 0 else "")
+        + ". Give a state with the same global tensors: such a load fills the given tensors only"
+    )
+
+
+def _shown(region: Region) -> str:
+    sides = ("+".join(f"{start}:{start + count}" for start, count in runs) for runs in region)
+    return f"[{', '.join(sides)}]"

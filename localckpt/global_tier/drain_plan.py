@@ -1,0 +1,369 @@
+"""Items of a checkpoint on shared storage, from the images that the ranks keep on their nodes.
+
+The keys are those that DCP's planner gives the same state, and the chunks are those of the image's
+table of boxes. What a rank holds alone is compared among the ranks: equal values are written once;
+of unequal ones each is kept under a key of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
+
+from localckpt.errors import MismatchError, RestoreError
+from localckpt.global_tier.metadata import create_write_items
+from localckpt.state_dict.basic import BasicTensorAwareStateDict
+from localckpt.state_dict.boxes import Box, RankSet
+from localckpt.state_dict.lazy_image import LazyImage
+from localckpt.state_dict.skeleton import take_tensors
+from localckpt.state_dict.value_digests import digest_of
+
+__all__ = ["ImageItems", "Merged", "Place", "RankPlan", "fingerprint", "merge_plans", "own_key"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# Values that need no walk through what they hold.
+_LEAVES = (int, float, bool, str, bytes, type(None))
+
+
+class Place(NamedTuple):
+    """Place of one item's values in an image.
+
+    Attributes:
+        number: Number of the tensor.
+        part: First index and end along each dimension of the tensor; ``None`` for all of it.
+    """
+
+    number: int
+    part: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass
+class RankPlan:
+    """Items that one rank's image has.
+
+    Attributes:
+        plan: The items, as DCP's planner would list them.
+        digests: Digests of the values that the image does not say to be equal on other ranks.
+        ranks: Ranks on which the image says that a part of a global tensor is equal.
+    """
+
+    plan: SavePlan
+    digests: dict[MetadataIndex, str] = field(default_factory=dict)
+    ranks: dict[MetadataIndex, RankSet] = field(default_factory=dict)
+
+
+class ImageItems:
+    """Items of one rank's image, and their values.
+
+    Args:
+        image: The image; not used after the constructor, but for its digests.
+
+    Raises:
+        MismatchError: The state is no dict, so DCP has no keys for it.
+        CorruptShardError, RestoreError, UnsafeGlobalError: As for :class:`LazyImage`.
+
+    Attributes:
+        planner: Planner that knows the objects of the state by their keys; its tensors have no
+            data.
+        places: Places of the tensors in the image; other items are objects, whose values are in
+            memory.
+        plan: The items.
+    """
+
+    def __init__(self, image: LazyImage) -> None:
+        self.planner = DefaultSavePlanner()
+        self.places: dict[MetadataIndex, Place] = {}
+        self._world_size = image.identity.world_size
+        self._items: list[WriteItem] = []
+        self._ranks: dict[MetadataIndex, RankSet] = {}
+        # Items with values that other ranks need not have.
+        self._own: set[MetadataIndex] = set()
+        self._numbers: dict[int, int] = {}
+        self._stored = {n for n, entry in enumerate(image.entries) if entry.slot is not None}
+        self._rebuild(image)
+        for key, value in self.planner.state_dict.items():
+            self._add(key, value, image)
+        self.plan = SavePlan(self._items, planner_data=self.planner.mappings)
+
+    def rank_plan(self, image: LazyImage) -> RankPlan:
+        """The items with the digests of their values, read from the image."""
+        alone = self._world_size == 1
+        own = {} if alone else {index: self._digest(index, image) for index in self._own}
+        return RankPlan(self.plan, own, self._ranks)
+
+    # The state, with values for what is saved as an object.
+
+    def _rebuild(self, image: LazyImage) -> None:
+        filled = image.arrays
+        try:
+            self._take(*image.rebuild(filled))
+        except RestoreError:
+            # An object looks at the values of tensors while it is made.
+            filled = set(range(len(image.entries)))
+            self._take(*image.rebuild(filled))
+        needed = {n for value in self._objects() for n in self._tensors_in(value)}
+        if not needed <= filled:
+            self._take(*image.rebuild(filled | needed))
+
+    def _take(self, state: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if isinstance(state, BasicTensorAwareStateDict):
+            state = state.state_dict
+        if not isinstance(state, dict):
+            raise MismatchError(
+                f"the state is a {type(state).__name__}, and the keys of a checkpoint on shared "
+                f"storage are those of a dict: save a dict on the nodes"
+            )
+        # The tensors stay alive, so that their ids are their own.
+        self._kept = tensors
+        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self.planner.set_up_planner(state)
+
+    def _objects(self) -> Iterator[Any]:
+        for value in self.planner.state_dict.values():
+            if self._tensors_of(value) is None and type(value) not in _LEAVES:
+                yield value
+
+    def _tensors_in(self, value: Any) -> Iterator[int]:
+        for tensor in take_tensors(value).tensors:
+            if (number := self._numbers.get(id(tensor))) is not None:
+                yield number
+
+    def _tensors_of(self, value: Any) -> list[int] | None:
+        """Numbers of the plain tensors that hold a tensor's values; ``None`` for an object."""
+        if isinstance(value, DTensor):
+            inner = [value._local_tensor]
+        elif isinstance(value, ShardedTensor):
+            inner = [shard.tensor for shard in value.local_shards()]
+        else:
+            inner = [value]
+        if not all(type(tensor) in _PLAIN for tensor in inner):
+            return None
+        numbers = [n for t in inner if (n := self._numbers.get(id(t))) is not None]
+        has_data = len(numbers) == len(inner) and self._stored.issuperset(numbers)
+        return numbers if has_data else None
+
+    # Items.
+
+    def _add(self, key: str, value: Any, image: LazyImage) -> None:
+        numbers = self._tensors_of(value)
+        if isinstance(value, DTensor) and numbers:
+            box = image.box_of(numbers[0])
+            if box is not None:
+                self._add_box(key, value, box, numbers[0])
+                return
+            if value.device_mesh.get_coordinate() is None:
+                return
+        items = create_write_items(key, value)
+        self._items += items
+        if numbers is None:
+            self._own |= {item.index for item in items}
+            return
+        for item, number in zip(items, numbers, strict=True):
+            self.places[item.index] = Place(number)
+            # Shards of a ShardedTensor are nowhere else.
+            if not isinstance(value, ShardedTensor) and not self._is_on_all(image.box_of(number)):
+                self._own.add(item.index)
+
+    def _is_on_all(self, box: Box | None) -> bool:
+        return box is not None and (box.ranks is None or len(box.ranks) == self._world_size)
+
+    def _add_box(self, key: str, value: DTensor, box: Box, number: int) -> None:
+        properties = TensorProperties.create_from_tensor(value.to_local())
+        for offsets, sizes, part in _chunks(box):
+            index = MetadataIndex(key, torch.Size(offsets))
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            data = TensorWriteData(chunk, properties, torch.Size(box.shape))
+            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            self.places[index] = Place(number, part)
+            # A part without items has the same place on all ranks that have none.
+            if box.ranks is not None and 0 not in sizes:
+                self._ranks[index] = box.ranks
+
+    # What a rank holds alone.
+
+    def _digest(self, index: MetadataIndex, image: LazyImage) -> str:
+        place = self.places.get(index)
+        if place is None:
+            # It has its tensors, and nothing stands for others.
+            return digest_of(self.planner.lookup_object(index), str)
+        entry = image.entries[place.number]
+        hasher = xxhash.xxh3_64(f"{entry.dtype} {entry.shape}".encode())
+        if (run := image.run_of(place.number)) is None:
+            hasher.update(digest_of(image.tensor(place.number), str).encode())
+        else:
+            for part in image.read(*run):
+                hasher.update(part)
+        return hasher.hexdigest()
+
+
+def _chunks(
+    box: Box,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...] | None]]:
+    """Yield the parts of a box that are one range along each dimension.
+
+    Yields:
+        Offsets in the global tensor, sizes, and the place in the local tensor.
+    """
+    is_whole = all(len(runs) == 1 for runs in box.runs)
+    placed = []
+    for runs in box.runs:
+        begin, along = 0, []
+        for start, count in runs:
+            along.append((start, count, (begin, begin + count)))
+            begin += count
+        placed.append(along)
+    for chosen in product(*placed):
+        yield (
+            tuple(start for start, _, _ in chosen),
+            tuple(count for _, count, _ in chosen),
+            None if is_whole else tuple(part for _, _, part in chosen),
+        )
+
+
+# On one rank, for all.
+
+
+class Merged(NamedTuple):
+    """Plans of all ranks, in which each value is written once.
+
+    Attributes:
+        plans: What each rank writes.
+        metadata: Description of the checkpoint, without the places of the items.
+        unequal: Keys whose values differ between ranks.
+    """
+
+    plans: list[SavePlan]
+    metadata: Metadata
+    unequal: list[str]
+
+
+def own_key(key: str, rank: int) -> str:
+    """Key of one rank's value, where the values of ranks differ."""
+    return f"{key}.of_rank_{rank}"
+
+
+def merge_plans(parts: Sequence[RankPlan]) -> Merged:
+    """Merge the plans of all ranks, in rank order; a pure function.
+
+    Raises:
+        MismatchError: Ranks have different values of one part of a global tensor.
+    """
+    _require_one_owner(parts)
+    unequal = _unequal(parts)
+    plans = [_with_own_keys(part.plan, rank, unequal) for rank, part in enumerate(parts)]
+    _require_free(parts, unequal)
+    finals, metadata = DefaultSavePlanner().create_global_plan(plans)
+    return Merged(finals, metadata, sorted(unequal))
+
+
+def _require_one_owner(parts: Sequence[RankPlan]) -> None:
+    """Check that ranks with the same part of a global tensor say that theirs are equal."""
+    first: dict[MetadataIndex, tuple[int, RankSet]] = {}
+    for rank, part in enumerate(parts):
+        for index, ranks in part.ranks.items():
+            other, owners = first.setdefault(index, (rank, ranks))
+            if rank not in owners:
+                raise MismatchError(
+                    f"{index.fqn} at {list(index.offset or ())} is on ranks {other} and {rank}, "
+                    f"which are not said to have the same values: two global tensors have one "
+                    f"name. Nothing was drained"
+                )
+
+
+def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
+    """Keys whose values differ, with the ranks that have them.
+
+    Raises:
+        MismatchError: The values are parts of a global tensor.
+    """
+    found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
+    sharded: set[str] = set()
+    for rank, part in enumerate(parts):
+        for item in part.plan.items:
+            digest = part.digests.get(item.index)
+            if item.type != WriteItemType.SHARD:
+                found[item.index.fqn][rank] = (digest, item.type)
+            elif digest is None:
+                sharded.add(item.index.fqn)
+    shards: dict[MetadataIndex, str] = {}
+    for part in parts:
+        for index, digest in part.digests.items():
+            if index.fqn not in found and shards.setdefault(index, digest) != digest:
+                raise MismatchError(
+                    f"{index.fqn} is a DTensor whose placement does not say which ranks have "
+                    f"equal values, and theirs differ: save it replicated, or as its local tensor. "
+                    f"Nothing was drained"
+                )
+    return {
+        key: sorted(values)
+        for key, values in found.items()
+        if len(set(values.values())) > 1 or key in sharded
+    }
+
+
+def _with_own_keys(plan: SavePlan, rank: int, unequal: Mapping[str, Sequence[int]]) -> SavePlan:
+    """Add each value that differs under its rank's key; the first rank's has the plain key, too."""
+    items: list[WriteItem] = []
+    paths = dict(plan.planner_data)
+    for item in plan.items:
+        key = item.index.fqn
+        if key not in unequal or item.type == WriteItemType.SHARD:
+            items.append(item)
+            continue
+        if rank == unequal[key][0]:
+            items.append(item)
+        renamed = own_key(key, rank)
+        items.append(dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=renamed)))
+        paths[renamed] = (renamed,)
+    return dataclasses.replace(plan, items=items, planner_data=paths)
+
+
+def _require_free(parts: Sequence[RankPlan], unequal: Mapping[str, Sequence[int]]) -> None:
+    taken = {item.index.fqn for part in parts for item in part.plan.items}
+    for key, ranks in unequal.items():
+        for rank in ranks:
+            if own_key(key, rank) in taken:
+                raise MismatchError(
+                    f"{key} differs between ranks, and {own_key(key, rank)} is the key of another "
+                    f"value: give one of them another name. Nothing was drained"
+                )
+
+
+def fingerprint(merged: Merged) -> str:
+    """Digest of what is written where, the same for the same images."""
+    rows = [
+        [
+            (
+                item.index.fqn,
+                None if item.index.offset is None else tuple(item.index.offset),
+                item.type.name,
+                None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes),
+                None if item.tensor_data is None else str(item.tensor_data.properties.dtype),
+            )
+            for item in plan.items
+        ]
+        for plan in merged.plans
+    ]
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())

@@ -1,0 +1,217 @@
+"""Root's part in a load on another number of ranks: it compares what was saved, and plans.
+
+Two reports of each rank are judged. The first describes tensors and values by names and digests;
+the second tells, from few ranks, what the names stand for, and the values that others are to get.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from localckpt.availability.private_values import (
+    RuledValues,
+    judge_rules,
+    judge_tables,
+    judge_values,
+    tellers_of,
+)
+from localckpt.availability.reshard import Keys, TensorGroup, plan_reshard
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import with_class
+from localckpt.ids import Checkpoint
+from localckpt.options import PrivateRule
+from localckpt.ranks.ranks import PerRank
+from localckpt.ranks.values import Message
+from localckpt.replication.retrieval import new_name
+from localckpt.state_dict.values import rule_for
+
+__all__ = ["ElasticJudge", "Packed", "joined_packs", "kind_of", "split_packs"]
+
+
+class Packed(NamedTuple):
+    """Values that travel beside a report or a verdict.
+
+    Attributes:
+        kind: ``"all"`` for values of every rank, ``"keep"`` for those of one rank, ``"rule"`` for
+            those that a function of the caller's gets, or has made.
+        shard: The rank that saved them; -1 where several did.
+        data: Image of a list of places and values.
+    """
+
+    kind: str
+    shard: int
+    data: bytes
+
+
+def joined_packs(packs: Sequence[Packed]) -> tuple[list[list[Any]], bytes]:
+    """Return what says which values there are, and their bytes, for a :class:`Message`."""
+    about = [[kind, shard, len(data)] for kind, shard, data in packs]
+    return about, b"".join(pack.data for pack in packs)
+
+
+def split_packs(about: Sequence[Sequence[Any]], data: bytes) -> list[Packed]:
+    """Undo :func:`joined_packs`."""
+    packs, at = [], 0
+    for kind, shard, nbytes in about:
+        packs.append(Packed(kind, shard, data[at : at + nbytes]))
+        at += nbytes
+    return packs
+
+
+def kind_of(rule: PrivateRule) -> str:
+    """Return the name of a rule, the same on all ranks."""
+    return rule if isinstance(rule, str) else "function"
+
+
+class ElasticJudge:
+    """Judge of one load; only the root's is asked.
+
+    Args:
+        checkpoint: The checkpoint.
+        rules: Rules for values of single ranks, by key prefix.
+        nodes: Node of each rank.
+        readers: For each shard the rank that reads it.
+        pack, unpack: Make an image of values, and values of an image.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rules: Mapping[str, PrivateRule],
+        nodes: Sequence[str],
+        readers: Mapping[int, int],
+        pack: Callable[[Any], bytes],
+        unpack: Callable[[bytes], Any],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._rules = rules
+        self._nodes = nodes
+        self._readers = readers
+        self._pack = pack
+        self._unpack = unpack
+        self._saved: dict[int, list[TensorGroup]] = {}
+        self._wanted: dict[int, list[TensorGroup]] = {}
+        self._sections: dict[int, dict[str, str]] = {}
+        self._ruled = RuledValues({}, ())
+        self._made: list[str] = []
+
+    def compare(self, reports: Sequence[Any]) -> PerRank:
+        """Judge what all ranks describe; ask some of them for more.
+
+        Raises:
+            MismatchError: The ranks do not load alike.
+        """
+        bad = [[rank, *copy] for rank, report in enumerate(reports) for copy in report["bad"]]
+        if bad:
+            return PerRank({"bad": bad}, {})
+        judge_rules([report["rules"] for report in reports])
+        ruled: dict[int, dict[str, str]] = {}
+        names: dict[str, int] = {}
+        for rank, report in enumerate(reports):
+            self._made += report["made"]
+            self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
+            for name, _ in self._wanted[rank]:
+                names.setdefault(name, rank)
+            for shard, groups, sections, of_rules in report["saved"]:
+                self._saved[shard] = [TensorGroup.from_json(group) for group in groups]
+                self._sections[shard], ruled[shard] = sections, of_rules
+                for name, _ in self._saved[shard]:
+                    names.setdefault(name, rank)
+        self._ruled = judge_values(dict(sorted(ruled.items())))
+        asked: dict[int, dict[str, list[Any]]] = {}
+        for name, rank in names.items():
+            _ask(asked, rank)["tables"].append(name)
+        for shard, told in tellers_of(dict(sorted(self._sections.items()))).items():
+            _ask(asked, self._readers[shard])["sections"].append([shard, told])
+        for key, shard in self._ruled.equal.items():
+            _ask(asked, self._readers[shard])["equal"].append([shard, key])
+        return PerRank({"bad": [], "unequal": list(self._ruled.unequal)}, asked)
+
+    def plan(self, reports: Sequence[Any]) -> PerRank:
+        """Plan with what all ranks told; each rank gets what concerns it.
+
+        Raises:
+            MismatchError: The state does not fit what was saved, or values differ that no rule is
+                for.
+        """
+        tables: dict[str, Keys] = {}
+        digests: dict[int, dict[str, str]] = {}
+        packs: list[Packed] = []
+        for message in reports:
+            record = message.record
+            for fields in record["tables"]:
+                keys = Keys.from_json(fields)
+                tables[keys.name] = keys
+            for shard, of_shard in record["digests"]:
+                digests.setdefault(shard, {}).update(of_shard)
+            packs += split_packs(record["packs"], message.data)
+        judge_tables(self._checkpoint, digests, self._sections)
+        plan = plan_reshard(
+            dict(sorted(self._saved.items())),
+            self._wanted,
+            tables,
+            self._readers,
+            self._nodes,
+            made=sorted(set(self._made)),
+            excluded=self._ruled.unequal,
+        )
+        takes: dict[int, list[Any]] = {}
+        gives: dict[int, list[Any]] = {}
+        for take in plan.takes:
+            mine = takes.setdefault(take.receiver, [])
+            gives.setdefault(self._readers[take.shard], []).append(
+                [take.shard, take.receiver, len(mine), take.saved, take.keys, take.region]
+            )
+            mine.append([take.shard, take.wanted, take.keys, take.region])
+        own = self._own_values(packs)
+        parts: dict[int, Message] = {}
+        for rank in takes.keys() | gives.keys() | own.keys():
+            about, data = joined_packs(own.get(rank, ()))
+            record = {
+                "takes": takes.get(rank, []),
+                "gives": gives.get(rank, []),
+                "packs": about,
+            }
+            parts[rank] = Message(record, data)
+        values = [base64.b85encode(pack.data).decode() for pack in packs if pack.kind == "all"]
+        return PerRank({"name": new_name(), "values": values}, parts)
+
+    def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
+        """Values that single ranks get."""
+        own: dict[int, list[Packed]] = {}
+        saved: dict[tuple[Any, ...], dict[int, Any]] = {}
+        for pack in packs:
+            if pack.kind == "keep":
+                own.setdefault(pack.shard, []).append(pack)
+            elif pack.kind == "rule":
+                for place, value in self._unpack(pack.data):
+                    saved.setdefault(tuple(place), {})[pack.shard] = value
+        if saved:
+            count = len(self._nodes)
+            for rank in range(count):
+                made = [
+                    [list(place), self._ruled_value(place, values, rank, count)]
+                    for place, values in saved.items()
+                ]
+                own.setdefault(rank, []).append(Packed("rule", -1, self._pack(made)))
+        return own
+
+    def _ruled_value(
+        self, place: tuple[Any, ...], values: Mapping[int, Any], rank: int, count: int
+    ) -> Any:
+        key = ".".join(map(str, place))
+        rule = self._rules[rule_for(key, list(self._rules)) or ""]
+        assert callable(rule), "only such rules are told values"
+        try:
+            return rule([values.get(s) for s in range(self._checkpoint.world_size)], rank, count)
+        except Exception as error:
+            raise MismatchError(
+                f"the function for {key!r} in private= raised {with_class(error)}. Nothing was "
+                f"changed"
+            ) from error
+
+
+def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:
+    return asked.setdefault(rank, {"tables": [], "sections": [], "equal": []})

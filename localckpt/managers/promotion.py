@@ -1,0 +1,158 @@
+"""One promotion: a complete checkpoint of the nodes is drained to shared storage behind training.
+
+    held -> drained | failed
+
+The manager of the shared storage does the work, from the images on the nodes. Here they are held,
+so that no rank prunes them, until all ranks have finalized the promotion in the same poll.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
+from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.ids import Checkpoint
+from localckpt.managers.job_checkpoints import JobCheckpoints
+from localckpt.storage.kept_shard import KeptShard
+
+__all__ = ["DrainTarget", "Promotion", "promotable"]
+
+logger = logging.getLogger(__name__)
+
+
+class Draining(Protocol):
+    """A drain that is under way on this rank."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is over; raises what it failed with, or TimeoutError."""
+
+    def stop(self) -> None:
+        """End it soon, from any thread."""
+
+
+class DrainTarget(Protocol):
+    """Manager of a shared storage, as :class:`GlobalCheckpointManager`."""
+
+    def drain(self, shard: KeptShard, *, rate_limit: float | None = None) -> Draining:
+        """Begin a drain of this rank's shard; all ranks call it."""
+        ...
+
+    def note_drained(self, iteration: int) -> None:
+        """Note that a drain is committed; all ranks call it."""
+
+
+class Promotion:
+    """One promotion.
+
+    Args:
+        checkpoint: The checkpoint.
+        shard: This rank's part of it.
+        target: Manager of the shared storage.
+        rate_limit: Bytes a second that this rank writes at most; ``None`` for any number.
+        checkpoints: Those of the job; holds this one.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        shard: KeptShard,
+        target: DrainTarget,
+        rate_limit: float | None,
+        checkpoints: JobCheckpoints,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._target = target
+        self._checkpoints = checkpoints
+        # Before anything reads it.
+        checkpoints.hold(checkpoint)
+        try:
+            self._drain = target.drain(shard, rate_limit=rate_limit)
+        except BaseException:
+            checkpoints.release(checkpoint)
+            raise
+        self._is_held = True
+
+    @property
+    def is_over(self) -> bool:
+        """True once it is finalized, or given up."""
+        return not self._is_held
+
+    def request(self, finalize: Callable[[], None]) -> AsyncRequest:
+        """A request that waits for the drain in its queue, and finalizes it."""
+        call = AsyncCall(
+            self._await_drained,
+            failure_fns=[lambda error: self.give_up()],
+            stop_fns=[self._drain.stop],
+        )
+        return AsyncRequest(call, (), [finalize])
+
+    @runs_in_trainer
+    def _await_drained(self) -> None:
+        self._drain.wait()
+
+    def finalize(self) -> None:
+        """Complete the promotion, as all ranks do."""
+        if self._is_held:
+            self._target.note_drained(self.checkpoint.iteration)
+            self._checkpoints.note_drained(self.checkpoint)
+            self._release()
+
+    def give_up(self) -> None:
+        """End the drain if it is not over, and hold the checkpoint no more."""
+        self._drain.stop()
+        self._release()
+
+    def await_end(self, timeout_s: float) -> None:
+        """End the drain, and return when nothing reads the store any more, or it takes too long."""
+        if self.is_over:
+            return
+        self._drain.stop()
+        try:
+            self._drain.wait(timeout_s)
+        except (CheckpointingException, TimeoutError) as error:
+            logger.warning("iteration %d was not drained: %s", self.checkpoint.iteration, error)
+        self._release()
+
+    def _release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._checkpoints.release(self.checkpoint)
+
+
+def promotable(iteration: int, checkpoints: JobCheckpoints, world_size: int) -> Checkpoint:
+    """Choose the checkpoint of an iteration that can be promoted; the same on all ranks.
+
+    Raises:
+        CheckpointingException: Its save is under way, or it is marked bad.
+        NoReplicasAvailableError: None is complete, or kept any more.
+        MismatchError: Another number of ranks has saved it.
+    """
+    found = [c for c in checkpoints.complete if c.iteration == iteration]
+    if not found and iteration in checkpoints.under_way:
+        raise CheckpointingException(
+            f"iteration {iteration} cannot be promoted yet: its save is not finalized. Finalize it "
+            f"first (AsyncCallsQueue.maybe_finalize_async_calls). Nothing was drained"
+        )
+    if not found:
+        there = ", ".join(str(c.iteration) for c in checkpoints.complete[:10])
+        raise NoReplicasAvailableError(
+            f"iteration {iteration} cannot be promoted: it is not complete on the nodes, or is not "
+            f"kept any more; complete are: {there or 'none'}. Nothing was drained"
+        )
+    checkpoint = found[0]
+    if checkpoint.world_size != world_size:
+        raise MismatchError(
+            f"iteration {iteration} was saved by {checkpoint.world_size} ranks, and this job has "
+            f"{world_size}: each shard is drained by the rank that saved it, so promote it with as "
+            f"many. Nothing was drained"
+        )
+    mark = checkpoints.marks.get(checkpoint)
+    if mark is not None and mark.kind == "bad":
+        raise CheckpointingException(
+            f"iteration {iteration} is marked bad ({mark.why}), and on shared storage it would "
+            f"pass for a good one: promote another. Nothing was drained"
+        )
+    return checkpoint

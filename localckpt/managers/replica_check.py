@@ -1,0 +1,119 @@
+"""Check of the replicas of a state: whether what the job keeps equal on several ranks is equal.
+
+Every rank reports a few digests with the outcome of a save, and the root compares them. Only if
+they differ do ranks tell each other more: one rank of each kind the digest of every tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from functools import partial
+from typing import Any
+
+from localckpt.availability.divergence import Divergence, describe, judge_differences
+from localckpt.errors import DivergenceError, PeerLostError
+from localckpt.events.stream import EventStream
+from localckpt.ids import SAVES_AN_ATTEMPT, Generation
+from localckpt.options import SaveOptions
+from localckpt.ranks.failure import Attempt
+from localckpt.ranks.ranks import Ranks
+from localckpt.state_dict.replica_digests import PartDigest
+
+__all__ = ["ReplicaCheck"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_KEPT = (
+    "It was not kept, and older checkpoints are as they were. If a part is not meant to be equal, "
+    "save it without replicated(); else resume from an older checkpoint, without the node of a "
+    "rank in the minority"
+)
+
+
+class ReplicaCheck:
+    """The check of one manager's saves.
+
+    Args:
+        options: Of the manager.
+        ranks: The ranks of the job.
+        events: Is told of replicas that differ.
+
+    Attributes:
+        is_error: Whether a save with replicas that differ fails.
+    """
+
+    def __init__(self, options: SaveOptions, ranks: Ranks, events: EventStream) -> None:
+        self._every = options.check_replicas
+        self._ranks = ranks
+        self._events = events
+        self.is_error = options.on_divergence == "error"
+        # Whether the last check has found a difference; the same on all ranks.
+        self._has_diverged = False
+
+    def is_due(self, generation: Generation) -> bool:
+        """Return whether a save compares replicas; the same on all ranks.
+
+        After one whose replicas differed every save does, until they are equal again.
+        """
+        if self._every is None or self._ranks.world_size < 2:
+            return False
+        number = generation.sequence % SAVES_AN_ATTEMPT
+        return self._has_diverged or number % self._every == 0
+
+    def note(self, divergence: Divergence | None) -> None:
+        """Note what came of a save that compared replicas."""
+        self._has_diverged = divergence is not None
+
+    def describe(
+        self, iteration: int, divergence: Divergence, mine: list[PartDigest]
+    ) -> DivergenceError:
+        """Find the tensors that differ; all ranks call it with the same divergence.
+
+        Args:
+            iteration: Iteration of the save.
+            divergence: The sets of ranks that differ.
+            mine: The digests of this rank.
+
+        Returns:
+            The error, which is the same on all ranks. If a rank is lost, no tensors are named.
+        """
+        rank = self._ranks.rank
+        wanted = {of.set_id for of in divergence.sets if rank in of.asked}
+        told = {str(part.set_id): part.tensors for part in mine if part.set_id in wanted}
+        is_concerned = any(of.may_be_named(rank) for of in divergence.sets)
+        report = [socket.gethostname(), told] if is_concerned else None
+        phase = f"name the tensors of iteration {iteration} that differ"
+        judge = partial(_judge, divergence)
+        try:
+            fields = self._ranks.agree(phase, Attempt(), report, judge)
+            divergence = Divergence.from_json(fields)
+        except PeerLostError as lost:
+            # That they differ is known on all ranks already.
+            logger.warning("the tensors that differ are not known: %s", lost)
+        text = (
+            f"iteration {iteration} has replicas that differ, though its state says that they are "
+            f"equal: {describe(divergence)}"
+        )
+        error = DivergenceError(f"{text}. {_NOT_KEPT}" if self.is_error else text)
+        error.iteration = iteration
+        error.differences = divergence.differences
+        error.keys = tuple(difference.key for difference in divergence.differences)
+        error.ranks = divergence.suspects
+        error.nodes = divergence.nodes
+        error.is_minority = bool(divergence.minority)
+        self._events.emit("diverged", step=iteration, error=error, details=_details(error))
+        return error
+
+
+def _judge(divergence: Divergence, reports: list[Any]) -> list[Any]:
+    return judge_differences(divergence, reports).to_json()
+
+
+def _details(error: DivergenceError) -> dict[str, Any]:
+    return {
+        "keys": list(error.keys),
+        "ranks": list(error.ranks),
+        "nodes": list(error.nodes),
+        "minority": error.is_minority,
+    }

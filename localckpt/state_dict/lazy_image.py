@@ -1,0 +1,174 @@
+"""An image that is read part by part, for what needs its bytes and not its state in memory.
+
+The state is rebuilt around tensors without data; single tensors, and ranges of bytes, are read when
+they are asked for. Every block is verified before a byte of it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from localckpt.ids import ShardIdentity
+from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
+from localckpt.memory.host_memory import memory_at
+from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.header import ImageHeader
+from localckpt.state_dict.restore import ImageReader, make_tensor
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import collection_paused, insert_tensors
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.state_dict.tensor_table import ARRAY, TableEntry
+
+__all__ = ["LazyImage"]
+
+
+class LazyImage:
+    """One image, whose tensors stay where they are; used by one thread.
+
+    Args:
+        source: Source of the image's bytes; the caller closes it.
+        allowed: Allow-list for the skeleton.
+        expect: Identity that the image must have.
+
+    Raises:
+        CorruptShardError: The image is damaged, or is not the expected one.
+        UnsafeGlobalError: The skeleton names something that is not allowed.
+        RestoreError: The bytes are good, but this program cannot rebuild the state.
+
+    Attributes:
+        entries: Tensors by number.
+        boxes: Parts of global tensors that they are, by number; other tensors are private.
+    """
+
+    def __init__(self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity) -> None:
+        reader = ImageReader(source, allowed, expect)
+        self._header = reader.header
+        self._allowed = allowed
+        self.entries, self.boxes, self._skeleton = reader.contents()
+        self._bytes = _VerifiedBytes(source, reader.header)
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Identity of the shard, with its lineage."""
+        return self._header.identity
+
+    @property
+    def arrays(self) -> set[int]:
+        """Numbers of the tensors that are numpy arrays in the state."""
+        return {n for n, entry in enumerate(self.entries) if entry.kind == ARRAY}
+
+    @collection_paused()
+    def rebuild(self, filled: Collection[int]) -> tuple[Any, list[torch.Tensor]]:
+        """Rebuild the state.
+
+        Args:
+            filled: Numbers of the tensors that are to have their values, in host memory. The others
+                are on the meta device.
+
+        Returns:
+            The state, and its tensors by number.
+
+        Raises:
+            CorruptShardError, StorageError: As for :meth:`read`.
+            RestoreError: An object cannot be made, perhaps because it needs values of a tensor.
+        """
+        tensors = [
+            self.tensor(number) if number in filled else _without_data(entry)
+            for number, entry in enumerate(self.entries)
+        ]
+        return insert_tensors(self._skeleton, tensors.__getitem__, self._allowed), tensors
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """Read one tensor into new host memory; raises as :meth:`read`."""
+        entry = self.entries[number]
+        if entry.slot is None:
+            return make_tensor(entry, {})
+        slot = self._header.slots[entry.slot]
+        base = torch.empty(slot.nbytes, dtype=torch.uint8)
+        memory = memory_at(base.data_ptr(), slot.nbytes)
+        start, done = self._header.data_start + slot.offset, 0
+        for part in self.read(start, start + slot.nbytes):
+            memory[done : done + len(part)] = part
+            done += len(part)
+        return make_tensor(entry, {slot.name: base})
+
+    def run_of(self, number: int) -> tuple[int, int] | None:
+        """The bytes of a tensor's values in order, as a range of the image.
+
+        Returns:
+            First byte and end; ``None`` if the values lie in another order, or have no data.
+        """
+        entry = self.entries[number]
+        if entry.slot is None or not _is_contiguous(entry):
+            return None
+        offset = 0 if entry.view is None else entry.view[0]
+        start = self._header.data_start + self._header.slots[entry.slot].offset + offset
+        return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
+
+    def start_of(self, number: int) -> int:
+        """First byte in the image of the slot of a tensor that has data."""
+        name = self.entries[number].slot
+        assert name is not None, "it has data"
+        return self._header.data_start + self._header.slots[name].offset
+
+    def box_of(self, number: int) -> Box | None:
+        """The part of a global tensor that a tensor is; ``None`` for a private one."""
+        return self.boxes.get(number)
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield a range of bytes before the digests; each part is valid until the next is asked.
+
+        Raises:
+            CorruptShardError: A block is damaged; no byte of it is given.
+            StorageError: The medium failed.
+        """
+        return self._bytes.read(start, stop)
+
+
+class _VerifiedBytes:
+    """Bytes of an image, read and verified in pieces of whole blocks."""
+
+    def __init__(self, source: ShardSource, header: ImageHeader) -> None:
+        self._source = source
+        self._end = header.digests_start
+        self._hasher = BlockHasher(header.identity)
+        self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
+        # The last piece: neighbouring tensors are often in the same one.
+        self._start, self._piece = 0, memoryview(b"")
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        while start < stop:
+            if not self._start <= start < self._start + len(self._piece):
+                self._fetch(start)
+            part = self._piece[start - self._start : stop - self._start]
+            yield part
+            start += len(part)
+
+    def _fetch(self, wanted: int) -> None:
+        self._piece = memoryview(b"")
+        start = wanted // BLOCK_NBYTES * BLOCK_NBYTES
+        piece = self._source.read(start, min(start + PIECE_NBYTES, self._end))
+        self._hasher.check(start, [piece], self._digests)
+        self._start, self._piece = start, piece
+
+
+def _without_data(entry: TableEntry) -> torch.Tensor:
+    if entry.slot is None:
+        return make_tensor(entry, {})
+    base = torch.empty(entry.reach_nbytes(), dtype=torch.uint8, device="meta")
+    return make_tensor(entry, {entry.slot: base})
+
+
+def _is_contiguous(entry: TableEntry) -> bool:
+    if entry.view is None or 0 in entry.shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(entry.shape), reversed(entry.view[1]), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

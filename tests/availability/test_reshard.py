@@ -1,0 +1,220 @@
+"""The plan of a load on another number of ranks covers each element once, as a gather would."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localckpt.availability.reshard import (
+    Keys,
+    TensorGroup,
+    group_tensors,
+    plan_reshard,
+)
+from localckpt.errors import MismatchError
+from localckpt.state_dict.regions import Region, whole
+
+Element = tuple[int, ...]
+
+
+def _elements(region: Region) -> set[Element]:
+    sides = [[i for start, count in runs for i in range(start, start + count)] for runs in region]
+    return set(itertools.product(*sides))
+
+
+def _runs(draw: Any, size: int) -> tuple[tuple[int, int], ...]:
+    chosen = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    runs: list[tuple[int, int]] = []
+    for index, is_in in enumerate(chosen):
+        if not is_in:
+            continue
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return tuple(runs) or ((0, 0),)
+
+
+@st.composite
+def _worlds(draw: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]]]:
+    """Boxes of some tensors on some ranks, saved and wanted, however they lie."""
+    shapes = {
+        f"t{number}": tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        for number in range(draw(st.integers(1, 4)))
+    }
+
+    def side(most: int) -> dict[int, list[Any]]:
+        return {
+            rank: [
+                (key, "float32", shape, tuple(_runs(draw, size) for size in shape))
+                for key, shape in shapes.items()
+                if draw(st.booleans())
+            ]
+            for rank in range(draw(st.integers(1, most)))
+        }
+
+    return side(4), side(3)
+
+
+def _planned(
+    saved: dict[int, list[Any]], wanted: dict[int, list[Any]], nodes: int = 2
+) -> dict[int, dict[str, list[tuple[int, Element]]]]:
+    """For each rank and key the elements that it takes, with the shard of each."""
+    tables: dict[str, Keys] = {}
+    groups: list[dict[int, list[TensorGroup]]] = [{}, {}]
+    for number, side in enumerate((saved, wanted)):
+        for rank, rows in side.items():
+            found, named = group_tensors(rows)
+            groups[number][rank] = list(found)
+            tables |= named
+    readers = {shard: shard % len(wanted) for shard in saved}
+    where = [f"node{rank % nodes}" for rank in wanted]
+    plan = plan_reshard(groups[0], groups[1], tables, readers, where)
+    taken: dict[int, dict[str, list[tuple[int, Element]]]] = {rank: {} for rank in wanted}
+    for take in plan.takes:
+        assert take.wanted in groups[1][take.receiver]
+        assert take.saved in groups[0][take.shard]
+        keys = take.keys if take.keys is not None else tables[take.wanted.name].keys
+        for key in keys:
+            assert key in tables[take.saved.name].keys
+            mine = taken[take.receiver].setdefault(key, [])
+            mine += [(take.shard, element) for element in _elements(take.region)]
+    return taken
+
+
+@settings(max_examples=300, deadline=None)
+@given(_worlds())
+def test_each_element_is_taken_once_from_a_shard_that_has_it_or_the_plan_is_refused(
+    worlds: tuple[dict[int, list[Any]], dict[int, list[Any]]],
+) -> None:
+    saved, wanted = worlds
+    held: dict[tuple[int, str], set[Element]] = {}
+    for shard, rows in saved.items():
+        for key, _, _, region in rows:
+            held.setdefault((shard, key), set()).update(_elements(region))
+    everything: dict[str, set[Element]] = {}
+    for (_, key), elements in held.items():
+        everything.setdefault(key, set()).update(elements)
+    given_keys = {key for rows in wanted.values() for key, *_ in rows}
+    can = given_keys == everything.keys() and all(
+        _elements(region) <= everything[key]
+        for rows in wanted.values()
+        for key, _, _, region in rows
+    )
+
+    if not can:
+        with pytest.raises(MismatchError, match="left as it is"):
+            _planned(saved, wanted)
+        return
+    taken = _planned(saved, wanted)
+
+    for rank, rows in wanted.items():
+        for key, _, _, region in rows:
+            elements = [element for _, element in taken[rank].get(key, [])]
+            assert sorted(elements) == sorted(_elements(region))
+            assert all(
+                element in held.get((shard, key), set())
+                for shard, element in taken[rank].get(key, [])
+            )
+
+
+def _split(size: int, parts: int, number: int) -> tuple[tuple[int, int], ...]:
+    chunk = math.ceil(size / parts)
+    start = min(number * chunk, size)
+    return ((start, min(chunk, size - start)),)
+
+
+def _fsdp(ranks: int, keys: Sequence[str], shape: tuple[int, ...]) -> dict[int, list[Any]]:
+    return {
+        rank: [
+            (key, "float32", shape, (_split(shape[0], ranks, rank), *whole(shape[1:])))
+            for key in keys
+        ]
+        for rank in range(ranks)
+    }
+
+
+def test_a_rank_takes_equal_parts_from_what_it_reads_itself_or_its_node_else_in_turns() -> None:
+    shape = (8,)
+    saved = {shard: [("w", "float32", shape, whole(shape))] for shard in range(4)}
+    wanted = {rank: [("w", "float32", shape, whole(shape))] for rank in range(8)}
+
+    taken = _planned(saved, wanted, nodes=8)
+
+    sources = [{shard for shard, _ in taken[rank]["w"]} for rank in range(8)]
+    assert sources[:4] == [{0}, {1}, {2}, {3}]
+    assert sorted(shard for those in sources[4:] for shard in those) == [0, 1, 2, 3]
+
+
+def test_keys_that_shards_hold_in_other_companies_are_found() -> None:
+    shape = (4, 2)
+    saved = {
+        0: [(key, "float32", shape, whole(shape)) for key in ("a", "b")],
+        1: [(key, "float32", shape, whole(shape)) for key in ("b", "c")],
+    }
+    wanted = {0: [(key, "float32", shape, whole(shape)) for key in ("a", "b", "c")]}
+
+    taken = _planned(saved, wanted)
+
+    assert {key: len(those) for key, those in taken[0].items()} == {"a": 8, "b": 8, "c": 8}
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "why"),
+    [
+        (
+            ("w", "float32", (4,)),
+            ("w", "bfloat16", (4,)),
+            "saved as float32 [4], given as bfloat16",
+        ),
+        (("w", "float32", (4,)), ("w", "float32", (5,)), "given as float32 [5]"),
+        (
+            ("w", "float32", (4,)),
+            ("v", "float32", (4,)),
+            "v: given, not saved; w: saved, not given",
+        ),
+    ],
+)
+def test_differences_are_named(saved: Any, wanted: Any, why: str) -> None:
+    sides = [{0: [(*row, whole(row[2]))]} for row in (saved, wanted)]
+
+    with pytest.raises(MismatchError) as raised:
+        _planned(*sides)
+
+    assert why in str(raised.value)
+
+
+def test_elements_that_no_shard_has_are_named() -> None:
+    saved = {0: [("w", "float32", (8,), (((0, 3),),))]}
+    wanted = {0: [("w", "float32", (8,), (((2, 4),),))]}
+
+    with pytest.raises(MismatchError, match=r"w: elements \[3:6\] are in no shard"):
+        _planned(saved, wanted)
+
+
+def test_a_thousand_tensors_on_a_thousand_ranks_are_planned_in_seconds() -> None:
+    keys = [f"layers.{number}.weight" for number in range(1000)]
+    sides = []
+    tables: dict[str, Keys] = {}
+    for ranks in (1024, 768):
+        groups: dict[int, list[TensorGroup]] = {}
+        for rank, rows in _fsdp(ranks, keys[:1], (49_152, 16)).items():
+            # All keys are in one group, so one is as good as a thousand.
+            named = Keys("float32", (49_152, 16), tuple(keys))
+            tables[named.name] = named
+            groups[rank] = [TensorGroup(named.name, rows[0][3])]
+        sides.append(groups)
+    readers = {shard: shard % 768 for shard in range(1024)}
+
+    began = time.process_time()
+    plan = plan_reshard(*sides, tables, readers, [f"node{rank // 8}" for rank in range(768)])
+
+    assert time.process_time() - began < 5.0
+    assert sum(1 for _ in plan.takes) < 3 * 1024

@@ -1,0 +1,102 @@
+"""The front door goes on from the nodes with another number of ranks, one node lost or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import Checkpointer, Every
+from tests.checkpointer.loops import full_weights, stores, train
+from tests.ranks import node_store, run_ranks
+
+_S = 120.0
+
+
+@pytest.mark.fault("world-size")
+def test_another_number_of_ranks_goes_on_from_the_nodes_with_one_of_them_lost(
+    tmp_path: Path,
+) -> None:
+    nodes, options = stores(tmp_path, 4), {"every": Every(steps=2)}
+    run_ranks(train, 4, "fsdp2", 10, options, store_per_node=nodes, timeout_s=_S)
+
+    as_saved = run_ranks(full_weights, 4, options, store_per_node=nodes, timeout_s=_S)
+    refused = run_ranks(full_weights, 3, options, store_per_node=nodes[1:], timeout_s=_S)
+    dropping = {**options, "on_resize": "drop"}
+    found = run_ranks(full_weights, 3, dropping, store_per_node=nodes[1:], timeout_s=_S)
+
+    for text in refused:
+        assert "the values of 'loader." in text
+        assert "differ between the ranks that saved them" in text
+    assert found == [as_saved[0]] * 3
+    assert found[0].startswith("10 ")
+
+
+def _norm() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+
+
+def _save_ddp(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(_norm())
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(10 + rank)
+    with Checkpointer(
+        {"model": model, "optimizer": optimizer, "own": (lambda: 7 * rank, lambda _: None)},
+        local=node_store(),
+        timeout_s=_S,
+    ) as checkpointer:
+        checkpointer.resume()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        checkpointer.step(0)
+        checkpointer.save(0)
+        dist.barrier()
+
+
+def _load_same(rank: int, world_size: int) -> tuple[Any, ...]:
+    return _load(rank, world_size, [7 * rank])
+
+
+def _load_ddp(rank: int, world_size: int, saved_by: int) -> tuple[Any, ...]:
+    return _load(rank, world_size, [[7 * sum(range(saved_by)), rank, world_size]])
+
+
+def _load(rank: int, world_size: int, expected: list[Any]) -> tuple[Any, ...]:
+    torch.manual_seed(2)
+    model = _norm()
+    optimizer = torch.optim.AdamW(model.parameters())
+    taken: list[Any] = []
+    own = (lambda: -1, taken.append)
+    rule = {"own": lambda values, rank, world_size: [sum(values), rank, world_size]}
+    with Checkpointer(
+        {"model": model, "optimizer": optimizer, "own": own},
+        local=node_store(),
+        timeout_s=_S,
+        private=rule,
+    ) as checkpointer:
+        assert checkpointer.resume() == 1
+    assert taken == expected
+    moments = [state["exp_avg"].tolist() for state in optimizer.state.values()]
+    own_mean = model[1].running_mean.tolist()
+    return model[0].weight.tolist(), moments, own_mean
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+def test_a_plain_model_and_values_of_single_ranks_come_as_their_rules_say(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    run_ranks(_save_ddp, before, store_per_node=[tmp_path], timeout_s=_S)
+
+    as_saved = run_ranks(_load_same, before, store_per_node=[tmp_path], timeout_s=_S)
+    found = run_ranks(_load_ddp, after, before, store_per_node=[tmp_path], timeout_s=_S)
+
+    weights, moments, _ = as_saved[0]
+    for rank, outcome in enumerate(found):
+        assert outcome[:2] == (weights, moments)
+        # Each rank's statistics are those of one of the ranks that saved.
+        assert outcome[2] == as_saved[rank % before][2]
+    assert as_saved[0][2] != as_saved[1][2]

@@ -1,0 +1,810 @@
+"""What is drained from the nodes is what a save of the same state to shared storage would be."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import localckpt
+from localckpt import (
+    AsyncCallsQueue,
+    CheckpointingException,
+    CorruptShardError,
+    GlobalCheckpointManager,
+    MismatchError,
+    NoReplicasAvailableError,
+    PeerLostError,
+)
+from localckpt.events.stream import EventStream
+from localckpt.global_tier import drain_files
+from localckpt.global_tier.folders import CommitRecord
+from tests.events.sinks import Kept
+from tests.global_tier.models import (
+    MAX_S,
+    checkpoints_in,
+    fsdp_model,
+    gathered,
+    leftovers_in,
+    manager_on,
+    run_sharded,
+    states_of,
+    step,
+)
+from tests.global_tier.states import blank as blank_of
+from tests.global_tier.states import load_with_ours, load_with_torch
+from tests.global_tier.states import state_of as state_of_all_kinds
+from tests.managers.jobs import assert_same, damage, error_of, make_manager
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+from tests.state_dict.states import assert_same as assert_same_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+_WAIT_S = 60.0
+
+
+class _Job:
+    """Managers of both tiers, and a queue for promotions, of one rank."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.root = root
+        self._open = ExitStack()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        kind = options.pop("kind", "disk")
+        on_shared = {"events": options.get("events")} | options.pop("on_shared", {})
+        self.nodes = self._open.enter_context(
+            make_manager(kind, root / f"node{rank}", timeout=MAX_S, **options)
+        )
+        self.shared: GlobalCheckpointManager = self._open.enter_context(
+            manager_on(root / "shared", local=self.nodes, **on_shared)
+        )
+        self.queue = self._open.enter_context(AsyncCallsQueue(timeout_s=_WAIT_S))
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def begin(self, iteration: int, **options: Any) -> None:
+        self.queue.schedule_async_request(self.nodes.promote(iteration, to=self.shared, **options))
+
+    def promote(self, iteration: int, **options: Any) -> None:
+        """Promote, and wait for the end."""
+        self.begin(iteration, **options)
+        self.queue.wait_until_finished()
+
+
+@contextmanager
+def _told(sink: Kept) -> Iterator[EventStream]:
+    events = EventStream([sink])
+    try:
+        yield events
+    finally:
+        events.close()
+
+
+def _folder(root: Path) -> Path:
+    (found,) = checkpoints_in(root)
+    return root / found
+
+
+def _metadata(root: Path) -> Metadata:
+    metadata: Metadata = pickle.loads((_folder(root) / ".metadata").read_bytes())
+    return metadata
+
+
+def _loaded(root: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill a state by plain ``dcp.load``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=_folder(root))
+    return state
+
+
+# Equal to a save of the same state.
+
+
+def _drain_and_save(state: Callable[[], dict[str, Any]], root: Path) -> None:
+    """Drain a state, and save it to shared storage by itself."""
+    with _Job(root) as job, manager_on(root / "direct") as direct:
+        job.nodes.save(state(), 5)
+        direct.save(state(), 5)
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+
+
+def test_all_kinds_of_values_are_drained_as_they_are_saved(tmp_path: Path) -> None:
+    state = state_of_all_kinds(3)
+    state["numbers"] = {7: {"tensor": torch.ones(2)}}
+
+    _drain_and_save(lambda: state, tmp_path)
+
+    drained, saved = _metadata(tmp_path / "shared"), _metadata(tmp_path / "direct")
+    assert drained.state_dict_metadata == saved.state_dict_metadata
+    assert drained.planner_data == saved.planner_data
+    # What is read by torch is the state itself, bit for bit.
+    for load in (load_with_torch, load_with_ours):
+        assert_same_values(load(_folder(tmp_path / "shared"), state), state)
+
+
+def _save_models(rank: int, world_size: int, root: Path, counts: tuple[int, ...]) -> int:
+    groups = {count: dist.new_group(range(count)) for count in counts}
+    meshes = {n: DeviceMesh.from_group(g, "cpu") for n, g in groups.items() if rank < n}
+    for count, mesh in meshes.items():
+        here = root / f"saved by {count}"
+        model, optimizer = fsdp_model(mesh, seed=count)
+        state = {**states_of(model, optimizer), "iteration": 5, "schedule": [1.5, {"at": count}]}
+        nodes = make_manager("disk", here / f"node{rank}", process_group=groups[count])
+        shared = manager_on(here / "shared", process_group=groups[count])
+        queue = AsyncCallsQueue(timeout_s=_WAIT_S, process_group=groups[count])
+        with nodes, shared, queue:
+            nodes.save(state, 5)
+            queue.schedule_async_request(nodes.promote(5, to=shared))
+            # Training goes on meanwhile, in the same tensors.
+            step(model, optimizer)
+            nodes.save({**states_of(model, optimizer), "iteration": 6, "schedule": []}, 6)
+            queue.wait_until_finished()
+        model, optimizer = fsdp_model(mesh, seed=count)
+        state |= states_of(model, optimizer)
+        dcp.save(state, checkpoint_id=here / "by torch", process_group=groups[count])
+    dist.barrier()
+    done = 0
+    for count, mesh in meshes.items():
+        for saved in counts:
+            here = root / f"saved by {saved}"
+            found: list[Any] = []
+            for folder in (_folder(here / "shared"), here / "by torch"):
+                state = {
+                    **states_of(*fsdp_model(mesh, seed=99)),
+                    "iteration": 0,
+                    "schedule": [0, {"at": 0}],
+                }
+                dcp.load(state, checkpoint_id=folder, process_group=groups[count])
+                found.append(gathered(state))
+            drained, by_torch = found
+            assert_same(drained, by_torch)
+            assert drained["iteration"] == 5
+            assert drained["schedule"] == [1.5, {"at": saved}]
+            done += 1
+    return done
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3), pytest.param((2, 3, 4), marks=pytest.mark.long)])
+def test_models_sharded_by_fsdp_are_loaded_by_plain_dcp_on_any_number_of_ranks(
+    counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    done = run_sharded(_save_models, counts[-1], tmp_path, counts)
+
+    assert done[0] == len(counts) ** 2
+
+
+def _drain_placements(rank: int, world_size: int, root: Path) -> None:
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    wholes: dict[str, tuple[torch.Tensor, DeviceMesh, list[Any]]] = {
+        "even": (torch.arange(32.0).reshape(8, 4), line, [Shard(0)]),
+        "uneven": (torch.arange(30.0).reshape(3, 10), line, [Shard(1)]),
+        "empty": (torch.arange(6.0).reshape(2, 3), line, [Shard(0)]),
+        "replicated": (torch.arange(5.0), line, [Replicate()]),
+        "hybrid": (torch.arange(21.0).reshape(7, 3), square, [Replicate(), Shard(0)]),
+        "both": (torch.arange(35.0).reshape(5, 7), square, [Shard(0), Shard(1)]),
+        "scalar": (torch.tensor(3.0), square, [Replicate(), Replicate()]),
+    }
+    state: dict[str, Any] = {
+        key: distribute_tensor(whole, mesh, places, src_data_rank=None)
+        for key, (whole, mesh, places) in wholes.items()
+    }
+    # FSDP2 over tensor parallelism shards by strides; FSDP1 makes ShardedTensors.
+    torch.manual_seed(5)
+    strided = parallelize_module(nn.Linear(6, 10), square["tensor"], ColwiseParallel())
+    fully_shard(strided, mesh=square["data"])
+    state["strided"] = strided.state_dict()
+    torch.manual_seed(5)
+    fsdp1 = FullyShardedDataParallel(nn.Linear(6, 10), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(fsdp1, StateDictType.SHARDED_STATE_DICT):
+        state["sharded"] = fsdp1.state_dict()
+
+    _drain_and_save(lambda: state, root)
+
+    if rank == 0:
+        drained = _metadata(root / "shared").state_dict_metadata
+        saved = _metadata(root / "direct").state_dict_metadata
+        different = {key for key in saved if drained[key] != saved[key]}
+        # Torch describes each rank's rows of these as one chunk.
+        assert different <= {"strided.weight", "strided.bias"}, different
+        assert drained.keys() == saved.keys()
+    torch.manual_seed(5)
+    whole = nn.Linear(6, 10).state_dict()
+    found = {key: torch.empty_like(value) for key, (value, *_) in wholes.items()}
+    plain = {key: torch.empty_like(value) for key, value in whole.items()}
+    found |= {"strided": plain, "sharded": {k: v.clone() for k, v in plain.items()}}
+    _loaded(root / "shared", found)
+    for key, (value, *_) in wholes.items():
+        assert_same(found[key], value)
+    assert_same(found["strided"], dict(whole))
+    assert_same(found["sharded"], dict(whole))
+
+
+def test_every_placement_is_drained_whole_and_once(tmp_path: Path) -> None:
+    run_sharded(_drain_placements, 4, tmp_path)
+
+
+def _drain_runs(rank: int, world_size: int, root: Path) -> None:
+    """Rows that are not together on a rank become a chunk each."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(5)
+    linear = parallelize_module(nn.Linear(3, 9), square["tensor"], ColwiseParallel())
+    fully_shard(linear, mesh=square["data"])
+    with _Job(root) as job:
+        job.nodes.save({"model": linear.state_dict()}, 5)
+        job.promote(5)
+    torch.manual_seed(5)
+    whole = dict(nn.Linear(3, 9).state_dict())
+    found = {key: torch.empty_like(value) for key, value in whole.items()}
+    _loaded(root / "shared", {"model": found})
+    assert_same(found, whole)
+
+
+def test_shards_of_uneven_strides_are_drained_as_what_they_are(tmp_path: Path) -> None:
+    run_sharded(_drain_runs, 4, tmp_path)
+
+
+def _drain_hsdp(rank: int, world_size: int, root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model, optimizer = fsdp_model(mesh, seed=5)
+    state = states_of(model, optimizer)
+    with _Job(root) as job:
+        job.nodes.save(state, 5)
+        job.promote(5)
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    pair = DeviceMesh.from_group(pairs[rank // 2], "cpu")
+    fresh = states_of(*fsdp_model(pair, seed=99))
+    _loaded(root / "shared", fresh)
+    assert_same(gathered(fresh), gathered(state))
+
+
+def test_models_sharded_by_hsdp_are_loaded_by_fewer_ranks(tmp_path: Path) -> None:
+    run_sharded(_drain_hsdp, 4, tmp_path)
+
+
+# Written once.
+
+
+def _drain_replicas(rank: int, world_size: int, root: Path, marked: bool) -> None:
+    torch.manual_seed(5)
+    model = nn.Linear(300, 500)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    with _Job(root) as job:
+        job.nodes.save(
+            {k: localckpt.replicated(v) for k, v in state.items()} if marked else state, 5
+        )
+        job.promote(5)
+    if rank == 0:
+        record = CommitRecord.read(_folder(root / "shared"))
+        assert record is not None
+        nbytes = 3 * sum(tensor.nbytes for tensor in model_state.values())
+        assert nbytes < record.nbytes < 1.2 * nbytes
+        # Each rank writes a part of it.
+        assert {name.split("_")[2] for name in record.files} == {"0", "1"}
+        assert not [key for key in _metadata(root / "shared").state_dict_metadata if "rank" in key]
+    fresh = nn.Linear(300, 500)
+    other = torch.optim.AdamW(fresh.parameters())
+    step(fresh, other)
+    blank_model, blank_optimizer = get_state_dict(fresh, other)
+    found = _loaded(root / "shared", {"model": blank_model, "optimizer": blank_optimizer})
+    assert_same(found, state)
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "found to be equal"])
+def test_what_all_ranks_have_is_written_once(marked: bool, tmp_path: Path) -> None:
+    run_ranks(_drain_replicas, 2, tmp_path, marked)
+
+
+def _drain_unequal(rank: int, world_size: int, root: Path) -> None:
+    state = {
+        "equal": {"set": {1, 2}, "list": [1, {"a": (2.5, None)}], "tensor": torch.ones(3)},
+        "rng": torch.full((4 + rank,), rank, dtype=torch.uint8),
+        "loader": {"position": 10 * rank, "of": "all"},
+        "mixed": torch.ones(2) if rank else "text",
+        f"only on {rank}": torch.full((2,), float(rank)),
+    }
+    with _Job(root) as job:
+        job.nodes.save(state, 5)
+        job.promote(5)
+    keys = {"rng", "loader.position", "mixed"}
+    own = {f"{key}.of_rank_{r}" for key in keys for r in range(2)}
+    expected = {"equal.set", "equal.list.0", "equal.list.1.a", "equal.tensor", "loader.of"}
+    expected |= {"only on 0", "only on 1"}
+    found = _metadata(root / "shared").state_dict_metadata
+    assert found.keys() - own == expected | keys, found.keys()
+    assert own <= found.keys()
+    # Who asks for the plain key gets the first rank's, as from a save by DCP gets some rank's.
+    plain = {"rng": torch.zeros(4, dtype=torch.uint8), "loader": {"position": -1}, "mixed": ""}
+    _loaded(root / "shared", plain)
+    assert_same(plain["rng"], torch.zeros(4, dtype=torch.uint8))
+    assert (plain["loader"]["position"], plain["mixed"]) == (0, "text")
+    mine = {
+        f"rng.of_rank_{rank}": torch.zeros(4 + rank, dtype=torch.uint8),
+        f"loader.position.of_rank_{rank}": -1,
+    }
+    _loaded(root / "shared", mine)
+    assert_same(mine[f"rng.of_rank_{rank}"], state["rng"])
+    assert mine[f"loader.position.of_rank_{rank}"] == 10 * rank
+
+
+def test_private_values_that_differ_are_all_drained_under_keys_of_their_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_drain_unequal, 2, tmp_path)
+
+    assert "values that differ between ranks" in capfd.readouterr().out
+
+
+# Behind training.
+
+
+def test_the_promoted_iteration_is_drained_whatever_is_saved_meanwhile(tmp_path: Path) -> None:
+    weight = torch.zeros(600_000)
+    with _Job(tmp_path, keep_last=1) as job:
+        job.nodes.save({"weight": weight}, 0)
+        job.begin(0, rate_limit=20e6)
+        for iteration in range(1, 6):
+            weight += 1
+            job.nodes.save({"weight": weight}, iteration)
+        # It is held, though only the newest is kept.
+        assert [d.iteration for d in job.nodes.status()] == [5, 0]
+        job.queue.wait_until_finished()
+        assert [str(d.level) for d in job.nodes.status()] == ["local", "drained"]
+        job.nodes.save({"weight": weight}, 6)
+        assert [d.iteration for d in job.nodes.status()] == [6]
+        job.promote(6)
+        assert job.nodes.status()[0].level == "drained"
+        assert "Drained to shared storage, too: 6" in str(job.nodes.explain())
+
+        found = {"weight": torch.ones(600_000)}
+        job.shared.load(into=found, iteration=0)
+        assert not found["weight"].any()
+        job.shared.load(into=found, iteration=6)
+    assert torch.equal(found["weight"], weight)
+    assert not list(tmp_path.rglob("*.corrupt"))
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_rate_limit_is_kept(kind: str, tmp_path: Path) -> None:
+    state = {"weight": torch.randn(10_000_000)}
+    with _Job(tmp_path, kind=kind) as job:
+        job.nodes.save(state, 5)
+        began = time.monotonic()
+        job.begin(5, rate_limit=10e6)
+        # Nobody has waited for it.
+        assert not list(tmp_path.glob("shared/iteration*"))
+        job.queue.wait_until_finished()
+        seconds = time.monotonic() - began
+
+    # All but the first piece waits for those before.
+    assert 32e6 / 10e6 < seconds
+    found = {"weight": torch.zeros(10_000_000)}
+    assert torch.equal(_loaded(tmp_path / "shared", found)["weight"], state["weight"])
+
+
+def test_several_promotions_follow_each_other_beside_saves_to_shared_storage(
+    tmp_path: Path,
+) -> None:
+    with _Job(tmp_path, keep_last=4) as job:
+        for iteration in (1, 2, 3):
+            job.nodes.save({"weight": torch.full((100_000,), float(iteration))}, iteration)
+        for iteration in (1, 2, 3):
+            job.begin(iteration, rate_limit=1e6 if iteration < 3 else None)
+        job.shared.save({"weight": torch.full((100_000,), 4.0)}, 4, is_async=True)
+        job.queue.wait_until_finished()
+        job.shared.wait_until_finished()
+
+        assert job.shared.all_iterations() == [4, 3, 2, 1]
+        assert "numbers must grow" in error_of(lambda: job.shared.save({}, 3))
+    assert leftovers_in(tmp_path / "shared") == []
+
+
+def test_a_drain_is_told_to_the_events(tmp_path: Path) -> None:
+    kept = Kept()
+    with _told(kept) as events, _Job(tmp_path, events=events) as job:
+        job.nodes.save({"weight": torch.ones(1000)}, 5)
+        job.promote(5, rate_limit=1e9)
+
+    (drain,) = kept.named("drain")
+    assert (drain.step, drain.tier, drain.outcome) == (5, "shared", "ok")
+    assert drain.nbytes > 4000
+    assert not drain.is_lost
+    assert drain.details == {"kept_bytes": 0, "rate_limit": 1e9}
+
+
+# What cannot be promoted.
+
+
+def _refuse(rank: int, world_size: int, root: Path) -> list[str]:
+    texts = []
+    with _Job(root, keep_last=1) as job:
+        promote = lambda n, **o: lambda: job.nodes.promote(n, **{"to": job.shared} | o)  # noqa: E731
+        texts.append(error_of(promote(1), NoReplicasAvailableError))
+        with AsyncCallsQueue(timeout_s=MAX_S) as saves:
+            request = job.nodes.save({"a": torch.ones(2)}, 1, is_async=True)
+            texts.append(error_of(promote(1)))
+            saves.schedule_async_request(request)
+        job.nodes.save({"a": torch.ones(2)}, 2)
+        texts.append(error_of(promote(1), NoReplicasAvailableError))
+        texts.append(error_of(promote(2, rate_limit=0)))
+        alone = [dist.new_group([r]) for r in range(world_size)][rank]
+        with manager_on(root / f"other{rank}", process_group=alone) as other:
+            texts.append(error_of(promote(2, to=other)))
+        texts.append(error_of(promote(2, to=other)))
+        job.promote(2)
+    return texts
+
+
+def test_what_cannot_be_promoted_is_refused_on_all_ranks_and_nothing_is_held(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(_refuse, 2, tmp_path)
+
+    for texts in (first, second):
+        missing, under_way, pruned, rate, other, closed = texts
+        assert "iteration 1 cannot be promoted: it is not complete" in missing
+        assert "its save is not finalized" in under_way
+        assert "complete are: 2" in pruned
+        assert "rate_limit is 0; it must be above 0" in rate
+        assert "of 2, and the one of shared storage rank 0 of 1" in other
+        assert "closed" in closed
+
+
+def test_a_checkpoint_of_another_number_of_ranks_or_a_bad_one_is_not_promoted(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save_two, 2, tmp_path)
+
+    with make_manager("disk", tmp_path / "nodes") as nodes, manager_on(tmp_path / "s") as shared:
+        text = error_of(lambda: nodes.promote(1, to=shared), MismatchError)
+        assert "saved by 2 ranks, and this job has 1" in text
+    with (
+        make_manager("disk", tmp_path / "bad", check=lambda tensors: "NaN") as nodes,
+        manager_on(tmp_path / "s") as shared,
+    ):
+        nodes.save({"a": torch.ones(2)}, 1)
+        assert "is marked bad (rank 0: NaN)" in error_of(lambda: nodes.promote(1, to=shared))
+
+
+def _save_two(rank: int, world_size: int, root: Path) -> None:
+    with make_manager("disk", root / "nodes") as nodes:
+        nodes.save({"a": torch.ones(2)}, 1)
+
+
+def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save([torch.ones(3)], 5)
+        text = error_of(lambda: job.promote(5), MismatchError)
+
+        assert "the state is a list" in text
+        assert job.nodes.load()[0][0].equal(torch.ones(3))
+    assert not (tmp_path / "shared").exists()
+
+
+def _different_owners(rank: int, world_size: int, root: Path) -> str:
+    """Two meshes of one rank each, whose tensors have one name."""
+    meshes = [DeviceMesh("cpu", [r]) for r in range(world_size)]
+    mine = DTensor.from_local(torch.full((2,), float(rank)), meshes[rank], [Shard(0)])
+    with _Job(root) as job:
+        job.nodes.save({"w": mine}, 5)
+        return error_of(lambda: job.promote(5), MismatchError)
+
+
+def test_two_global_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(_different_owners, 2, tmp_path)
+
+    assert first == second
+    assert "w at [0] is on ranks 0 and 1" in first
+
+
+# Older and newer.
+
+
+def test_what_is_on_shared_storage_already_is_not_drained_again(tmp_path: Path) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save({"a": torch.ones(2)}, 5)
+        job.promote(5)
+        before = _stamps(tmp_path / "shared")
+        job.promote(5)
+        assert _stamps(tmp_path / "shared") == before
+    with _Job(tmp_path) as job:
+        job.nodes.load()
+        job.promote(5)
+        assert _stamps(tmp_path / "shared") == before
+
+
+def _stamps(root: Path) -> dict[Path, int]:
+    paths = [p for p in root.rglob("*") if not p.name.startswith(".localckpt")]
+    return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
+
+
+def test_nothing_is_drained_over_or_before_what_is_newer(tmp_path: Path) -> None:
+    with _Job(tmp_path, keep_last=5) as job:
+        for iteration in (4, 5):
+            job.nodes.save({"a": torch.ones(2)}, iteration)
+        job.shared.save({"a": torch.zeros(2)}, 5)
+        text = error_of(lambda: job.promote(5))
+        assert "is on shared storage already, saved in another way" in text
+        # Beside those of this start it has its place.
+        job.promote(4)
+        assert job.shared.all_iterations() == [5, 4]
+    with _Job(tmp_path, keep_last=5) as job:
+        assert job.nodes.load(iteration=4)[1].iteration == 4
+        text = error_of(lambda: job.promote(5))
+        assert "complete are: 4" in text or "is on shared storage" in text or "newer" in text
+        # The job went back from it.
+        job.shared.load(into={"a": torch.ones(2)}, iteration=4)
+        job.nodes.save({"a": torch.full((2,), 3.0)}, 5)
+        job.promote(5)
+        found, _ = job.shared.load(into={"a": torch.ones(2)})
+        assert_same(found["a"], torch.full((2,), 3.0))
+
+
+def test_an_older_checkpoint_of_a_start_before_is_not_drained_before_a_newer_one(
+    tmp_path: Path,
+) -> None:
+    with _Job(tmp_path, keep_last=5) as job:
+        job.nodes.save({"a": torch.ones(2)}, 4)
+        job.shared.save({"a": torch.zeros(2)}, 5)
+    with _Job(tmp_path, keep_last=5) as job:
+        assert "is newer than iteration 4" in error_of(lambda: job.promote(4))
+        assert job.shared.find_latest() == 5
+
+
+# Damage.
+
+
+def test_a_damaged_image_is_quarantined_and_nothing_of_it_is_on_shared_storage(
+    tmp_path: Path,
+) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save({"weight": torch.randn(1_000_000)}, 5)
+        (path,) = tmp_path.rglob("*.safetensors")
+        damage(path)
+        text = error_of(lambda: job.promote(5), CorruptShardError)
+
+        assert "iteration 5 of rank 0" in text
+        assert "was put in quarantine" in text
+        assert job.shared.find_latest() == -1
+        assert leftovers_in(tmp_path / "shared") == []
+        job.nodes.save({"weight": torch.zeros(10)}, 6)
+        job.promote(6)
+    assert [p.name for p in tmp_path.rglob("*.corrupt")] == [f"{path.name}.corrupt"]
+
+
+def _drain_with_copy(rank: int, world_size: int, root: Path) -> str:
+    """Both ranks are on one node, and both have a copy of rank 0's shard."""
+    with make_manager("disk", root / "node") as nodes, manager_on(root / "shared") as shared:
+        nodes.save({"weight": torch.full((1000,), float(rank)), f"own {rank}": torch.ones(2)}, 5)
+        dist.barrier()
+        if rank == 0:
+            (path,) = (root / "node").rglob("0/*.safetensors")
+            good = path.read_bytes()
+            damage(path, 0.3)
+            (path.parents[1] / "1" / "copy.safetensors").write_bytes(good)
+        dist.barrier()
+        with AsyncCallsQueue(timeout_s=MAX_S) as queue:
+            queue.schedule_async_request(nodes.promote(5, to=shared))
+    found = _loaded(root / "shared", {"weight.of_rank_0": torch.ones(1000)})
+    assert not found["weight.of_rank_0"].any()
+    return "drained"
+
+
+def test_a_damaged_copy_makes_way_for_another_one_on_the_node(tmp_path: Path) -> None:
+    run_ranks(_drain_with_copy, 2, tmp_path)
+
+    assert len(list(tmp_path.rglob("*.corrupt"))) == 1
+
+
+# Cut off, and gone on with.
+
+
+@contextmanager
+def _small_files() -> Iterator[None]:
+    before = drain_files.FILE_NBYTES
+    drain_files.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        drain_files.FILE_NBYTES = before  # type: ignore[misc]
+
+
+def _large(seed: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"{n}": torch.randn(250_000, generator=random) for n in range(12)} | {"at": seed}
+
+
+def _drain_slowly(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.nodes.save(_large(5), 5)
+        job.begin(5, rate_limit=4e6)
+        announce(f"begun {rank}")
+        await_announced("never", _WAIT_S)
+
+
+def _drain_again(rank: int, world_size: int, root: Path) -> list[int]:
+    kept = Kept()
+    with _told(kept) as events, _small_files(), _Job(root, events=events) as job:
+        assert job.shared.find_latest() == -1
+        assert job.nodes.load()[1].iteration == 5
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+    (drain,) = kept.named("drain")
+    found = _loaded(root / "shared", blank_of(_large(0)))
+    assert_same(found, _large(5))
+    return [drain.nbytes, drain.details["kept_bytes"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_drain_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    with start_ranks(_drain_slowly, ranks, tmp_path) as group:
+        for rank in range(ranks):
+            group.await_announced(f"begun {rank}", _WAIT_S)
+        deadline = time.monotonic() + _WAIT_S
+        while len(list(root.glob(".iteration*/*.distcp"))) < 2 + 2 * ranks:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for rank in range(ranks):
+            group.kill(rank)
+        group.join(_WAIT_S, expect_dead=range(ranks))
+    (half,) = leftovers_in(root)
+    assert not (root / half / ".metadata").exists()
+    with manager_on(root) as manager:
+        # Nothing of it is found, and closing leaves it for the next attempt.
+        assert manager.find_latest() == -1
+
+    written = run_ranks(_drain_again, ranks, tmp_path)
+
+    total, kept = (sum(part) for part in zip(*((w + k, k) for w, k in written), strict=True))
+    assert kept >= 2_000_000
+    assert total == sum(p.stat().st_size for p in _folder(root).glob("*.distcp"))
+    assert leftovers_in(root) == []
+
+
+def test_files_of_a_cut_off_drain_are_kept_only_if_every_block_is_good(tmp_path: Path) -> None:
+    with _small_files():
+        with _Job(tmp_path) as job:
+            job.nodes.save(_large(5), 5)
+            job.begin(5, rate_limit=4e6)
+            root = tmp_path / "shared"
+            deadline = time.monotonic() + _WAIT_S
+            while len(list(root.glob(".iteration*/*.distcp"))) < 5:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            job.queue.close(abort=True)
+            # What it has written stays, also when the managers are closed in order.
+        (half,) = leftovers_in(root)
+        first, second, third, *_ = sorted((root / half).glob("*.distcp"))
+        damage(first)
+        second.write_bytes(second.read_bytes()[:-1])
+        stamp = third.stat().st_ino
+
+        with _Job(tmp_path) as job:
+            job.nodes.load()
+            job.promote(5)
+
+    found = _loaded(root, blank_of(_large(0)))
+    assert_same(found, _large(5))
+    assert (_folder(root) / third.name).stat().st_ino == stamp
+
+
+def test_what_a_drain_left_goes_once_something_newer_is_there(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    with _Job(tmp_path) as job:
+        job.nodes.save(_large(5), 5)
+        job.begin(5, rate_limit=1e6)
+        deadline = time.monotonic() + _WAIT_S
+        while not list(root.glob(".iteration*/*.distcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.queue.close(abort=True)
+    with manager_on(root) as manager:
+        manager.save({"a": torch.ones(2)}, 4)
+        assert len(leftovers_in(root)) == 1
+        manager.save({"a": torch.ones(2)}, 5)
+        manager.save({"a": torch.ones(2)}, 6)
+
+    assert leftovers_in(root) == []
+    assert manager_on(root).find_latest() == 6
+
+
+def _abort(rank: int, world_size: int, root: Path) -> tuple[str, float]:
+    with make_manager("disk", root / f"node{rank}") as nodes:
+        with manager_on(root / "shared", timeout=5.0) as shared:
+            nodes.save(_large(rank), 5)
+            queue = AsyncCallsQueue(timeout_s=MAX_S)
+            queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=1e5))
+            await_announced("abort", _WAIT_S)
+            began = time.monotonic()
+            if rank == 0:
+                queue.close(abort=True)
+                text = ""
+            else:
+                text = error_of(queue.close, PeerLostError)
+            seconds = time.monotonic() - began
+        nodes.save({"a": torch.ones(2)}, 6)
+        assert [d.iteration for d in nodes.status()] == [6, 5]
+    return text, seconds
+
+
+def test_an_abort_on_one_rank_ends_the_drain_on_all(tmp_path: Path) -> None:
+    with start_ranks(_abort, 2, tmp_path) as group:
+        deadline = time.monotonic() + _WAIT_S
+        while not list(tmp_path.glob("shared/.iteration*/*.distcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        group.announce("abort")
+        (_, aborted_s), (text, _) = group.join(_WAIT_S)
+
+    assert aborted_s < 5.0
+    assert "rank 0" in text or "left" in text
+
+
+def test_close_ends_a_drain_that_is_under_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save(_large(5), 5)
+        request = job.nodes.promote(5, to=job.shared, rate_limit=1e5)
+        with caplog.at_level(logging.WARNING):
+            job.nodes.close()
+            began = time.monotonic()
+            job.shared.close()
+        assert time.monotonic() - began < 5.0
+        assert request.finalize_fns
+    assert "was stopped: promote it again" in caplog.text
+    assert not list(tmp_path.glob("shared/iteration*"))
+
+
+def _lose_a_rank(rank: int, world_size: int, root: Path) -> str:
+    with make_manager("disk", root / f"node{rank}") as nodes:
+        nodes.save(_large(rank), 5)
+        shared = manager_on(root / "shared", timeout=2.0)
+        queue = AsyncCallsQueue(timeout_s=2 * MAX_S)
+        queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=5e6))
+        if rank == 1:
+            announce("begun")
+            await_announced("never", _WAIT_S)
+        text = error_of(queue.wait_until_finished, PeerLostError)
+        nodes.__exit__(CheckpointingException, CheckpointingException(), None)
+        return text
+
+
+def test_a_rank_that_is_lost_is_named_within_the_deadline(tmp_path: Path) -> None:
+    with start_ranks(_lose_a_rank, 2, tmp_path) as group:
+        group.await_announced("begun", _WAIT_S)
+        deadline = time.monotonic() + _WAIT_S
+        while not list(tmp_path.glob("shared/.iteration*/*.distcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        group.kill(1)
+        text, _ = group.join(_WAIT_S, expect_dead=[1])
+
+    assert "rank 1" in text or "1" in text

@@ -1,0 +1,123 @@
+"""Frameworks that are older than what their plug-ins work with are refused, before their import."""
+
+from __future__ import annotations
+
+import pickle
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localckpt import CheckpointingException
+from localckpt.integrations import versions
+from localckpt.integrations.versions import OLDEST, UnsupportedVersionError, require
+
+_ROOT = Path(__file__).parents[2]
+_PLUG_INS = {name: name for name in OLDEST if name != "megatron-core"}
+
+
+def _pins(name: str) -> dict[str, str]:
+    lines = (_ROOT / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+@pytest.mark.parametrize("framework", _PLUG_INS)
+def test_a_plug_in_refuses_an_older_framework_before_it_is_imported(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, **{framework: "0.0.9"})
+
+    # The frameworks cannot be imported here: another error would be that of their import.
+    with pytest.raises(UnsupportedVersionError) as raised:
+        import_module(f"localckpt.integrations.{framework}")
+
+    error = raised.value
+    assert (error.framework, error.installed) == (framework, "0.0.9")
+    assert f"{framework} 0.0.9 is installed" in str(error)
+    assert f"pip install '{framework}>={OLDEST[framework]}'" in str(error)
+
+
+def test_the_stand_in_for_nvrx_refuses_an_older_megatron_core_and_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvrx = import_module("localckpt.integrations.nvrx")
+    _install(monkeypatch, **{"megatron-core": "0.12.3"})
+
+    with pytest.raises(CheckpointingException, match=r"megatron-core 0\.12\.3 is installed"):
+        nvrx.install()
+
+    assert not nvrx.is_installed()
+
+
+def test_the_other_name_of_lightning_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, **{"pytorch-lightning": "2.5.2"})
+
+    with pytest.raises(UnsupportedVersionError, match=r"pytorch-lightning 2\.5\.2 is installed"):
+        require("lightning", "pytorch-lightning")
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        "2.5.3",
+        "2.5.3.post0",
+        "2.5.3rc1",
+        "2.5.3.dev20260101+cpu",
+        "2.5.10",
+        "2.6",
+        "3",
+        "0.0.0",
+        "?",
+    ],
+)
+def test_what_is_new_enough_or_has_no_number_passes(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, lightning=installed)
+
+    require("lightning")
+
+
+def test_what_is_not_installed_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)
+
+    require("lightning")
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.lists(st.integers(0, 30)))
+def test_releases_are_compared_by_their_numbers(installed: list[int], oldest: list[int]) -> None:
+    longest = max(len(installed), len(oldest))
+    padded = [numbers + [0] * (longest - len(numbers)) for numbers in (installed, oldest)]
+    texts = [".".join(map(str, numbers)) for numbers in (installed, oldest)]
+
+    assert (versions._release(texts[0]) < versions._release(texts[1])) == (padded[0] < padded[1])
+
+
+def test_the_error_is_the_same_in_another_process() -> None:
+    error = UnsupportedVersionError("ray", "2.0.0", "2.51.0")
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+def test_what_is_refused_what_is_tested_and_what_is_told_is_the_same() -> None:
+    newest = _pins("constraints-integrations.txt")
+    oldest = newest | _pins("constraints-integrations-oldest.txt")
+    page = (_ROOT / "docs" / "dependencies.md").read_text()
+
+    for framework, version in OLDEST.items():
+        assert oldest[framework] == version
+        assert f"| `{framework}` | {newest[framework]} | {version}" in page

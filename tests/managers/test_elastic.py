@@ -1,0 +1,200 @@
+"""Another number of ranks loads what the nodes hold, bit for bit as from shared storage."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import localckpt
+from tests.managers.jobs import make_manager
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+# Ranks import FSDP at once, which takes long where the processor is busy.
+_LONG_S = 120.0
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+class _Net(torch.nn.Module):
+    """Uneven shards on 3 ranks, empty ones on 4, and a scalar-like bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(12, 20)
+        self.second = torch.nn.Linear(20, 8)
+        self.few = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.few(self.second(torch.relu(self.first(x))))
+        return result
+
+
+def _sharded(mesh_shape: Sequence[int], kind: str) -> torch.nn.Module:
+    torch.manual_seed(7)
+    net = _Net()
+    if kind == "fsdp":
+        fully_shard(net.first, mesh=init_device_mesh("cpu", tuple(mesh_shape)))
+        fully_shard(net, mesh=init_device_mesh("cpu", tuple(mesh_shape)))
+    elif kind == "hsdp":
+        names = ("replicas", "shards")
+        fully_shard(net, mesh=init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names))
+    elif kind == "tp":
+        mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=("data", "tensor"))
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        net = parallelize_module(net, mesh["tensor"], plan)
+        fully_shard(net, mesh=mesh["data"])
+    return net
+
+
+def _train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        net(torch.randn(6, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _tensors(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _manager(session: str, replicas: int, **options: Any) -> Any:
+    strategy = None
+    if replicas > 1:
+        strategy = localckpt.CliqueReplicationStrategy.from_replication_params(
+            replication_factor=replicas, timeout_s=_LONG_S
+        )
+    return make_manager("disk", node_store(), session, strategy, timeout=_LONG_S, **options)
+
+
+def _save(
+    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, replicas: int
+) -> None:
+    net = _sharded(mesh, kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    _train(net, optimizer, 3)
+    with _manager("run", replicas) as manager:
+        manager.save({"model": net, "optimizer": optimizer, "step": 3, "seen": [1, (2, "b")]}, 3)
+    dcp.save(_tensors(net, optimizer), checkpoint_id=shared)
+
+
+def _load(
+    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, replicas: int
+) -> None:
+    net = _sharded(mesh, kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    state = {"model": net, "optimizer": optimizer, "step": 0, "seen": []}
+    with _manager("run", replicas, elastic=True) as manager:
+        assert manager.find_latest() == 3
+        loaded, ckpt_id = manager.load(into=state)
+        assert ckpt_id == (3, rank, "run")
+        assert loaded["step"] == 3
+        assert loaded["seen"] == [1, (2, "b")]
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        _assert_as_shared(net, optimizer, mesh, kind, shared)
+        _train(net, optimizer, 1)
+        manager.save({"model": net, "optimizer": optimizer, "step": 4, "seen": []}, 4)
+        assert manager.find_latest() == 4
+
+
+def _assert_as_shared(
+    net: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Sequence[int],
+    kind: str,
+    shared: Path,
+) -> None:
+    other = _sharded(mesh, kind)
+    reference = torch.optim.AdamW(other.parameters(), lr=0.01)
+    _train(other, reference, 1)
+    wanted = _tensors(other, reference)
+    dcp.load(wanted, checkpoint_id=shared)
+    found = dict(_flat(_tensors(net, optimizer)))
+    for key, tensor in _flat(wanted):
+        assert torch.equal(_local(found[key]), _local(tensor)), key
+
+
+def _flat(state: Any, above: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        return [(above, state)]
+    items = state.items() if isinstance(state, dict) else ()
+    return [pair for key, value in items for pair in _flat(value, f"{above}.{key}")]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+@pytest.fixture
+def dirs(tmp_path: Path) -> Dirs:
+    def make(count: int) -> list[Path]:
+        found = [tmp_path / f"node{number}" for number in range(count)]
+        for path in found:
+            path.mkdir(exist_ok=True)
+        return found
+
+    return make
+
+
+def _restart(
+    before: Sequence[int], after: Sequence[int], kinds: tuple[str, str], dirs: Dirs, tmp_path: Path
+) -> None:
+    """Save, delete the first node's store, and load on as many nodes as there are ranks."""
+    saved_by, world_size = math.prod(before), math.prod(after)
+    shared = tmp_path / "shared"
+    nodes = dirs(max(saved_by, world_size))
+    where = nodes[:saved_by]
+    copies = min(2, saved_by)
+    args = (before, kinds[0], shared, copies)
+    run_ranks(_save, saved_by, *args, store_per_node=where, timeout_s=_LONG_S)
+    if copies > 1:
+        shutil.rmtree(nodes[0])
+        nodes[0].mkdir()
+
+    # One rank alone must see all nodes' files; else the ranks are on the last nodes.
+    alone = world_size == 1
+    if alone:
+        for node in nodes[1:]:
+            shutil.copytree(node, nodes[0], dirs_exist_ok=True)
+    where = nodes[:1] if alone else nodes[-world_size:]
+    copies = min(2, world_size)
+    run_ranks(
+        *(_load, world_size, after, kinds[1], shared, copies),
+        store_per_node=where,
+        timeout_s=_LONG_S,
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 3), (4, 2), (4, 1)])
+def test_another_number_of_ranks_gets_what_shared_storage_gives(
+    before: int, after: int, dirs: Dirs, tmp_path: Path
+) -> None:
+    kinds = ("fsdp", "plain" if after == 1 else "fsdp")
+
+    _restart([before], [after], kinds, dirs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ([2, 2], [3], ("tp", "fsdp")),
+        ([2, 2], [2, 1], ("hsdp", "hsdp")),
+        ([1], [3], ("plain", "fsdp")),
+    ],
+)
+def test_another_sharding_gets_what_shared_storage_gives(
+    before: list[int], after: list[int], kinds: tuple[str, str], dirs: Dirs, tmp_path: Path
+) -> None:
+    _restart(before, after, kinds, dirs, tmp_path)

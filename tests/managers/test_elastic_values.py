@@ -1,0 +1,307 @@
+"""Values, states that do not fit, and damaged copies, where another number of ranks loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import localckpt
+from localckpt import CheckpointingException, MismatchError, NoReplicasAvailableError
+from tests.faults.damage import flip
+from tests.managers.jobs import error_of, make_manager
+from tests.ranks import node_store, run_ranks
+
+_S = 60.0
+
+
+def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str, Any]:
+    """Sharded, replicated, marked and plain tensors, and values of all kinds."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    wide, long = torch.arange(60.0).reshape(5, 12), torch.arange(11).to(torch.bfloat16)
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if fill is None else torch.full_like(tensor, fill)
+
+    def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return distribute_tensor(given(tensor), mesh, [Shard(dim)], src_data_rank=None)
+
+    whole = distribute_tensor(given(wide), mesh, [Replicate()], src_data_rank=None)
+    turned = distribute_tensor(given(wide).t().contiguous().t(), mesh, [Shard(0)])
+    return {
+        "rows": sharded(wide, 0),
+        "columns": sharded(wide, 1),
+        "long": sharded(long, 0),
+        "whole": whole,
+        "turned": turned,
+        "marked": localckpt.replicated({"a": given(torch.arange(7.0))}),
+        "plain": given(torch.arange(3)),
+        "scalar": given(torch.tensor(2.5)),
+        "step": 3 if fill is None else 0,
+        "nested": {"names": ["x", ("y", 1)], "set": {3, 1, 2}} if fill is None else {},
+        "rng": {"seed": 10 + rank, "noise": torch.full((4,), float(rank))},
+        "data": {"position": 100 * rank, "epoch": 1},
+    }
+
+
+def _assert_filled(loaded: dict[str, Any], rank: int, world_size: int) -> None:
+    wanted = _state(rank, world_size)
+    for key in ("rows", "columns", "long", "whole", "turned"):
+        assert torch.equal(loaded[key].to_local(), wanted[key].to_local()), key
+    assert torch.equal(loaded["marked"]["a"], torch.arange(7.0))
+    for key in ("plain", "scalar"):
+        assert torch.equal(loaded[key], wanted[key]), key
+    assert loaded["step"] == 3
+    assert loaded["nested"] == {"names": ["x", ("y", 1)], "set": {3, 1, 2}}
+
+
+def _save(rank: int, world_size: int, iteration: int = 3) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save(_state(rank, world_size), iteration)
+
+
+def _position(values: list[Any], rank: int, world_size: int) -> Any:
+    return {"position": min(value["position"] for value in values) + rank, "epoch": len(values)}
+
+
+def _load(rank: int, world_size: int, saved_by: int) -> None:
+    root = node_store()
+    with make_manager("disk", root, timeout=_S) as manager:
+        text = error_of(manager.find_latest, MismatchError)
+        assert f"saved by {saved_by} ranks, and this job has {world_size}" in text
+        assert "elastic=True" in text
+    with make_manager("disk", root, timeout=_S, elastic=True) as manager:
+        assert manager.find_latest() == 3
+        assert "pass the state to load() as into=" in error_of(manager.load, MismatchError)
+        state = _state(rank, world_size, fill=-1.0)
+        text = error_of(lambda: manager.load(into=state), MismatchError)
+        assert "'data'" in text or "'rng'" in text
+        assert "private=" in text
+        assert torch.equal(
+            state["rows"].to_local(), torch.full_like(state["rows"].to_local(), -1.0)
+        )
+    private = {"rng": "keep", "data": _position}
+    with make_manager("disk", root, timeout=_S, elastic=True, private=private) as manager:
+        loaded, _ = manager.load(into=_state(rank, world_size, fill=-1.0))
+        _assert_filled(loaded, rank, world_size)
+        kept = min(rank, saved_by) if rank < saved_by else rank
+        assert loaded["rng"]["seed"] == 10 + kept
+        assert loaded["data"] == {"position": rank, "epoch": saved_by}
+    private = {"rng.noise": "drop", "rng": "drop", "data.position": "drop"}
+    with make_manager("disk", root, timeout=_S, elastic=True, private=private) as manager:
+        given = _state(rank, world_size, fill=-1.0)
+        given["data"] = {"position": -5, "epoch": 0}
+        loaded, _ = manager.load(into=given)
+        _assert_filled(loaded, rank, world_size)
+        assert loaded["rng"]["seed"] == 10 + rank
+        assert loaded["data"] == {"position": -5, "epoch": 1}
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_values_are_given_where_equal_and_else_as_their_rules_say(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    nodes = [tmp_path]
+    run_ranks(_save, before, store_per_node=nodes, timeout_s=_S)
+
+    run_ranks(_load, after, before, store_per_node=nodes, timeout_s=_S)
+    run_ranks(_go_back, before, store_per_node=nodes, timeout_s=_S)
+
+
+def _go_back(rank: int, world_size: int) -> None:
+    """As many ranks as saved it load it as ever; the next of another number leaves it alone."""
+    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+        loaded, _ = manager.load()
+        _assert_filled(loaded, rank, world_size)
+        assert loaded["data"]["position"] == 100 * rank
+
+
+def _mixed(rank: int, world_size: int, change: str, why: str) -> None:
+    private = {"rng": "drop", "data": "drop"}
+    with make_manager("disk", node_store(), timeout=_S, elastic=True, private=private) as manager:
+        state = _state(rank, world_size, fill=-1.0)
+        if change == "shape":
+            state["plain"] = torch.zeros(4, dtype=torch.int64)
+        elif change == "dtype" and rank == 1:
+            state["scalar"] = torch.tensor(0.0, dtype=torch.float64)
+        elif change == "lacking":
+            del state["rows"]
+        elif change == "more":
+            state["extra"] = torch.zeros(2)
+        before = {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+        text = error_of(lambda: manager.load(into=state), MismatchError)
+        assert why in text
+        for key, tensor in before.items():
+            here, there = (
+                t.to_local() if hasattr(t, "to_local") else t for t in (tensor, state[key])
+            )
+            assert torch.equal(here, there), key
+
+
+def _all_mixed(rank: int, world_size: int) -> None:
+    for change, why in {
+        "shape": "plain: saved as int64 [3], given as int64 [4]",
+        "dtype": "scalar: saved as float32 [], given as float64 []",
+        "lacking": "rows: saved, not given",
+        "more": "extra: given, not saved",
+    }.items():
+        _mixed(rank, world_size, change, why)
+    with pytest.raises(CheckpointingException, match="give elastic=True"):
+        make_manager("disk", node_store(), private={"rng": "drop"})
+    with pytest.raises(CheckpointingException, match="'rng' in private= is 'loose'"):
+        make_manager("disk", node_store(), elastic=True, private={"rng": "loose"})
+
+
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_left_as_it_is(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save, 3, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_all_mixed, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+
+def _save_twice(rank: int, world_size: int) -> None:
+    strategy = localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=_S)
+    with make_manager("disk", node_store(), "", strategy, timeout=_S) as manager:
+        for iteration in (2, 3):
+            manager.save(_state(rank, world_size), iteration)
+
+
+def _load_damaged(rank: int, world_size: int, nodes: list[Path]) -> None:
+    def copies(iteration: int, shard: int) -> list[Path]:
+        return sorted(
+            p for node in nodes for p in node.rglob(f"{iteration:012d}.{shard}.*.safetensors")
+        )
+
+    def damage(path: Path) -> None:
+        dist.barrier()
+        if rank == 0:
+            content = path.read_bytes()
+            # In the tensors: nothing sees it before they are read.
+            data_start = 8 + int.from_bytes(content[:8], "little")
+            path.write_bytes(flip(content, data_start + 3, 3))
+        dist.barrier()
+
+    def load() -> int:
+        private = {"rng": "drop", "data": "drop"}
+        with make_manager(
+            "disk", node_store(), timeout=_S, elastic=True, private=private
+        ) as manager:
+            loaded, ckpt_id = manager.load(into=_state(rank, world_size, fill=-1.0))
+            _assert_filled(loaded, rank, world_size)
+            return int(ckpt_id.iteration)
+
+    here, there = copies(3, 1)
+    damage(here)
+    assert load() == 3
+    assert not here.exists()
+    assert [path.suffix for path in here.parent.glob(f"{here.name}*")] == [".corrupt"]
+
+    damage(there)
+    assert load() == 2
+
+    for path in copies(2, 0):
+        damage(path)
+    with pytest.raises(NoReplicasAvailableError, match="do not match their digest"):
+        load()
+
+
+def test_of_a_damaged_copy_another_one_is_taken_and_else_an_older_checkpoint(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    run_ranks(_save_twice, 4, store_per_node=nodes, timeout_s=_S)
+
+    run_ranks(_load_damaged, 3, nodes, store_per_node=nodes, timeout_s=_S)
+
+
+def _save_with_parity(rank: int, world_size: int) -> None:
+    with (
+        localckpt.ParityReplicationStrategy(1, world_size, timeout_s=_S) as parity,
+        make_manager("disk", node_store(), "", parity, timeout=_S) as manager,
+    ):
+        manager.save(_state(rank, world_size), 3)
+
+
+def _load_computed(rank: int, world_size: int) -> None:
+    private = {"rng": "drop", "data": "drop"}
+    options: dict[str, Any] = {"timeout": _S, "elastic": True, "private": private}
+    with (
+        localckpt.CliqueReplicationStrategy.from_replication_params(timeout_s=_S) as copies,
+        make_manager("disk", node_store(), "", copies, **options) as manager,
+    ):
+        loaded, _ = manager.load(into=_state(rank, world_size, fill=-1.0))
+        _assert_filled(loaded, rank, world_size)
+    # What was computed is kept, and has copies on two nodes, as all shards have.
+    dist.barrier()
+    with make_manager("disk", node_store(), **options) as manager:
+        loaded, _ = manager.load(into=_state(rank, world_size, fill=-1.0))
+        _assert_filled(loaded, rank, world_size)
+        (held,) = [c for c in manager.explain().checkpoints if c.checkpoint.iteration == 3]
+        assert held
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+def test_shards_that_no_node_holds_are_computed_from_parity(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    nodes = [tmp_path / f"node{number}" for number in range(max(before, after))]
+    run_ranks(_save_with_parity, before, store_per_node=nodes[:before], timeout_s=_S)
+    shutil.rmtree(nodes[0])
+
+    where = nodes[1:] if after < before else nodes
+    run_ranks(_load_computed, after, store_per_node=where, timeout_s=_S)
+
+
+def _save_in_memory(rank: int, world_size: int) -> None:
+    with make_manager("memory", node_store(), timeout=_S) as manager:
+        manager.save(_state(rank, world_size), 3)
+
+
+def _load_from_memory(rank: int, world_size: int) -> None:
+    private = {"rng": "keep", "data": "drop"}
+    with make_manager("memory", node_store(), timeout=_S, elastic=True, private=private) as manager:
+        loaded, _ = manager.load(into=_state(rank, world_size, fill=-1.0))
+        _assert_filled(loaded, rank, world_size)
+
+
+def test_checkpoints_in_memory_are_loaded_in_the_same_way(tmp_path: Path) -> None:
+    run_ranks(_save_in_memory, 3, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_from_memory, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+
+def _overlapping(fill: float | None = None) -> dict[str, torch.Tensor]:
+    base = torch.arange(4 * 2_300_000, dtype=torch.float32).view(1, 4, -1)
+    base = base if fill is None else torch.full_like(base, fill)
+    # Its one row has gaps between its items, and is larger than a message.
+    return {"base": base, "every second": base[:, ::2]}
+
+
+def _save_overlapping(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save(_overlapping(), 3)
+
+
+def _load_overlapping(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+        assert manager.find_latest() == 3
+        given = _overlapping(fill=-1.0)
+        loaded, _ = manager.load(into=given)
+
+    for name, wanted in _overlapping().items():
+        assert torch.equal(loaded[name], wanted), name
+
+
+def test_a_row_that_is_larger_than_a_message_goes_in_parts(tmp_path: Path) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+
+    run_ranks(_save_overlapping, 1, store_per_node=nodes[:1])
+
+    run_ranks(_load_overlapping, 2, store_per_node=nodes)

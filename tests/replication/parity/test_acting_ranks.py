@@ -1,0 +1,262 @@
+"""Lost shards are computed by the ranks of whatever job reads the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import localckpt
+from localckpt.availability.coverage import complete_checkpoints
+from localckpt.availability.inventory import Inventory, node_report
+from localckpt.availability.recoverable import groups_to_compute
+from localckpt.errors import NoReplicasAvailableError
+from localckpt.ids import Checkpoint, Generation, Group, Piece, ShardRecord
+from localckpt.memory.digests import BLOCK_NBYTES
+from localckpt.ranks.ranks import Ranks
+from localckpt.replication.parity.code import PARITY_KIND
+from localckpt.replication.parity.encode_group import ranks_behind
+from localckpt.replication.parity.gf import Bytes
+from localckpt.replication.parity.members import ParityOf
+from localckpt.replication.parity.planning import Want, plan_rebuild
+from localckpt.replication.parity.repairs import Repair, Seen, plan_repairs, take_together
+from localckpt.replication.parity.stripes import Kind, ParityLayout
+from localckpt.replication.redundancy import Lost
+from localckpt.replication.schemes import SCHEMES
+from localckpt.storage.disk import DiskStore, ReadOnlyStore
+from localckpt.storage.names import session_name
+from tests.managers.jobs import make_manager
+from tests.ranks import node_store, run_ranks
+from tests.replication.parity.groups import Kept, carry_out, group
+
+Dirs = Callable[[int], list[Path]]
+
+_SHAPES = [(3, 1), (4, 1), (4, 2), (5, 2)]
+
+
+@cache
+def _kept(size: int, spare: int) -> tuple[ParityLayout, dict[Kept, Bytes]]:
+    layout = ParityLayout(((size - spare) * BLOCK_NBYTES + 99, *[70_001] * (size - 1)), spare)
+    return layout, group(layout)
+
+
+@st.composite
+def _situations(draw: st.DrawFn) -> tuple[Checkpoint, list[Group], Inventory]:
+    """Groups of a checkpoint, and pieces of them on the nodes of a job of any size."""
+    shapes = draw(st.lists(st.sampled_from(_SHAPES), min_size=1, max_size=2))
+    saved_by = sum(size for size, _ in shapes)
+    numbers = iter(draw(st.permutations(range(saved_by))))
+    groups = [
+        Group(tuple(next(numbers) for _ in range(size)), spare, PARITY_KIND)
+        for size, spare in shapes
+    ]
+    checkpoint = Checkpoint(Generation(1, 2), 3, saved_by)
+    node_of = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
+    ranks_on: dict[str, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        ranks_on.setdefault(node, []).append(rank)
+    inventory = Inventory(ranks_on, SCHEMES)
+    for of in groups:
+        pieces = draw(st.permutations([Piece(r, k) for r in of.ranks for k in ("shard", "parity")]))
+        # Up to two more than can be spared.
+        there = pieces[draw(st.integers(0, 2 * of.spare + 2)) :]
+        for piece in there:
+            node = draw(st.sampled_from(sorted(ranks_on)))
+            if piece.is_shard:
+                inventory.add(checkpoint, piece.rank, node, 5)
+            else:
+                inventory.add_piece(checkpoint, piece.rank, node, of)
+    return checkpoint, groups, inventory
+
+
+def _compute(repair: Repair) -> None:
+    """Do what the ranks would, each with what it reads, and compare with what was saved."""
+    layout, kept = _kept(len(repair.group.ranks), repair.group.spare)
+    place = {member: number for number, member in enumerate(repair.group.ranks)}
+    of = ParityOf(repair.group, layout.image_nbytes)
+    seen = []
+    held: dict[int, dict[Kept, Bytes]] = {rank: {} for rank in repair.ranks}
+    for rank in repair.ranks:
+        for kind, member in repair.reads(rank):
+            nbytes = layout.image_nbytes[place[member]]
+            behind = ranks_behind(repair.group, member)
+            envelopes = tuple(7 + other for other in behind)
+            report = (
+                Seen(kind, member, nbytes=nbytes)
+                if kind is Kind.IMAGE
+                else Seen(kind, member, of=of, envelopes=envelopes)
+            )
+            seen.append((rank, Seen.from_json(json.loads(json.dumps(report.to_json())))))
+            held[rank][kind, place[member]] = kept[kind, place[member]]
+    findings = take_together(repair, seen)
+    sinks = {(Kind.IMAGE, place[m]): np.zeros_like(kept[Kind.IMAGE, place[m]]) for m in place}
+    wants = [Want(rank, place[member]) for member, rank in repair.wanted.items()]
+
+    chains = plan_rebuild(layout, findings.left, wants)
+    carry_out(chains, held, sinks)
+
+    assert not findings.problems
+    for member, rank in repair.wanted.items():
+        assert np.array_equal(sinks[Kind.IMAGE, place[member]], kept[Kind.IMAGE, place[member]])
+        ends = [chain.hops[-1].rank for chain in chains if chain.place.member == place[member]]
+        assert set(ends) <= {rank}
+        if member in findings.envelopes:
+            keeper, start, nbytes = findings.envelopes[member]
+            assert nbytes == 7 + member
+            assert (keeper, start) in {
+                (k, sum(7 + o for o in ranks_behind(repair.group, k)[:number]))
+                for k in repair.parities
+                for number in range(repair.group.spare)
+            }
+    for chain in chains:
+        # No rank sends to itself, however many members it plays.
+        assert all(one.rank != other.rank for one, other in pairwise(chain.hops))
+
+
+@settings(max_examples=120, deadline=None)
+@given(_situations(), st.data())
+def test_any_ranks_compute_what_is_lost_of_groups_of_any_other_ranks(
+    situation: tuple[Checkpoint, list[Group], Inventory], data: st.DataObject
+) -> None:
+    checkpoint, groups, inventory = situation
+    job = [rank for ranks in inventory.ranks_on.values() for rank in ranks]
+    is_complete = checkpoint in complete_checkpoints(inventory)
+    try:
+        wanted = groups_to_compute(checkpoint, inventory, {}, ())
+    except NoReplicasAvailableError:
+        assert not is_complete
+        return
+    assert is_complete
+    computed_by = {member: data.draw(st.sampled_from(job)) for member in wanted}
+
+    repairs = plan_repairs(Lost(checkpoint, "run", inventory, wanted, {}, computed_by))
+
+    assert {r.group for r in repairs} == set(wanted.values()) <= set(groups)
+    held = inventory.holders(checkpoint)
+    for repair in repairs:
+        assert set(repair.ranks) <= set(job)
+        assert repair.wanted == {
+            m: computed_by[m] for m, of in wanted.items() if of == repair.group
+        }
+        for member, reader in repair.images.items():
+            assert inventory.node_of(reader) in held[member]
+        for member, reader in repair.parities.items():
+            nodes = inventory.groups(checkpoint)[repair.group][member]
+            assert inventory.node_of(reader) in nodes
+        _compute(repair)
+
+
+def _state(rank: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    return {"weight": torch.randn(900_000 + 1000 * rank, generator=random)}
+
+
+def _save(rank: int, world_size: int, parity: int) -> None:
+    strategy = localckpt.ParityReplicationStrategy(parity, world_size)
+    with strategy, make_manager("disk", node_store(), "run", strategy) as manager:
+        manager.save(_state(rank), 3)
+
+
+def _records(root: Path, rank: int) -> list[ShardRecord]:
+    store = ReadOnlyStore(root, "run", rank, 20.0)
+    try:
+        return [stored.record for stored in store.list_stored() if stored.record is not None]
+    finally:
+        store.close()
+
+
+def _recover(
+    rank: int,
+    world_size: int,
+    nodes: Sequence[Path],
+    damaged: Mapping[int, str],
+    computed_by: Mapping[int, int],
+    is_kept: bool,
+) -> tuple[dict[int, bytes], dict[int, int], list[int]]:
+    """The images that this rank has computed, the sizes of all, and what is left reserved."""
+    root = nodes[rank]
+    inventory = Inventory({str(node): [number] for number, node in enumerate(nodes)}, SCHEMES)
+    for number, node in enumerate(nodes):
+        report = node_report(_records(node, number))
+        inventory.merge(str(node), json.loads(json.dumps(report)))
+    (checkpoint,) = inventory.checkpoints
+    assert complete_checkpoints(inventory) == [checkpoint]
+    assert checkpoint.world_size == 4
+    bad = {member: {node: "a bit was flipped"} for member, node in damaged.items()}
+    for member, node in damaged.items():
+        inventory.remove(checkpoint, Piece(member), node)
+    wanted = groups_to_compute(checkpoint, inventory, bad, ())
+    store = DiskStore(root, "run", rank, 20.0)
+    try:
+        recovered = SCHEMES[PARITY_KIND].recover(
+            Lost(checkpoint, "run", inventory, wanted, bad, computed_by, is_kept=is_kept),
+            store,
+            Ranks("recover", None, timeout_s=20.0),
+            20.0,
+        )
+        assert recovered.is_done
+        assert recovered.hopeless == {}
+        images = {shard: bytes(slot.image) for shard, slot in recovered.slots.items()}
+        store.release(list(recovered.slots.values()))
+        left = [slot.nbytes for slot in store.slots]
+    finally:
+        store.close()
+    return images, recovered.nbytes, left
+
+
+@pytest.mark.fault("lost-nodes", "flipped-bit")
+@pytest.mark.parametrize("ranks", [3, 2, 1])
+@pytest.mark.parametrize(
+    ("parity", "lost", "damaged"), [(1, (1,), ()), (2, (0, 3), ()), (2, (2,), (3,))]
+)
+def test_fewer_ranks_compute_the_shards_of_a_group_of_four(
+    parity: int, lost: tuple[int, ...], damaged: tuple[int, ...], ranks: int, node_dirs: Dirs
+) -> None:
+    nodes = node_dirs(4)
+    run_ranks(_save, 4, parity, store_per_node=nodes)
+    saved = {}
+    for number, node in enumerate(nodes):
+        (path,) = (p for p in node.rglob("*.safetensors") if ".parity." not in p.name)
+        saved[number] = path.read_bytes()
+        if number in damaged:
+            content = bytearray(saved[number])
+            content[BLOCK_NBYTES + 77] ^= 4
+            path.write_bytes(content)
+    for number in lost:
+        shutil.rmtree(nodes[number])
+    left = [number for number in range(4) if number not in lost]
+    today = [nodes[number] for number in left[:ranks]]
+    at = {}
+    for place, number in enumerate(left):
+        # The disks of nodes that are not part of the job are attached to those that are.
+        at[number] = today[place % len(today)]
+        if nodes[number] != at[number]:
+            folder = Path(session_name("run"), str(number))
+            shutil.move(nodes[number] / folder, at[number] / folder)
+    wanted = (*lost, *damaged)
+    computed_by = {shard: (shard + place) % len(today) for place, shard in enumerate(wanted)}
+
+    told = run_ranks(
+        _recover,
+        len(today),
+        today,
+        {number: str(at[number]) for number in damaged},
+        computed_by,
+        ranks == 2,
+        init_group=len(today) > 1,
+    )
+
+    for rank, (images, sizes, left_over) in enumerate(told):
+        assert images.keys() == {shard for shard, by in computed_by.items() if by == rank}
+        assert all(image == saved[shard] for shard, image in images.items())
+        assert sizes == {shard: len(saved[shard]) for shard in wanted}
+        assert left_over == []

@@ -41,7 +41,8 @@ def main(local: str, iterations: int) -> None:
 
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    print(f"trained iteration {first} to iteration {iterations - 1}")
+    if dist.get_rank() == 0:
+        print(f"trained iteration {first} to iteration {iterations - 1}")
 
 
 if __name__ == "__main__":

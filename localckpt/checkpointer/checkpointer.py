@@ -21,15 +21,10 @@ from localckpt.checkpointer.arguments import check_arguments, check_shared_argum
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.last_save import LastSave
 from localckpt.checkpointer.meter import Meter
-from localckpt.checkpointer.parts import (
-    RNG,
-    ModulePart,
-    OptimizerPart,
-    RandomPart,
-    ValuePart,
-    parts_of,
-)
+from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
+from localckpt.checkpointer.private_rules import rules_of
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.schedule import Schedule
@@ -44,7 +39,7 @@ from localckpt.checkpointer.tiers import (
     load_newest,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.failure_texts import ranks_named
@@ -53,10 +48,8 @@ from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.options import OnDivergence, PrivateRule
-from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.state_dict.replicated import without_marker
 from localckpt.storage.memory import default_root
 from localckpt.trust import is_orderly
 
@@ -66,10 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.005
-# For ranks that have the same time to stop in, and do not begin to stop at the same moment.
-_AGREEING_S = 10.0
 
 
 class Checkpointer:
@@ -194,7 +183,6 @@ class Checkpointer:
         self._rules: dict[str, PrivateRule] = {}
         self._is_dropping, self._private = on_resize == "drop", dict(private or {})
         self._note_rules()
-        self._grace_s = timeout_s if grace_s is None else grace_s
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
         self.stopped: str | None = None
@@ -274,6 +262,8 @@ class Checkpointer:
             self._meter.costs,
         )
         self._schedule = Schedule(every, None if shared is None else shared_every)
+        grace_s = timeout_s if grace_s is None else grace_s
+        self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = every.steps is not None
@@ -599,41 +589,15 @@ class Checkpointer:
 
     def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
-        until = time.monotonic() + self._grace_s
         logger.warning("stopping after step %d: %s", step, self.stopped)
         self._record.preempted(step, self.stopped)
-        is_shared_late = False
-        try:
-            # Twice: a save before it may have failed, or the first attempt, on all ranks.
-            for _ in range(2):
-                self._begin_save(step)
-                with self._record.stream.timed("wait", step):
-                    while self._nodes.is_busy and time.monotonic() < until:
-                        self._finalize(blocking=False)
-                        time.sleep(_LOOK_S)
-            self._is_late = self._is_on_any_rank(self._nodes.is_busy)
-            if self._shared is not None and not self._is_late:
-                # The nodes may go with the job.
-                self._begin_shared_save(step, metrics)
-                with self._record.stream.timed("wait", step):
-                    while self._shared.is_busy and time.monotonic() < until:
-                        time.sleep(_LOOK_S)
-                self._is_late = is_shared_late = self._is_on_any_rank(self._shared.is_busy)
-        except CheckpointingException as error:
-            # The job ends, whatever becomes of this save.
-            logger.error("the last save has failed: %s", error)
-            is_busy = self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
-            self._is_late = is_busy or isinstance(error, PeerLostError)
-        if self._nodes.newest != step:
-            logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
-        if is_shared_late:
-            logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
+        self._is_late = self._last_save.run(
+            step,
+            lambda: self._begin_save(step),
+            lambda: self._finalize(blocking=False),
+            lambda: self._begin_shared_save(step, metrics),
+        )
         self._schedule.end()
-
-    def _is_on_any_rank(self, is_late: bool) -> bool:
-        """Return whether time is over for some rank, so that all go on in the same way."""
-        deadline = Deadline.after(_AGREEING_S)
-        return self._ranks.decide("stop in time", lambda: is_late, any, deadline=deadline)
 
     # Beginning and end.
 
@@ -648,22 +612,8 @@ class Checkpointer:
 
     def _note_rules(self) -> None:
         """Set what becomes of values that differ between ranks, where another number loads them."""
-        whole = (ModulePart, OptimizerPart)
-        parts = {key: without_marker(part) for key, part in self._parts.items()}
-        dropped = [key for key, part in parts.items() if not isinstance(part, whole)]
         self._rules.clear()
-        self._rules.update(dict.fromkeys(dropped if self._is_dropping else (), "drop"))
-        if self._rng:
-            self._rules[RNG] = "keep"
-        for key, part in parts.items():
-            if isinstance(part, ModulePart):
-                # Such as the statistics of BatchNorm, which each rank has of its own data.
-                buffers = (f"{key}.{name}" for name, _ in part.module.named_buffers())
-                self._rules.update(dict.fromkeys(buffers, _of_a_rank))
-        for key, rule in self._private.items():
-            # A pair of functions has a value, which its part has a key for.
-            inner = f"{key}.value" if isinstance(parts.get(key), ValuePart) else key
-            self._rules[inner] = rule
+        self._rules |= rules_of(self._parts, self._private, drop=self._is_dropping, rng=self._rng)
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Have the root log where the parts of all ranks came from; a name of the job's run."""
@@ -722,11 +672,6 @@ def _judge_sources(told_by: list[list[str]]) -> list[str]:
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
     return [", ".join(told), told_by[0][1]]
-
-
-def _of_a_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
-    """A value that every rank has, as one of the ranks that saved it had it."""
-    return values[rank % len(values)]
 
 
 def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:

@@ -6,10 +6,8 @@ job saves there at a time, as long as its first rank lives.
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
-import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from filelock import FileLock, Timeout
 
 from localckpt.errors import (
     CheckpointingException,
@@ -27,7 +24,6 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.global_tier.folders import (
-    LOCK_NAME,
     RECORD_NAME,
     CommitRecord,
     Folder,
@@ -38,16 +34,16 @@ from localckpt.global_tier.folders import (
 from localckpt.global_tier.metadata import METADATA_NAME
 from localckpt.global_tier.removal import pin, put_back_if_pinned, remove, remove_folder, unpin
 from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
-from localckpt.global_tier.write_files import make_folder, write_durably
+from localckpt.global_tier.root_lock import RootLock
+from localckpt.global_tier.write_files import write_durably
 from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
 from localckpt.resuming import Resuming
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.owner import Owner
 from localckpt.storage.trust_notes import TrustNotes
 from localckpt.storage.write import sync_folder
 from localckpt.trust import choose
 
-__all__ = ["BegunSave", "CheckpointRoot", "Found", "RootLock"]
+__all__ = ["BegunSave", "CheckpointRoot", "Found"]
 
 logger = logging.getLogger(__name__)
 
@@ -513,85 +509,3 @@ def _is_put_back(leftover: Leftover) -> bool:
     except OSError as error:
         logger.warning("%s is pinned, and cannot be put back yet: %s", leftover.path, error)
     return True
-
-
-# What file systems answer that cannot lock files; anything else is an error.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_OWNER_NAME = ".localckpt.owner"
-# Storage may take that long to see that the node of the job before is gone.
-_PATIENCE_S = 120.0
-
-
-class RootLock:
-    """A lock that the operating system gives back when its process ends, however it ends.
-
-    Args:
-        root: The directory; made when the lock is taken.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._lock: FileLock | None = None
-
-    def take(self, timeout_s: float) -> None:
-        """Take it, if this process has not.
-
-        Where the file system has no locks there is none to take, which is logged.
-
-        Raises:
-            StorageError: Another job has it; the message names the process.
-        """
-        if self._lock is not None:
-            return
-        make_folder(self._root)
-        lock = FileLock(self._root / LOCK_NAME, thread_local=False)
-        try:
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                patience_s = min(timeout_s, _PATIENCE_S)
-                logger.warning(
-                    "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
-                )
-                lock.acquire(timeout=patience_s)
-        except Timeout:
-            raise StorageError(
-                f"another job saves into {self._root} ({self._owner()}): give each its own root "
-                f"or session_id, or end the other. Nothing was changed"
-            ) from None
-        except (NotImplementedError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-                with storage_errors("lock", self._root):
-                    raise
-            logger.warning(
-                "%s has no locks, so nothing keeps two jobs from saving there: %s",
-                self._root,
-                error,
-            )
-        else:
-            try:
-                with storage_errors("write to", self._root):
-                    text = f"process {Owner.me()} on {socket.gethostname()}"
-                    (self._root / _OWNER_NAME).write_text(text)
-            except BaseException:
-                # Else it lives as long as the error does.
-                lock.release()
-                raise
-        self._lock = lock
-
-    @property
-    def is_held(self) -> bool:
-        """True while this process may write to the root."""
-        return self._lock is not None
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _owner(self) -> str:
-        try:
-            return (self._root / _OWNER_NAME).read_text()
-        except OSError as error:
-            return f"which one is not known: {error}"

@@ -1,0 +1,101 @@
+"""Lock of a root on shared storage: one job at a time saves there, for as long as it lives."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from localckpt.errors import StorageError
+from localckpt.global_tier.folders import LOCK_NAME
+from localckpt.global_tier.write_files import make_folder
+from localckpt.storage.failures import storage_errors
+from localckpt.storage.owner import Owner
+
+__all__ = ["RootLock"]
+
+logger = logging.getLogger(__name__)
+
+# What file systems answer that cannot lock files; anything else is an error.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_OWNER_NAME = ".localckpt.owner"
+# Storage may take that long to see that the node of the job before is gone.
+_PATIENCE_S = 120.0
+
+
+class RootLock:
+    """A lock that the operating system gives back when its process ends, however it ends.
+
+    Args:
+        root: The directory; made when the lock is taken.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock: FileLock | None = None
+
+    def take(self, timeout_s: float) -> None:
+        """Take it, if this process has not.
+
+        Where the file system has no locks there is none to take, which is logged.
+
+        Raises:
+            StorageError: Another job has it; the message names the process.
+        """
+        if self._lock is not None:
+            return
+        make_folder(self._root)
+        lock = FileLock(self._root / LOCK_NAME, thread_local=False)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                patience_s = min(timeout_s, _PATIENCE_S)
+                logger.warning(
+                    "%s is locked (%s): waiting %g s for it", self._root, self._owner(), patience_s
+                )
+                lock.acquire(timeout=patience_s)
+        except Timeout:
+            raise StorageError(
+                f"another job saves into {self._root} ({self._owner()}): give each its own root "
+                f"or session_id, or end the other. Nothing was changed"
+            ) from None
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                with storage_errors("lock", self._root):
+                    raise
+            logger.warning(
+                "%s has no locks, so nothing keeps two jobs from saving there: %s",
+                self._root,
+                error,
+            )
+        else:
+            try:
+                with storage_errors("write to", self._root):
+                    text = f"process {Owner.me()} on {socket.gethostname()}"
+                    (self._root / _OWNER_NAME).write_text(text)
+            except BaseException:
+                # Else it lives as long as the error does.
+                lock.release()
+                raise
+        self._lock = lock
+
+    @property
+    def is_held(self) -> bool:
+        """True while this process may write to the root."""
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> str:
+        try:
+            return (self._root / _OWNER_NAME).read_text()
+        except OSError as error:
+            return f"which one is not known: {error}"

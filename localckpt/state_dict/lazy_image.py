@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.memory.host_memory import memory_at
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.header import ImageHeader
 from localckpt.state_dict.restore import ImageReader, make_tensor
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry
 
 __all__ = ["LazyImage"]
@@ -49,7 +47,7 @@ class LazyImage:
         self._header = reader.header
         self._allowed = allowed
         self.entries, self.boxes, self._skeleton = reader.contents()
-        self._bytes = _VerifiedBytes(source, reader.header)
+        self._parts = reader.parts
 
     @property
     def identity(self) -> ShardIdentity:
@@ -90,10 +88,7 @@ class LazyImage:
         slot = self._header.slots[entry.slot]
         base = torch.empty(slot.nbytes, dtype=torch.uint8)
         memory = memory_at(base.data_ptr(), slot.nbytes)
-        start, done = self._header.data_start + slot.offset, 0
-        for part in self.read(start, start + slot.nbytes):
-            memory[done : done + len(part)] = part
-            done += len(part)
+        self._parts.read_into(self._header.data_start + slot.offset, memory)
         return make_tensor(entry, {slot.name: base})
 
     def run_of(self, number: int) -> tuple[int, int] | None:
@@ -126,34 +121,7 @@ class LazyImage:
             CorruptShardError: A block is damaged; no byte of it is given.
             StorageError: The medium failed.
         """
-        return self._bytes.read(start, stop)
-
-
-class _VerifiedBytes:
-    """Bytes of an image, read and verified in pieces of whole blocks."""
-
-    def __init__(self, source: ShardSource, header: ImageHeader) -> None:
-        self._source = source
-        self._end = header.digests_start
-        self._hasher = BlockHasher(header.identity)
-        self._digests = memoryview(bytes(source.read(header.digests_start, header.nbytes)))
-        # The last piece: neighbouring tensors are often in the same one.
-        self._start, self._piece = 0, memoryview(b"")
-
-    def read(self, start: int, stop: int) -> Iterator[memoryview]:
-        while start < stop:
-            if not self._start <= start < self._start + len(self._piece):
-                self._fetch(start)
-            part = self._piece[start - self._start : stop - self._start]
-            yield part
-            start += len(part)
-
-    def _fetch(self, wanted: int) -> None:
-        self._piece = memoryview(b"")
-        start = wanted // BLOCK_NBYTES * BLOCK_NBYTES
-        piece = self._source.read(start, min(start + PIECE_NBYTES, self._end))
-        self._hasher.check(start, [piece], self._digests)
-        self._start, self._piece = start, piece
+        return self._parts.pieces(start, stop)
 
 
 def _without_data(entry: TableEntry) -> torch.Tensor:

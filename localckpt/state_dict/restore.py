@@ -6,9 +6,8 @@ the state in memory.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,12 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import with_class
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.memory.gpu_copies import BounceBuffers
-from localckpt.memory.host_memory import memory_at, prefer_huge_pages, round_up
+from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.identify import read_header
+from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.layout import TensorSlot
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
@@ -61,22 +60,22 @@ class ImageReader:
 
     Raises:
         CorruptShardError: The header is damaged, or belongs to another shard.
+
+    Attributes:
+        header: Header of the image.
+        parts: Verified parts of the image.
     """
 
     @collection_paused()
     def __init__(
         self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity | None = None
     ) -> None:
-        self._source = source
         self._allowed = allowed
         self.header = read_header(source)
         identity = self.header.identity
         if expect is not None and identity != expect:
             raise CorruptShardError(f"expected {expect}, and found {identity}")
-        self._hasher = BlockHasher(identity)
-        self._digests = memoryview(
-            bytes(source.read(self.header.digests_start, self.header.nbytes))
-        )
+        self.parts = ImageParts(source, self.header)
 
     @collection_paused()
     def restore(
@@ -146,41 +145,9 @@ class ImageReader:
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
         return Contents(entries, boxes, skeleton)
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return verified bytes ``[start, stop)`` of the part that the digests cover."""
-        first = start // BLOCK_NBYTES * BLOCK_NBYTES
-        last = min(round_up(stop, BLOCK_NBYTES), self.header.digests_start)
-        blocks = self._source.read(first, last)
-        self._hasher.check(first, [blocks], self._digests)
-        return memoryview(bytearray(blocks[start - first : stop - first]))
-
-    def stream(self, starts: Sequence[int], take: Callable[[int, memoryview], None]) -> None:
-        """Read pieces of the part that the digests cover, in several threads, and verify them.
-
-        Args:
-            starts: Starts of the pieces, multiples of :data:`PIECE_NBYTES`.
-            take: Called with the start and the verified bytes of each piece, which are valid until
-                it returns. Its first error ends the stream, and is raised.
-        """
-        of_thread = threading.local()
-
-        def places(start: int, stop: int) -> list[memoryview]:
-            if not hasattr(of_thread, "buffer"):
-                of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
-            return [of_thread.buffer[: stop - start]]
-
-        def filled(start: int, parts: list[memoryview]) -> None:
-            self._hasher.check(start, parts, self._digests)
-            take(start, parts[0])
-
-        self._source.stream(self.header.digests_start, places, filled, starts)
-
     def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], dict[int, Box], bytes]:
         header, identity = self.header, self.header.identity
-        start = header.skeleton_start // BLOCK_NBYTES * BLOCK_NBYTES
-        blocks = self._source.read(start, header.digests_start)
-        self._hasher.check(start, [blocks], self._digests)
-        framed = bytes(blocks[header.skeleton_start - start :])
+        framed = bytes(self.parts.read(header.skeleton_start, header.digests_start))
         try:
             table, boxes, pickle = header.format.split_skeleton(framed)
             entries = parse_entries(table)
@@ -261,13 +228,12 @@ class ImageReader:
                 return parts
 
             def filled(start: int, parts: list[memoryview]) -> None:
-                self._hasher.check(start, parts, self._digests)
                 if on_gpus:
                     near = overlapping(start, start + sum(map(len, parts)))
                     there = [target for target in near if target.is_on_gpu]
                     bounce.copy([copy for target in there for copy in target.takes(start, parts)])
 
-            self._source.stream(self.header.digests_start, places, filled)
+            self.parts.stream(places, filled)
             for target in targets:
                 target.finish()
 

@@ -13,7 +13,6 @@ import xxhash
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -133,7 +132,6 @@ class SavedShard:
         self.identity = identity
         self._source = source
         self._reader = ImageReader(source, allowed, identity)
-        self._window = 0, memoryview(b"")
         self._entries, boxes, skeleton = self._reader.contents()
         root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
         ruled, others = units_of(root, boxes.__contains__, rules)
@@ -222,7 +220,7 @@ class SavedShard:
             for tensor, those in by_piece[start]:
                 _deliver_from(tensor, those, start, data, deliver)
 
-        self._reader.stream(sorted(by_piece), take)
+        self._reader.parts.visit(sorted(by_piece), take)
 
     def _pieces(self, tensor: SavedTensor, parts: Sequence[_Part], stop: int) -> list[int]:
         """Starts of the pieces of the image that hold parts of a tensor."""
@@ -260,20 +258,12 @@ class SavedShard:
         slot = self._reader.header.slots[entry.slot]
         offset, strides = entry.view or (0, None)
         start = self._reader.header.data_start + slot.offset
-        data = self._read(start + offset, start + entry.reach_nbytes())
+        data = self._reader.parts.read(start + offset, start + entry.reach_nbytes())
         dtype = entry.torch_dtype()
         flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
         if strides is None:
             return flat.view(entry.shape)
         return flat.as_strided(entry.shape, strides)
-
-    def _read(self, start: int, stop: int) -> memoryview:
-        """Read verified bytes; small tensors lie side by side, and one read serves many."""
-        first, view = self._window
-        if not first <= start <= stop <= first + len(view):
-            end = max(stop, min(start + BLOCK_NBYTES, self._reader.header.digests_start))
-            first, view = self._window = start, self._reader.read(start, end)
-        return view[start - first : stop - first]
 
     def _value_tensor(self, boxes: Mapping[int, Any]) -> Callable[[int], torch.Tensor | None]:
         """Give tensors that are in no container: arrays, and those in objects."""

@@ -29,6 +29,7 @@ def _resume_each(rank: int, world_size: int, cases: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.long
 def test_states_of_low_precision_sparse_tied_and_adapted_models_are_resumed(
     node_dirs: Dirs,
 ) -> None:

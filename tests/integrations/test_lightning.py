@@ -54,8 +54,8 @@ def _resume_and_be_stopped(
 @pytest.mark.parametrize(
     ("world_size", "every", "kill_at", "resumed_at", "options"),
     [
-        pytest.param(1, 7, 9, 7, {}, id="one-process-between-epochs"),
-        pytest.param(2, 3, 11, 9, {}, id="ddp-within-an-epoch"),
+        pytest.param(1, 7, 9, 7, {}, id="one-process-between-epochs", marks=pytest.mark.long),
+        pytest.param(2, 3, 11, 9, {}, id="ddp-within-an-epoch", marks=pytest.mark.long),
         pytest.param(2, 3, 11, 9, {"is_sharded": True}, id="fsdp2-within-an-epoch"),
     ],
 )

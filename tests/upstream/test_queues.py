@@ -96,8 +96,8 @@ def _without_folder(session: str, rank: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("library", "kind"),
     [
-        ("nvrx", "disk"),
         ("megatron", "disk"),
+        pytest.param("nvrx", "disk", marks=pytest.mark.long),
         pytest.param("nvrx", "memory", marks=pytest.mark.long),
     ],
 )

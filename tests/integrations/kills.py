@@ -41,6 +41,9 @@ _RECORD = "LOCALCKPT_TEST_RECORD"
 # An attempt that is not killed is over within it, also on a busy machine.
 _LONGEST_S = 300.0
 _LOOK_S = 0.02
+# Steps of these programs are short: one would be at its end before a busy machine gets to kill it.
+_SLOW_FROM = "LOCALCKPT_TEST_SLOW_FROM"
+_SLOW_STEP_S = 0.2
 
 
 # In the program.
@@ -49,8 +52,11 @@ _LOOK_S = 0.02
 def record(step: int | str, value: float | str, rank: int = 0) -> None:
     """Record what a step has come to; a kill right after it does not lose it."""
     text = float(value).hex() if isinstance(value, float) else value
-    with (Path(os.environ[_RECORD]) / f"{rank}").open("a") as file:
+    folder = Path(os.environ[_RECORD])
+    with (folder / f"{rank}").open("a") as file:
         file.write(f"{step} {text}\n")
+    if rank == 0 and _SLOW_FROM in os.environ and _lines(folder) >= int(os.environ[_SLOW_FROM]):
+        time.sleep(_SLOW_STEP_S)
 
 
 def record_end(state: Any, rank: int = 0) -> None:
@@ -115,8 +121,10 @@ def run_killed(
     """
     chance = random.Random(seed)
     for _ in range(kills):
-        with _Attempt(command, folder, environment) as attempt:
-            attempt.await_steps(chance.randint(1, steps_between))
+        steps = chance.randint(1, steps_between)
+        slow = {_SLOW_FROM: str(_lines(folder) + steps)}
+        with _Attempt(command, folder, {**environment, **slow}) as attempt:
+            attempt.await_steps(steps)
             time.sleep(chance.random() * 0.1)
             attempt.kill(chance)
     return run_undisturbed(command, folder, environment)

@@ -152,6 +152,29 @@ def test_reads_of_any_range_give_its_bytes(source_of: Any) -> None:
         assert bytes(source.read(start, stop)) == data[start:stop]
 
 
+def test_long_reads_between_short_ones_give_their_bytes(source_of: Any) -> None:
+    data = random.Random(3).randbytes((4 << 20) + 100)
+    source = source_of(data)
+
+    for start, stop in [(5, 50), (1 << 20, 3 << 20), (0, 8), (2 << 20, len(data)), (7, 2 << 20)]:
+        assert bytes(source.read(start, stop)) == data[start:stop]
+
+
+def test_a_long_read_of_a_cold_file_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(16 << 20))
+    make_cold(path)
+    if is_cached(path, 1 << 20):
+        pytest.skip("this file system keeps files in memory")
+
+    source = FileSource(path)
+    # Beyond what the kernel may have read ahead when it was asked.
+    source.read(10 << 20, 12 << 20)
+    source.close()
+
+    assert not is_cached(path, 11 << 20)
+
+
 def test_a_cold_file_is_read_past_the_page_cache_and_verified(tmp_path: Path) -> None:
     state = {"weight": torch.arange(4 << 20)}
     path = tmp_path / "shard"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
 ]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Other classes may have no memory of their own.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def storage_bytes(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -31,12 +35,25 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Call ``target.copy_(source)`` for two tensors of one shape and one dtype, whichever it is."""
+    """Call ``target.copy_(source)`` for two tensors of one shape and one dtype, whichever it is.
+
+    Their memory does not overlap.
+    """
+    if _is_plain_run(target) and _is_plain_run(source):
+        # torch would share the work among its threads, which wait for each other for milliseconds
+        # when another process keeps a core busy.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize)
+        return
     integers = _INTEGERS.get(source.itemsize)
     if integers is not None and not is_lazy(target) and not is_lazy(source):
         # torch cannot copy the values of a dozen dtypes.
         target, source = target.view(integers), source.view(integers)
     target.copy_(source, non_blocking=non_blocking)
+
+
+def _is_plain_run(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's value is one run of bytes of host memory, and nothing else."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and is_flat(tensor)
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -21,6 +21,7 @@ __all__ = [
     "describe_incomplete",
     "judge_join",
     "judge_newest",
+    "judge_nodes",
     "judge_resumed",
     "save_problems",
     "why_bad",
@@ -151,6 +152,21 @@ def judge_newest(
             f"{_ranks(complete[0].world_size)}, and this job has {world_size}. Start with "
             f"{_ranks(complete[0].world_size)}, make the manager with elastic=True, or load from "
             f"shared storage and save on from there; the session_id may stay. Nothing was changed"
+        )
+
+
+def judge_nodes(newest: Checkpoint, world_size: int, least_nodes: int) -> None:
+    """Check that as many ranks can be on all nodes that a checkpoint needs.
+
+    Raises:
+        MismatchError: They cannot.
+    """
+    if world_size < least_nodes:
+        raise MismatchError(
+            f"the shards of iteration {newest.iteration} are spread over {least_nodes} nodes at "
+            f"least, {_ranks(world_size)} cannot be on all of these, and a node without a rank of "
+            f"the job is not read. Start with {least_nodes} ranks or more, one on each node, or "
+            f"load from shared storage. Nothing was changed"
         )
 
 

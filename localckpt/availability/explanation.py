@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from localckpt.availability.coverage import complete_checkpoints, judge_newest
+from localckpt.availability.coverage import complete_checkpoints, judge_newest, judge_nodes
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.lineage_tree import Branch, branches, tree
 from localckpt.availability.ordering import newest_first
@@ -107,6 +107,9 @@ class Explanation:
         bad: What each node has that is not counted.
         lineages: Which epoch resumed from which; each stands behind the one that it comes from.
         drained: Checkpoints that the manager which is asked has promoted to shared storage.
+        least_nodes: Number of nodes on which ``newest`` at least is, with no more of its pieces
+            than it needs: a restart on fewer nodes does not have it.
+        reshards: Whether it is loaded by another number of ranks than have saved it.
     """
 
     nodes: tuple[str, ...]
@@ -117,6 +120,8 @@ class Explanation:
     bad: Mapping[str, tuple[Stored, ...]]
     lineages: tuple[Branch, ...] = ()
     drained: tuple[Checkpoint, ...] = ()
+    least_nodes: int = 0
+    reshards: bool = False
 
     @property
     def loads(self) -> Checkpoint | None:
@@ -150,6 +155,8 @@ class Explanation:
             "bad": {node: list(map(str, files)) for node, files in self.bad.items()},
             "lineages": [branch.to_json() for branch in self.lineages],
             "drained": [_checkpoint_json(checkpoint) for checkpoint in self.drained],
+            "least_nodes": self.least_nodes,
+            "reshards": self.reshards,
         }
 
     def __str__(self) -> str:
@@ -177,6 +184,7 @@ def explain(
     *,
     max_attempts: int | None = None,
     current: Checkpoint | None = None,
+    is_elastic: bool = False,
 ) -> Explanation:
     """Say which checkpoint a restart would load, and why none that is newer.
 
@@ -186,15 +194,20 @@ def explain(
         bad: Files of each node that cannot be counted, each told of with the shard that its name
             speaks of.
         max_attempts, current: As for :func:`localckpt.trust.choose`.
+        is_elastic: Whether the restart loads what another number of ranks saved.
     """
     bad = bad or {}
     nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
     complete = complete_checkpoints(inventory)
     choice = choose(complete, inventory.trust, max_attempts, current)
+    newest = choice.usable[0] if choice.usable else None
+    breaking = _breaking(newest, inventory, nodes) if newest else ()
+    least_nodes = _least_nodes(breaking)
     refusal = None
-    if world_size is not None:
+    if world_size is not None and newest is not None:
         try:
-            judge_newest(choice.usable, world_size)
+            judge_newest(choice.usable, world_size, is_elastic=is_elastic)
+            judge_nodes(newest, world_size, least_nodes)
         except MismatchError as error:
             refusal = str(error)
     held = {checkpoint: inventory.holders(checkpoint) for checkpoint in inventory.checkpoints}
@@ -210,15 +223,16 @@ def explain(
         )
         for checkpoint in newest_first([*held, *_by_name(damaged, held)], inventory.lineages)
     ]
-    newest = choice.usable[0] if choice.usable else None
     return Explanation(
         nodes,
         tuple(standings),
         newest,
         refusal,
-        _breaking(newest, inventory, nodes) if newest else (),
+        breaking,
         {node: tuple(files) for node, files in bad.items() if files},
         branches((standing.checkpoint for standing in standings), inventory.lineages),
+        least_nodes=least_nodes,
+        reshards=newest is not None and world_size not in (None, newest.world_size),
     )
 
 
@@ -339,6 +353,17 @@ def _breaking(
     )
 
 
+def _least_nodes(breaking: Sequence[Sequence[str]]) -> int:
+    """Number of nodes that a checkpoint surely needs: one of each of some disjoint sets."""
+    needed = 0
+    used: set[str] = set()
+    for lost in breaking:
+        if used.isdisjoint(lost):
+            used.update(lost)
+            needed += 1
+    return needed
+
+
 def _matrix(standings: Sequence[Standing], keys: Mapping[str, str]) -> list[list[str]]:
     """Lines of a table, in blocks that fit on a page. Ranks that do not differ share a column."""
     if not standings:
@@ -383,7 +408,15 @@ def _verdict(explanation: Explanation) -> list[str]:
         if any(standing.passed_over for standing in explanation.checkpoints):
             what = "what was complete was given up"
         return [f"A restart finds nothing to load: {what}."]
-    return [f"A restart loads {_named(explanation.newest)}."]
+    loads = f"A restart loads {_named(explanation.newest)}."
+    if not explanation.reshards:
+        return [loads]
+    least = explanation.least_nodes
+    return [
+        f"{loads} Of another number of ranks, it takes load(into=) of a manager with elastic=True, "
+        f"or a Checkpointer. Nodes without a rank of the job are not read: it needs "
+        + (f"{least} nodes at least." if least > 1 else "a node with its shards at least.")
+    ]
 
 
 def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:

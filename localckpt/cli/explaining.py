@@ -244,6 +244,8 @@ def _explain(
         world_size,
         {label: of_node.bad for label, of_node in found.items()},
         max_attempts=trust.most,
+        # Whether the job's manager was made with elastic=True is not in its store.
+        is_elastic=True,
     )
     shards = [shard for of_node in found.values() for shard in of_node.shards]
     times = [s.modified_at for s in shards if s.record.identity.checkpoint == explanation.loads]

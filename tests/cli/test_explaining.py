@@ -250,15 +250,32 @@ def test_one_of_a_thing_is_not_told_in_the_plural(store: Path) -> None:
 
 
 @pytest.mark.fault("world-size")
-def test_another_number_of_ranks_is_refused_with_what_can_be_done(nodes: list[Path]) -> None:
-    answer, told = call("explain", *nodes, "--world-size", "2"), _explained(nodes, "--world-size=2")
+@pytest.mark.parametrize("world_size", [2, 3, 9])
+def test_another_number_of_ranks_is_told_that_it_takes_elastic(
+    world_size: int, nodes: list[Path]
+) -> None:
+    options = f"--world-size={world_size}"
+    answer, told = call("explain", *nodes, options), _explained(nodes, options)
+
+    assert answer.status == 0
+    assert "A restart loads iteration 20 (generation 1.2, 4 ranks). Of another" in answer.out
+    assert "elastic=True" in answer.out
+    assert "it needs 2 nodes at least" in answer.out
+    assert told["loads"]["iteration"] == 20
+    assert (told["reshards"], told["least_nodes"], told["refusal"]) == (True, 2, None)
+    same = _explained(nodes, "--world-size=4")
+    assert (same["loads"]["iteration"], same["reshards"]) == (20, False)
+
+
+@pytest.mark.fault("world-size")
+def test_fewer_ranks_than_nodes_that_are_needed_are_refused(nodes: list[Path]) -> None:
+    answer, told = call("explain", *nodes, "--world-size", "1"), _explained(nodes, "--world-size=1")
 
     assert answer.status == 1
-    assert "A restart is refused: the newest checkpoint, iteration 20, was saved by 4" in answer.out
-    assert "Start with 4 ranks" in told["refusal"]
+    assert "A restart is refused: the shards of iteration 20 are spread over 2 nodes" in answer.out
+    assert "Start with 2 ranks or more" in told["refusal"]
     assert told["loads"] is None
     assert told["newest_complete"]["iteration"] == 20
-    assert _explained(nodes, "--world-size=4")["loads"]["iteration"] == 20
 
 
 def test_two_directories_of_one_node_count_as_one(nodes: list[Path], tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_explain(store: Path, tmp_path: Path) -> None:
             {
                 "session": "str",
                 "nodes": ["str"],
-                "loads": "NoneType",
+                "loads": _CHECKPOINT,
                 "newest_complete": _CHECKPOINT,
-                "refusal": "str",
+                "refusal": "NoneType",
                 "checkpoints": [
                     _CHECKPOINT
                     | {
@@ -118,11 +118,13 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                 "bad": {str(store): ["str"]},
                 # The first is one of which only the name of a file tells.
                 "drained": [],
+                "least_nodes": "int",
+                "reshards": "bool",
                 "lineages": [
                     {"epoch": "str", "origin": "NoneType", "resumed_at": "int"}
                     | {"parent": "NoneType", "iterations": ["int"], "given_up": {}}
                 ],
-                "saved_at": "NoneType",
+                "saved_at": "float",
                 "shared": [],
             }
         ]

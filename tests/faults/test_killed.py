@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import localckpt
 from localckpt import WorkerDiedError
@@ -73,6 +76,7 @@ class _Job:
         ranks: How many there are, each on a node of its own.
         victim: The rank that is watched.
         nbytes: Size of the states that lie there.
+        savers: How many ranks have saved what it loads, each its part; 0 for its own.
     """
 
     kind: str
@@ -82,21 +86,48 @@ class _Job:
     ranks: int = 1
     victim: int = 0
     nbytes: int = 4000
+    savers: int = 0
 
     @property
     def newest(self) -> int:
         """The iteration that is complete when the part begins."""
         return 3 if self.recycles else 2
 
+    @property
+    def replicates(self) -> bool:
+        """Whether each shard is on two nodes."""
+        return self.ranks > 1 and not self.savers
+
+    def state(self, rank: int, world_size: int, iteration: int) -> dict[str, Any]:
+        """What a rank of so many has at an iteration."""
+        if not self.savers:
+            return state_of(rank, iteration, self.nbytes)
+        mesh = init_device_mesh("cpu", (world_size,))
+        whole = torch.arange(self.nbytes // 4).reshape(-1, 64) * iteration
+        sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        return {"sharded": sharded, "iteration": iteration}
+
+    def load(self, manager: Any, rank: int, world_size: int) -> int:
+        """Load the latest, and check every bit of it."""
+        into = self.state(rank, world_size, 0) if self.savers else None
+        state, (iteration, *_) = manager.load(into=into)
+        assert_same(_local(state), _local(self.state(rank, world_size, iteration)))
+        return int(iteration)
+
     def __str__(self) -> str:
         return f"{self.kind}-{self.worker or 'sync'}-{'recycled' if self.recycles else 'new'}"
+
+
+def _local(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with the parts of sharded tensors that this rank has."""
+    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
 def _run(rank: int, world_size: int, job: _Job, address: str, fault: Fault | None) -> None:
     watched = Watched(address) if rank == job.victim else None
     dangerous = watched.section(fault) if watched else nullcontext()
-    repl = cliques(1, 2) if world_size > 1 else None
-    options = {"keep_last": 2, "async_worker": job.worker or "thread"}
+    repl = cliques(1, 2) if job.replicates else None
+    options = {"keep_last": 2, "async_worker": job.worker or "thread", "elastic": bool(job.savers)}
     with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queues:
 
         def make() -> Any:
@@ -104,11 +135,11 @@ def _run(rank: int, world_size: int, job: _Job, address: str, fault: Fault | Non
 
         if job.does == "start":
             with dangerous, make() as manager:
-                _load_the_latest(rank, job, manager)
+                _load_the_latest(rank, world_size, job, manager)
         elif job.does == "load":
             manager = make()
             with dangerous, manager:
-                _load_the_latest(rank, job, manager)
+                _load_the_latest(rank, world_size, job, manager)
         else:
             with make() as manager:
                 _save_the_next(rank, job, manager, queues if job.worker else None, dangerous)
@@ -118,10 +149,9 @@ def _run(rank: int, world_size: int, job: _Job, address: str, fault: Fault | Non
         await_announced("over", MAX_S)
 
 
-def _load_the_latest(rank: int, job: _Job, manager: Any) -> None:
+def _load_the_latest(rank: int, world_size: int, job: _Job, manager: Any) -> None:
     assert manager.find_latest() >= job.newest
-    state, (iteration, *_) = manager.load()
-    assert_same(state, state_of(rank, iteration, job.nbytes))
+    job.load(manager, rank, world_size)
 
 
 def _save_the_next(rank: int, job: _Job, manager: Any, queue: Any, dangerous: Any) -> None:
@@ -187,10 +217,10 @@ def _survives(group: RankGroup, job: _Job, watching: Watch) -> bool:
 
 
 def _fill(rank: int, world_size: int, job: _Job, iterations: Sequence[int]) -> None:
-    repl = cliques(1, 2) if world_size > 1 else None
+    repl = cliques(1, 2) if job.replicates else None
     with make_manager(job.kind, node_store(), "job", repl, keep_last=9) as manager:
         for iteration in iterations:
-            manager.save(state_of(rank, iteration, job.nbytes), iteration)
+            manager.save(job.state(rank, world_size, iteration), iteration)
     if repl:
         repl.close()
 
@@ -201,7 +231,7 @@ def filled(node_dirs: Dirs, shm_roots: Dirs) -> Callable[[_Job, Sequence[int]], 
 
     def make(job: _Job, iterations: Sequence[int] = (1, 2)) -> list[Path]:
         nodes = (node_dirs if job.kind == "disk" else shm_roots)(job.ranks)
-        run_ranks(_fill, job.ranks, job, iterations, store_per_node=nodes)
+        run_ranks(_fill, job.savers or job.ranks, job, iterations, store_per_node=nodes)
         return nodes
 
     return make
@@ -238,13 +268,13 @@ def _what_stands(rank: int, world_size: int, job: _Job, dead: int, root: Path) -
 
     Nothing stays behind, nor of the process that is dead.
     """
-    repl = cliques(1, 2) if world_size > 1 else None
+    repl = cliques(1, 2) if job.replicates else None
+    options = {"keep_last": 99, "elastic": bool(job.savers)}
     stood = []
-    with make_manager(job.kind, root, "job", repl, keep_last=99) as manager:
+    with make_manager(job.kind, root, "job", repl, **options) as manager:
         assert list(root.rglob("*.dirty")) == []
         while look_again(manager) != -1:
-            state, (iteration, *_) = manager.load()
-            assert_same(state, state_of(rank, iteration, job.nbytes))
+            iteration = job.load(manager, rank, world_size)
             stood.append(iteration)
             # No rank goes on before all have loaded, and have made the copies they lacked.
             look_again(manager)
@@ -456,5 +486,30 @@ def test_a_rank_killed_anywhere_in_a_load_from_a_peer_changes_no_shard_and_can_l
         assert _start_again(job, stores, ended.pid) == [2, 1]
 
     killed = _kill_at_each(job, templates, check, None if long_form else 1)
+
+    record_property("cases", killed)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.fault("kill-load")
+@pytest.mark.fault("world-size")
+def test_a_rank_killed_anywhere_in_a_load_on_fewer_ranks_changes_no_shard_and_can_load_again(
+    filled: Any, long_form: bool, record_property: Record
+) -> None:
+    jobs = [
+        _Job("disk", "load", ranks=2, victim=victim, nbytes=4 * _LARGE, savers=3)
+        for victim in (0, 1)
+    ]
+    templates = filled(jobs[0])
+    before = _shards(templates)
+    killed = 0
+
+    for job in jobs if long_form else jobs[1:]:
+
+        def check(stores: list[Path], ended: _Ended, job: _Job = job) -> None:
+            assert _shards(stores) == before
+            assert _start_again(job, stores, ended.pid) == [2, 1]
+
+        killed += _kill_at_each(job, templates, check, None if long_form else 1)
 
     record_property("cases", killed)

@@ -130,6 +130,7 @@ def plan_reshard(
     *,
     made: Sequence[str] = (),
     excluded: Sequence[str] = (),
+    dropped: Sequence[str] = (),
 ) -> ReshardPlan:
     """Decide from whose shard each rank takes the elements that it wants.
 
@@ -144,6 +145,7 @@ def plan_reshard(
         nodes: Node of each rank.
         made: Key prefixes of tensors that were made for the load, and may not have been saved.
         excluded: Key prefixes of private tensors that are not taken.
+        dropped: Key prefixes of private tensors that may be wanted by no rank.
 
     Raises:
         MismatchError: Tensors differ in dtype or shape, were saved and are wanted by no rank, or
@@ -151,7 +153,7 @@ def plan_reshard(
     """
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     sources = _Sources(saved, tables, readers, nodes)
-    differences = _differences(sources, wanted, tables, made)
+    differences = _differences(sources, wanted, tables, made, dropped)
     plan = ReshardPlan()
     of_region: dict[str, dict[Region, list[int]]] = {}
     for rank, groups in wanted.items():
@@ -284,9 +286,12 @@ def _without(keys: Keys, excluded: Sequence[str]) -> Keys:
     """Leave keys out that are below some prefixes."""
     if not excluded:
         return keys
-    below = tuple(f"{prefix}." for prefix in excluded)
-    left = (k for k in keys.keys if k not in excluded and not k.startswith(below))
-    return keys._replace(keys=tuple(left))
+    return keys._replace(keys=tuple(key for key in keys.keys if not _is_below(key, excluded)))
+
+
+def _is_below(key: str, prefixes: Sequence[str]) -> bool:
+    """Return whether a key is one of some prefixes, or below it."""
+    return key in prefixes or key.startswith(tuple(f"{prefix}." for prefix in prefixes))
 
 
 def _differences(
@@ -294,6 +299,7 @@ def _differences(
     wanted: Mapping[int, Sequence[TensorGroup]],
     tables: Mapping[str, Keys],
     made: Sequence[str],
+    dropped: Sequence[str],
 ) -> list[str]:
     """List the keys that only one side has, or that differ in dtype or shape."""
     lines = []
@@ -310,7 +316,11 @@ def _differences(
             elif (dtype, shape) not in kinds:
                 was, size = kinds[0]
                 lines.append(f"{key}: saved as {was} {list(size)}, given as {dtype} {list(shape)}")
-    lines += [f"{key}: saved, not given" for key in sources.kinds if key not in given]
+    lines += [
+        f"{key}: saved, not given"
+        for key in sources.kinds
+        if key not in given and not _is_below(key, dropped)
+    ]
     return lines
 
 

@@ -156,6 +156,7 @@ class ElasticJudge:
             self._nodes,
             made=sorted(set(self._made)),
             excluded=self._ruled.unequal,
+            dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
         )
         takes: dict[int, list[Any]] = {}
         gives: dict[int, list[Any]] = {}
@@ -202,7 +203,7 @@ class ElasticJudge:
         self, place: tuple[Any, ...], values: Mapping[int, Any], rank: int, count: int
     ) -> Any:
         key = ".".join(map(str, place))
-        rule = self._rules[rule_for(key, list(self._rules)) or ""]
+        rule = self._rule_of(key)
         assert callable(rule), "only such rules are told values"
         try:
             return rule([values.get(s) for s in range(self._checkpoint.world_size)], rank, count)
@@ -211,6 +212,9 @@ class ElasticJudge:
                 f"the function for {key!r} in private= raised {with_class(error)}. Nothing was "
                 f"changed"
             ) from error
+
+    def _rule_of(self, key: str) -> PrivateRule:
+        return self._rules[rule_for(key, list(self._rules)) or ""]
 
 
 def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:

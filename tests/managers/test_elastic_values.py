@@ -305,3 +305,34 @@ def test_a_row_that_is_larger_than_a_message_goes_in_parts(tmp_path: Path) -> No
     run_ranks(_save_overlapping, 1, store_per_node=nodes[:1])
 
     run_ranks(_load_overlapping, 2, store_per_node=nodes)
+
+
+def _save_own(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save({"w": torch.arange(4.0), "own": {"noise": torch.full((3,), 7.0)}}, 1)
+
+
+def _load_without_own(rank: int, world_size: int) -> None:
+    for rule in ("drop", "keep"):
+        private: Any = {"own": rule}
+        into: dict[str, Any] = {"w": torch.full((4,), -1.0)}
+        with make_manager(
+            "disk", node_store(), timeout=_S, elastic=True, private=private
+        ) as manager:
+            if rule == "drop":
+                loaded, _ = manager.load(into=into)
+                assert torch.equal(loaded["w"], torch.arange(4.0))
+                assert "own" not in loaded
+            else:
+                text = error_of(lambda m=manager, i=into: m.load(into=i), MismatchError)  # type: ignore[misc]
+                assert "own.noise: saved, not given" in text
+                assert bool((into["w"] == -1.0).all())
+
+
+@pytest.mark.fault("world-size")
+def test_a_private_tensor_that_is_given_nowhere_is_an_error_unless_its_rule_drops_it(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save_own, 1, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_without_own, 2, store_per_node=[tmp_path], timeout_s=_S)

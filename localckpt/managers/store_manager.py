@@ -138,6 +138,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._require_writable()
         iteration = operator.index(iteration)
         parts = self._parts
+        # This rank's shard may be among what a load has fetched, and not be kept yet.
+        parts.await_reprotected()
         checkpoints = parts.checkpoints
         if checkpoints.seen is None and not checkpoints.complete:
             self._find_latest()

@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_REMEDY = (
+    "Copies on other nodes are not fetched for this: use a later checkpoint, or load() this one "
+    "first, which puts a copy here"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class KeptShard:
@@ -55,9 +60,10 @@ class KeptShard:
                 source = self.store.open(self.identity)
             except StorageError as error:
                 if damage is None:
-                    raise
+                    raise StorageError(f"{error}. {_REMEDY}") from error
                 raise CorruptShardError(
-                    f"{damage}. It was put in quarantine, and this node holds no other copy",
+                    f"{damage}. It was put in quarantine, and this node holds no other copy. "
+                    f"{_REMEDY}",
                 ) from error
             with closing(source):
                 try:

@@ -1,6 +1,6 @@
-"""Trust in checkpoints: counts of the starts that resumed from each in vain, and marks.
+"""Trust in checkpoints: counts of the starts that resumed from each in vain, marks, and drains.
 
-Plain values and pure decisions, without torch. Every node keeps notes of both beside its shards.
+Plain values and pure decisions, without torch. Every node keeps notes of them beside its shards.
 The merged notes of all nodes, the same on all ranks, decide which checkpoints a restart may take.
 """
 
@@ -15,6 +15,7 @@ from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation
 
 __all__ = [
     "Choice",
+    "Drained",
     "Mark",
     "MarkKind",
     "Resumes",
@@ -30,6 +31,7 @@ MarkKind = Literal["bad", "good", "quarantined"]
 
 _LIMIT = 10**MOST_DIGITS
 _WHY_CHARACTERS = 300
+_DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +72,58 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """Note that a checkpoint was drained to shared storage.
+
+    Attributes:
+        checkpoint: The checkpoint.
+    """
+
+    checkpoint: Checkpoint
+
+    def to_json(self) -> list[Any]:
+        return [*_fields(self.checkpoint), _DRAINED, ""]
+
+
+@dataclass(frozen=True, slots=True)
 class Trust:
     """Merged notes on the checkpoints of a session.
 
     Attributes:
         resumes: Starts in vain, by checkpoint.
         marks: Marks, by checkpoint.
+        drained: Checkpoints that were drained to shared storage. No decision depends on them.
     """
 
     resumes: Mapping[Checkpoint, Resumes] = field(default_factory=dict)
     marks: Mapping[Checkpoint, Mark] = field(default_factory=dict)
+    drained: frozenset[Checkpoint] = frozenset()
 
     @classmethod
-    def of(cls, notes: Iterable[Resumes | Mark]) -> Trust:
+    def of(cls, notes: Iterable[Resumes | Mark | Drained]) -> Trust:
         """Merge notes in any order: the largest count and the strongest mark of each checkpoint.
 
         A node that was wiped or absent has fewer notes than others, so it never overrides them.
         """
         resumes: dict[Checkpoint, Resumes] = {}
         marks: dict[Checkpoint, Mark] = {}
+        drained: set[Checkpoint] = set()
         for note in notes:
             if isinstance(note, Resumes):
                 known = resumes.setdefault(note.checkpoint, note)
                 resumes[note.checkpoint] = max(known, note, key=lambda n: (n.count, n.most))
+            elif isinstance(note, Drained):
+                drained.add(note.checkpoint)
             else:
                 stands = marks.setdefault(note.checkpoint, note)
                 marks[note.checkpoint] = max(stands, note, key=_strength)
-        return cls(resumes, marks)
+        return cls(resumes, marks, frozenset(drained))
 
     @property
-    def notes(self) -> list[Resumes | Mark]:
+    def notes(self) -> list[Resumes | Mark | Drained]:
         """The merged notes, in the form that :meth:`of` takes."""
-        return [*self.resumes.values(), *self.marks.values()]
+        drained = sorted(self.drained, key=_fields)
+        return [*self.resumes.values(), *self.marks.values(), *map(Drained, drained)]
 
     def count(self, checkpoint: Checkpoint) -> int:
         """Return the number of starts that resumed from a checkpoint in vain."""
@@ -152,13 +174,13 @@ class Choice:
     exhausted: Mapping[Checkpoint, str]
 
 
-def parse_note(fields: Any) -> Resumes | Mark:
+def parse_note(fields: Any) -> Resumes | Mark | Drained:
     """Decode the result of a note's ``to_json``; raises MismatchError for anything else."""
     try:
         epoch, sequence, iteration, world_size, first, second = fields
     except (TypeError, ValueError) as error:
         raise MismatchError(f"{fields!r:.80} tells of no checkpoint: {error}") from error
-    is_mark = first in get_args(MarkKind) and isinstance(second, str)
+    is_mark = first in (*get_args(MarkKind), _DRAINED) and isinstance(second, str)
     numbers = [epoch, sequence, iteration, world_size, *([] if is_mark else [first, second])]
     # type(), because isinstance(True, int) holds.
     if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
@@ -166,6 +188,8 @@ def parse_note(fields: Any) -> Resumes | Mark:
     if not 0 < world_size <= MOST_RANKS or (not is_mark and min(first, second) < 1):
         raise MismatchError(f"{fields!r:.200} tells of no starts of a job")
     checkpoint = Checkpoint(Generation(epoch, sequence), iteration, world_size)
+    if first == _DRAINED:
+        return Drained(checkpoint)
     return Mark(checkpoint, first, second) if is_mark else Resumes(checkpoint, first, second)
 
 

@@ -36,7 +36,7 @@ class Durability:
         iteration: Iteration of the checkpoint.
         level: ``"captured"`` in memory of its ranks, ``"local"`` once every rank's shard is kept on
             a node, ``"replicated"`` once every shard is on two nodes or more, ``"drained"`` once
-            this manager has promoted it to shared storage.
+            the job has promoted it to shared storage.
         copies: Smallest number of copies of any shard on different nodes, the owner's included; 0
             while captured. A shard that can be computed after the loss of any m nodes counts as
             m + 1 copies.

@@ -106,7 +106,7 @@ class Explanation:
             that breaks it contains one of them, and none contains another.
         bad: What each node has that is not counted.
         lineages: Which epoch resumed from which; each stands behind the one that it comes from.
-        drained: Checkpoints that the manager which is asked has promoted to shared storage.
+        drained: Checkpoints that were drained to shared storage.
         least_nodes: Number of nodes on which ``newest`` at least is, with no more of its pieces
             than it needs: a restart on fewer nodes does not have it.
         reshards: Whether it is loaded by another number of ranks than have saved it.
@@ -231,6 +231,7 @@ def explain(
         breaking,
         {node: tuple(files) for node, files in bad.items() if files},
         branches((standing.checkpoint for standing in standings), inventory.lineages),
+        tuple(s.checkpoint for s in standings if s.checkpoint in inventory.trust.drained),
         least_nodes=least_nodes,
         reshards=newest is not None and world_size not in (None, newest.world_size),
     )

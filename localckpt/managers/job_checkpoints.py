@@ -32,7 +32,8 @@ class JobCheckpoints:
         marks: Marks of checkpoints.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
-        drained: Complete ones that were promoted to shared storage by this manager.
+        drained: Complete ones that were promoted to shared storage, by this start of the job or, as
+            far as a look has told, by one before.
         seen: What was complete at the last look at all nodes; ``None`` before the first.
         job_has_looked: Whether the job asked what there is, or said what it resumes from. Then it
             knows what it gives up.
@@ -80,6 +81,7 @@ class JobCheckpoints:
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
         self.marks = dict(found.trust.marks)
+        self.drained = {c for c in (*self.drained, *found.trust.drained) if c in self.complete}
         self._reached.update(found.complete)
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
         # The job goes back from what it passes over, too.
@@ -112,7 +114,11 @@ class JobCheckpoints:
 
     def note_drained(self, checkpoint: Checkpoint) -> None:
         """One is on shared storage, too."""
-        self.drained = {c for c in (*self.drained, checkpoint) if c in self.complete}
+        self.drained = self.drained_with(checkpoint)
+
+    def drained_with(self, checkpoint: Checkpoint) -> set[Checkpoint]:
+        """Those that are drained once this one is; may be called by another thread."""
+        return {c for c in (*self.drained, checkpoint) if c in self.complete}
 
     def hold(self, checkpoint: Checkpoint) -> None:
         """Keep one from being pruned until :meth:`release` was called as often."""

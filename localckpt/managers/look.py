@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -204,12 +203,9 @@ class Finder:
         parts = self._parts
         # Any number of ranks can load what the nodes hold.
         world_size = None if parts.options.elastic else parts.ranks.world_size
-        explanation = _gather_explanation(
+        return _gather_explanation(
             *(parts.ranks, parts.store, parts.epoch.nodes, parts.resuming, world_size)
         )
-        drained = parts.checkpoints.drained
-        held = (standing.checkpoint for standing in explanation.checkpoints)
-        return replace(explanation, drained=tuple(c for c in held if c in drained))
 
 
 def _gather_explanation(

@@ -13,7 +13,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
-from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
+from localckpt.errors import (
+    CheckpointingException,
+    MismatchError,
+    NoReplicasAvailableError,
+    StorageError,
+)
 from localckpt.ids import Checkpoint
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.storage.kept_shard import KeptShard
@@ -65,6 +70,7 @@ class Promotion:
     ) -> None:
         self.checkpoint = checkpoint
         self._target = target
+        self._claim = shard.store.claim
         self._checkpoints = checkpoints
         # Before anything reads it.
         checkpoints.hold(checkpoint)
@@ -92,6 +98,14 @@ class Promotion:
     @runs_in_trainer
     def _await_drained(self) -> None:
         self._drain.wait()
+        try:
+            # Here, behind training.
+            self._claim.note_drained(self._checkpoints.drained_with(self.checkpoint))
+        except StorageError as error:
+            logger.warning(
+                "iteration %d is drained, which the next start is not told by this node: %s",
+                *(self.checkpoint.iteration, error),
+            )
 
     def finalize(self) -> None:
         """Complete the promotion, as all ranks do."""

@@ -18,6 +18,7 @@ from localckpt.ids import Generation, ShardIdentity
 __all__ = [
     "CORRUPT",
     "DIRTY",
+    "DRAINED_NAME",
     "EPOCH_NAME",
     "LOCK_NAME",
     "MARKS_NAME",
@@ -53,6 +54,8 @@ OWNER_NAME, EPOCH_NAME = ".owner", ".epoch"
 RESUME_PREFIX, MARKS_NAME = ".resumed-", ".marks"
 """Files of a rank's folder: prefix of one file for each start of the job that resumed from a
 checkpoint and has made no progress, and the file of the marks of checkpoints."""
+DRAINED_NAME = ".drained"
+"""File of a rank's folder: the checkpoints that were drained to shared storage."""
 
 STAGING_PREFIX = "localckpt-staging-"
 """Prefix of the names of staging buffers in shared memory."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
+from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import (
@@ -169,6 +170,9 @@ class RankFolder(SeenFolder):
 
     def note_mark(self, mark: Mark) -> None:
         TrustNotes(self.path).note_mark(mark)
+
+    def note_drained(self, drained: Collection[Checkpoint]) -> None:
+        TrustNotes(self.path).note_drained(drained)
 
     def _note(self, epoch: int, lineage: Lineage | None) -> None:
         note = self.path / EPOCH_NAME

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from localckpt.ids import CkptID, ShardIdentity, ShardRecord
+from localckpt.ids import Checkpoint, CkptID, ShardIdentity, ShardRecord
 from localckpt.lineage import Lineage
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.buffers import Buffer
@@ -108,6 +108,13 @@ class Claim:
 
     def note_mark(self, mark: Mark) -> None:
         """Note a mark; raises StorageError."""
+
+    def note_drained(self, drained: Collection[Checkpoint]) -> None:
+        """Note which checkpoints were drained to shared storage, and no others.
+
+        Raises:
+            StorageError: They cannot be noted here.
+        """
 
 
 class Store(ABC):

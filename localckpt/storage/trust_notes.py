@@ -1,24 +1,24 @@
 """Notes of a rank's folder on trust in checkpoints: small files beside the shards.
 
 Each counted start of the job is one file, so that a signal handler can remove it by one system
-call. All marks are in one file.
+call. All marks are in one file, and all drained checkpoints in another.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.names import MARKS_NAME, RESUME_PREFIX
+from localckpt.storage.names import DRAINED_NAME, MARKS_NAME, RESUME_PREFIX
 from localckpt.storage.owner import read_note, write_note
 from localckpt.storage.write import sync_folder
-from localckpt.trust import Mark, Resumes, Trust, parse_note
+from localckpt.trust import Drained, Mark, Resumes, Trust, parse_note
 
 __all__ = ["TrustNotes"]
 
@@ -38,7 +38,8 @@ class TrustNotes:
     def read(self) -> Trust:
         """Read all notes, and ignore damaged ones; raises StorageError."""
         with storage_errors("read", self._folder):
-            return Trust.of([*_resumes_in(self._folder).values(), *_marks_in(self._folder)])
+            resumes = _resumes_in(self._folder).values()
+            return Trust.of([*resumes, *_marks_in(self._folder), *_drained_in(self._folder)])
 
     def note_resume(self, resumes: Resumes) -> None:
         """Note durably that the job resumes from a checkpoint; raises StorageError."""
@@ -61,7 +62,14 @@ class TrustNotes:
         """Note a mark durably, and replace another one of its checkpoint; raises StorageError."""
         with storage_errors("write to", self._folder):
             others = [m for m in _marks_in(self._folder) if m.checkpoint != mark.checkpoint]
-            _write_marks(self._folder, [*others, mark])
+            _write_lines(self._folder, MARKS_NAME, [*others, mark])
+
+    def note_drained(self, drained: Collection[Checkpoint]) -> None:
+        """Note durably which checkpoints were drained, and no others; raises StorageError."""
+        with storage_errors("write to", self._folder):
+            _write_lines(
+                self._folder, DRAINED_NAME, [Drained(checkpoint) for checkpoint in drained]
+            )
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove all notes on a checkpoint; raises StorageError."""
@@ -72,7 +80,11 @@ class TrustNotes:
             marks = _marks_in(self._folder)
             kept = [mark for mark in marks if mark.checkpoint != checkpoint]
             if kept != marks:
-                _write_marks(self._folder, kept)
+                _write_lines(self._folder, MARKS_NAME, kept)
+            drained = _drained_in(self._folder)
+            left = [note for note in drained if note.checkpoint != checkpoint]
+            if left != drained:
+                _write_lines(self._folder, DRAINED_NAME, left)
 
 
 def _resume_path(folder: Path, resumes: Resumes) -> Path:
@@ -93,13 +105,13 @@ def _resume_paths(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _RESUME.fullmatch(path.name))
 
 
-def _write_marks(folder: Path, marks: Sequence[Mark]) -> None:
-    in_order = sorted(marks, key=lambda mark: mark.checkpoint.iteration)
-    lines = [json.dumps(mark.to_json()) for mark in in_order]
-    # Drop the marks of the lowest iterations, since a note is read up to one page.
+def _write_lines(folder: Path, name: str, notes: Sequence[Mark | Drained]) -> None:
+    in_order = sorted(notes, key=lambda note: note.checkpoint.iteration)
+    lines = [json.dumps(note.to_json()) for note in in_order]
+    # Drop the notes of the lowest iterations, since a file is read up to one page.
     while len("\n".join(lines)) > PAGE_NBYTES:
         del lines[0]
-    write_note(folder / MARKS_NAME, "\n".join(lines))
+    write_note(folder / name, "\n".join(lines))
     sync_folder(folder)
 
 
@@ -108,7 +120,12 @@ def _marks_in(folder: Path) -> list[Mark]:
     return [note for note in notes if isinstance(note, Mark)]
 
 
-def _parsed(text: str) -> Resumes | Mark | None:
+def _drained_in(folder: Path) -> list[Drained]:
+    notes = map(_parsed, read_note(folder / DRAINED_NAME).splitlines())
+    return [note for note in notes if isinstance(note, Drained)]
+
+
+def _parsed(text: str) -> Resumes | Mark | Drained | None:
     try:
         return parse_note(json.loads(text))
     except (MismatchError, ValueError, RecursionError):

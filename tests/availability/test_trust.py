@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation
-from localckpt.trust import Mark, Resumes, Trust, choose, is_orderly
+from localckpt.trust import Drained, Mark, Resumes, Trust, choose, is_orderly
 
 _CHECKPOINTS = st.builds(
     Checkpoint,
@@ -23,13 +23,13 @@ _RESUMES = st.builds(Resumes, _CHECKPOINTS, st.integers(1, 5), st.integers(1, 4)
 _MARKS = st.builds(
     Mark, _CHECKPOINTS, st.sampled_from(["bad", "good", "quarantined"]), st.text(max_size=5)
 )
-_NOTES = st.lists(_RESUMES | _MARKS, max_size=8)
+_NOTES = st.lists(_RESUMES | _MARKS | st.builds(Drained, _CHECKPOINTS), max_size=8)
 _COMPLETE = st.lists(_CHECKPOINTS, unique=True, max_size=6)
 
 
 @given(_NOTES, st.randoms(use_true_random=False))
 def test_notes_are_merged_in_whatever_order_and_however_often_they_are_told(
-    notes: list[Resumes | Mark], order: random.Random
+    notes: list[Resumes | Mark | Drained], order: random.Random
 ) -> None:
     shuffled = [*notes, *notes[: len(notes) // 2]]
     order.shuffle(shuffled)
@@ -40,11 +40,13 @@ def test_notes_are_merged_in_whatever_order_and_however_often_they_are_told(
     for note in notes:
         if isinstance(note, Resumes):
             assert merged.count(note.checkpoint) >= note.count
+        if isinstance(note, Drained):
+            assert note.checkpoint in merged.drained
 
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_every_complete_checkpoint_is_used_or_told_of_once(
-    complete: list[Checkpoint], notes: list[Resumes | Mark], most: int | None
+    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int | None
 ) -> None:
     choice = choose(complete, Trust.of(notes), most)
 
@@ -61,7 +63,7 @@ def test_every_complete_checkpoint_is_used_or_told_of_once(
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_can_load(
-    complete: list[Checkpoint], notes: list[Resumes | Mark], most: int | None
+    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int | None
 ) -> None:
     trust = Trust.of(notes)
 
@@ -80,7 +82,7 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
 
 @given(_COMPLETE, _NOTES, st.integers(1, 4))
 def test_the_start_under_way_does_not_count_yet(
-    complete: list[Checkpoint], notes: list[Resumes | Mark], most: int
+    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int
 ) -> None:
     current = Checkpoint(Generation(9, 1), 9, 1)
     trust = Trust.of([*notes, Resumes(current, most, most)])
@@ -92,14 +94,15 @@ def test_the_start_under_way_does_not_count_yet(
 
 @given(_NOTES)
 def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
-    notes: list[Resumes | Mark],
+    notes: list[Resumes | Mark | Drained],
 ) -> None:
     frontier = Trust.of(notes).frontier
 
+    given_up = Trust.of(notes).marked("quarantined")
     tried = [
         note.checkpoint.iteration
         for note in notes
-        if isinstance(note, Resumes) or Trust.of(notes).marks[note.checkpoint].kind == "quarantined"
+        if isinstance(note, Resumes) or note.checkpoint in given_up
     ]
     assert frontier == max(tried, default=-1)
 

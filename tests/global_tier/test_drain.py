@@ -391,6 +391,23 @@ def test_the_promoted_iteration_is_drained_whatever_is_saved_meanwhile(tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_what_was_drained_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
+    with _Job(tmp_path, kind=kind, keep_last=2) as job:
+        for iteration in range(3):
+            job.nodes.save({"weight": torch.ones(10)}, iteration)
+            if iteration < 2:
+                job.promote(iteration)
+
+    with make_manager(kind, tmp_path / "node0", keep_last=2) as nodes:
+        assert "Drained to shared storage, too: 1\n" in f"{nodes.explain()}\n"
+        nodes.load()
+        assert [d.level for d in nodes.status()] == ["local", "drained"]
+        (note,) = tmp_path.rglob(".drained")
+        note.write_text("[7")
+        assert nodes.explain().drained == ()
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_a_rate_limit_is_kept(kind: str, tmp_path: Path) -> None:
     state = {"weight": torch.randn(10_000_000)}
     with _Job(tmp_path, kind=kind) as job:

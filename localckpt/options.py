@@ -56,6 +56,7 @@ class SaveOptions:
     private: Mapping[str, PrivateRule] | None = None
     check_replicas: int | None = None
     on_divergence: OnDivergence = "error"
+    divide_replicated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "num_buffers", "staging_threads", "max_attempts"):

@@ -14,11 +14,13 @@ from localckpt.failure_texts import ranks_named, said_by
 from localckpt.ids import Checkpoint, CkptID, Generation, Group
 
 __all__ = [
+    "Division",
     "JoinRecord",
     "SaveOutcome",
     "complete_checkpoints",
     "describe_choice",
     "describe_incomplete",
+    "division_problem",
     "judge_join",
     "judge_newest",
     "judge_nodes",
@@ -26,6 +28,10 @@ __all__ = [
     "save_problems",
     "why_bad",
 ]
+
+
+Division = tuple[tuple[tuple[int, ...], int], ...]
+"""Ranks that divide what they have equal, each set with a digest of what must be alike on them."""
 
 
 def complete_checkpoints(inventory: Inventory) -> list[Checkpoint]:
@@ -188,6 +194,8 @@ class SaveOutcome:
     """Why the state is bad, according to its check; ``None`` if it is not, or has no check."""
     replicas: tuple[tuple[int, int], ...] = ()
     """Sets of ranks, each with the digest of what this rank has in common with them."""
+    divided: Division = ()
+    """Ranks among which tensors are divided, each with what they must have alike."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -200,11 +208,13 @@ class SaveOutcome:
             self.group and [self.group.ranks, self.group.spare, self.group.kind],
             self.bad,
             self.replicas,
+            self.divided,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
-        iteration, generation, error, missing, kept, wanted, group, bad, replicas = fields
+        iteration, generation, error, missing, kept, wanted, group, bad, *told = fields
+        replicas, divided = told
         return cls(
             iteration,
             Generation(*generation),
@@ -215,7 +225,28 @@ class SaveOutcome:
             group and Group(tuple(group[0]), *group[1:]),
             bad,
             tuple((set_id, digest) for set_id, digest in replicas),
+            tuple((tuple(ranks), digest) for ranks, digest in divided),
         )
+
+
+def division_problem(divided: Sequence[Division]) -> str | None:
+    """Return why the parts of ranks do not fit together; ``None`` if they do.
+
+    Args:
+        divided: For each rank, what it divides with others.
+    """
+    told = [{tuple(ranks): digest for ranks, digest in of_rank} for of_rank in divided]
+    for rank, of_rank in enumerate(told):
+        for ranks, digest in of_rank.items():
+            other = next((r for r in ranks if told[r].get(ranks) != digest), None)
+            if other is not None:
+                return (
+                    f"ranks {rank} and {other} were to divide what their states say is equal on "
+                    f"ranks {', '.join(map(str, ranks))}, and these parts of their states have "
+                    f"different keys, shapes or dtypes: mark with replicated() only what all of "
+                    f"them have, or give divide_replicated=False"
+                )
+    return None
 
 
 def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
@@ -236,6 +267,8 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
                 for ckpt_id in outcome.missing
             )
             problems.append(f"rank {rank} was to keep {shards}, and does not have it")
+    if not problems and (apart := division_problem([o.divided for o in outcomes])) is not None:
+        problems.append(apart)
     return problems
 
 

@@ -10,7 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from localckpt.availability.coverage import SaveOutcome, save_problems, why_bad
+from localckpt.availability.coverage import (
+    SaveOutcome,
+    division_problem,
+    save_problems,
+    why_bad,
+)
 from localckpt.availability.divergence import Divergence, compare_replicas
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import least_losses
@@ -77,6 +82,7 @@ class SaveVerdict:
         bad: Why its state is bad, according to its check; ``None`` if it is not, or has no check.
         divergence: Sets of ranks whose replicas differ; ``None`` if there are none, or the save did
             not compare them.
+        parts_fit: Whether the ranks that divide tensors have them alike.
     """
 
     problems: tuple[str, ...]
@@ -84,6 +90,7 @@ class SaveVerdict:
     reached: Durability | None = None
     bad: str | None = None
     divergence: Divergence | None = None
+    parts_fit: bool = True
 
     def to_json(self) -> list[Any]:
         reached, diverged = self.reached, self.divergence
@@ -93,14 +100,15 @@ class SaveVerdict:
             reached and astuple(reached),
             self.bad,
             diverged and diverged.to_json(),
+            self.parts_fit,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad, diverged = fields
+        problems, generation, reached, bad, diverged, parts_fit = fields
         durability = Durability(*reached) if reached else None
         divergence = Divergence.from_json(diverged) if diverged else None
-        return cls(tuple(problems), Generation(*generation), durability, bad, divergence)
+        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, parts_fit)
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -110,7 +118,14 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     generation = max(outcome.generation for outcome in outcomes)
     divergence = compare_replicas([outcome.replicas for outcome in outcomes])
-    return SaveVerdict(problems, generation, reached, why_bad(outcomes), divergence).to_json()
+    # A rank that could not capture its state has not told what it was to divide.
+    fit = (
+        any(outcome.error is not None for outcome in outcomes)
+        or division_problem([outcome.divided for outcome in outcomes]) is None
+    )
+    return SaveVerdict(
+        problems, generation, reached, why_bad(outcomes), divergence, parts_fit=fit
+    ).to_json()
 
 
 def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durability:

@@ -126,6 +126,10 @@ class Checkpointer:
             which the save is rolled back; or a ``"warn"``-ing, with which the checkpoint is marked
             bad.
         timeout_s: Deadline of every wait, in seconds.
+        divide_replicated: Whether the ranks of a node divide what :func:`localckpt.replicated` or a
+            ``DTensor`` says is equal on them: each saves some rows of these tensors, and a load
+            puts them together. ``None`` for yes, unless there is a ``check``, which is to see its
+            rank's tensors whole.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
             of JSON lines beside the nodes' checkpoints. ``()`` for none.
@@ -169,6 +173,7 @@ class Checkpointer:
         finite: bool = False,
         check: Check | None = None,
         check_replicas: int | None = None,
+        divide_replicated: bool | None = None,
         on_divergence: OnDivergence = "error",
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
@@ -209,6 +214,9 @@ class Checkpointer:
                 "max_attempts": max_attempts,
                 "check": combined_check(self._parts, check, finite=finite),
                 "check_replicas": check_replicas,
+                "divide_replicated": check is None
+                if divide_replicated is None
+                else divide_replicated,
                 "on_divergence": on_divergence,
                 "elastic": True,
                 "private": self._rules,

@@ -29,6 +29,7 @@ from localckpt.ids import SHARD_KIND, ShardRecord
 from localckpt.state_dict.boxes import Box, RankSet, parse_boxes
 from localckpt.state_dict.header import DIGESTS, FORMATS, METADATA, SKELETON, kind_of
 from localckpt.state_dict.identify import read_verified_record
+from localckpt.state_dict.regions import narrowed_rows
 from localckpt.storage.files import FileSource
 from localckpt.storage.names import DIRTY, RECYCLED, local_path
 
@@ -266,8 +267,10 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
     if start + seen.skeleton.nbytes > seen.nbytes:
         raise ValueError("the skeleton does not end in the file")
     framed = bytes(source.read(start, start + min(seen.skeleton.nbytes, _MAX_NBYTES)))
-    table, boxes_text, _ = FORMATS[str((seen.metadata or {}).get("format"))].split_skeleton(framed)
+    of_format = FORMATS[str((seen.metadata or {}).get("format"))]
+    table, boxes_text, parts_text, _ = of_format.split_skeleton(framed)
     rows = json_module.loads(table)
+    parts = {slot: (start, count) for slot, _, start, count, _ in json_module.loads(parts_text)[1]}
     whole: dict[str, tuple[str, tuple[int, ...]]] = {}
     views: Counter[str] = Counter()
     shapes = {tensor.name: tensor.shape for tensor in seen.tensors}
@@ -282,9 +285,15 @@ def _take_table(seen: _Seen, source: FileSource) -> None:
         identity, local = seen.record.identity, [tuple(shape) for _, _, shape, *_ in rows]
         parsed = parse_boxes(boxes_text, local, identity.rank, identity.world_size)
         for number, box in parsed.items():
-            boxes.setdefault(rows[number][0], []).append(box)
+            slot = rows[number][0]
+            if slot in parts and local[number] and parts[slot][1] != local[number][0]:
+                dim = len(box.shape) - len(local[number])
+                box = box._replace(runs=narrowed_rows(box.runs, dim, *parts[slot]))
+            boxes.setdefault(slot, []).append(box)
     for number, tensor in enumerate(seen.tensors):
         dtype, shape = whole.get(tensor.name, (None, tensor.shape))
+        if tensor.name in parts and shape:
+            shape = (parts[tensor.name][1], *shape[1:])
         seen.tensors[number] = replace(
             tensor,
             dtype=dtype,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from localckpt.availability.coverage import division_problem
 from localckpt.errors import CheckpointingException
 from localckpt.ids import ShardIdentity
 from localckpt.managers.guard import Guard
@@ -24,6 +25,7 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
+from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.storage.slot import Slot
@@ -61,10 +63,35 @@ class StateCapture:
         self._streams = SideStreams(options.timeout)
         self._copies: list[CopiesUnderWay] = []
         self._states_are_good = False
+        # Until the ranks find that their parts do not fit together.
+        self._divides = options.divide_replicated and store.keeps_images
+
+    def neighbours(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Return the ranks that a rank divides what they have equal with; ``()`` for none.
+
+        Args:
+            nodes: The node of each rank.
+            rank: This rank.
+        """
+        if not self._divides or not nodes:
+            return ()
+        here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+        return here if len(here) > 1 else ()
+
+    def divide_no_more(self, why: str) -> None:
+        """Store all tensors whole from now on, as all ranks do."""
+        if self._divides:
+            self._divides = False
+            logger.warning("each rank stores all of its tensors from now on: %s", why)
 
     def capture(
-        self, state: TensorAwareStateDict, identity: ShardIdentity, *, is_sent: bool
-    ) -> Slot:
+        self,
+        state: TensorAwareStateDict,
+        identity: ShardIdentity,
+        *,
+        is_sent: bool,
+        neighbours: tuple[int, ...] = (),
+    ) -> tuple[Slot, tuple[Agreed, ...]]:
         """Capture the value that ``state`` has now, in a slot of the store.
 
         Args:
@@ -72,10 +99,14 @@ class StateCapture:
             identity: Identity of the shard.
             is_sent: Whether the image will be sent to other ranks: the digests are then computed
                 here, and the slot is not used again before :meth:`Slot.sent`.
+            neighbours: Ranks that divide what they have equal; ``()`` to divide nothing.
+
+        Returns:
+            The slot, and what other ranks must have alike for the divided parts to fit together.
         """
         if not self._store.keeps_images:
             state = self._on_host(state, identity)
-        capture = self.planner.capture(state)
+        capture = self.planner.capture(state, neighbours)
         slot = self._store.reserve(identity, capture.nbytes(identity), self._timeout_s)
         tasks: list[Task[None]] = []
         slot.begin_filling(partial(self._stop, tasks))
@@ -101,23 +132,31 @@ class StateCapture:
         )
         if is_sent:
             slot.begin_sending()
-        return slot
+        return slot, capture.agreed
 
-    def checked(self, state: Any, iteration: int, ranks: Ranks) -> Any:
+    def checked(self, state: Any, iteration: int, ranks: Ranks, nodes: Sequence[str]) -> Any:
         """Refuse the first state on all ranks if it could not be loaded again on some.
 
-        Ranks that save what others cannot would wait for those. So all ask each other, once.
+        Ranks that save what others cannot would wait for those. So all ask each other, once; and
+        whether the parts of their states that they divide fit together.
 
         Returns:
             The state, as it is saved.
         """
         if self._states_are_good:
             return state
+        divided: tuple[Agreed, ...] = ()
         with Attempt() as checking:
             state = wrapped(state)
-            self.planner.capture(state)
+            divided = self.planner.capture(state, self.neighbours(nodes, ranks.rank)).agreed
         phase = f"save iteration {iteration}"
-        ranks.agree(phase, checking, grace_s=ranks.timeout_s, kind="check the state")
+        apart = ranks.agree(
+            *(phase, checking, divided, division_problem),
+            grace_s=ranks.timeout_s,
+            kind="check the state",
+        )
+        if apart is not None:
+            self.divide_no_more(apart)
         self._states_are_good = True
         return state
 

@@ -65,6 +65,11 @@ class Epoch:
         self._left: list[Point] = []
 
     @property
+    def known_nodes(self) -> list[str]:
+        """Node of each rank; empty before :meth:`join`."""
+        return self._nodes or []
+
+    @property
     def nodes(self) -> list[str]:
         """For each rank the name of its node, once the ranks have joined."""
         assert self._nodes is not None, "join() comes first"

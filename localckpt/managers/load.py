@@ -25,17 +25,26 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.failure_texts import described
-from localckpt.ids import Checkpoint, CkptID
+from localckpt.ids import Checkpoint, CkptID, ShardIdentity
 from localckpt.managers.elastic import ElasticLoad
 from localckpt.managers.look import Finder
 from localckpt.managers.parts import Parts
 from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.managers.recovery import Recovery
-from localckpt.managers.restoring import Loaded, LoadOptions, incurable, restore, verify_again
+from localckpt.managers.restoring import (
+    BadPartError,
+    Loaded,
+    LoadOptions,
+    PartsElsewhereError,
+    incurable,
+    restore,
+    verify_again,
+)
 from localckpt.ranks.failure import Attempt, forget_frames
-from localckpt.replication.exchange import ExchangePlan
+from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry
 from localckpt.replication.shard_plans import plan_shards
 from localckpt.replication.watched import WatchedSource
+from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
 
@@ -61,14 +70,16 @@ class _Outcome:
     bad: tuple[_Bad, ...] = ()
     unfit: str | None = None
     """Why its shard, which was computed, is no good."""
+    lacks: tuple[int, ...] = ()
+    """Ranks whose shards hold parts of its tensors and are not on its node."""
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> _Outcome:
-        bad, unfit = fields
-        return cls(tuple(_Bad(*copy) for copy in bad), unfit)
+        bad, unfit, lacks = fields
+        return cls(tuple(_Bad(*copy) for copy in bad), unfit, tuple(lacks))
 
     def to_json(self) -> list[Any]:
-        return [self.bad, self.unfit]
+        return [self.bad, self.unfit, self.lacks]
 
 
 class Load:
@@ -99,6 +110,11 @@ class Load:
         self.bad: list[BadCopy] = []
         # Why no copy at all can be loaded on this rank, until it is reported.
         self._failure: Exception | None = None
+        # Slots of the shards that peers have sent, by their ranks, and who sent them.
+        self._arrived: dict[int, Slot] = {}
+        self._senders: dict[int, int] = {}
+        # By rank, the shards with parts of its tensors that are not on its node; on all ranks.
+        self._lacking: dict[int, tuple[int, ...]] = {}
 
     def run(self, iteration: int | None) -> Loaded:
         """Read this rank's shard of the newest checkpoint that can be had, and protect it again.
@@ -179,15 +195,19 @@ class Load:
                     return None
                 step = self._checkpoint.iteration
                 with self._parts.events.timed("fetch", step):
-                    arrived = self._recover_and_fetch(plan)
-                if arrived is None:
-                    continue
+                    if not self._recover_and_fetch(plan):
+                        continue
                 with self._parts.events.timed("read", step):
-                    loaded, outcome = self._verify_and_restore(plan, arrived)
-                if self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
-                    self._quarantine_damaged()
-                    self._recovery.give_up_damaged_pieces()
-                    return loaded
+                    loaded, outcome = self._verify_and_restore()
+                if not self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
+                    continue
+                if self._lacking:
+                    loaded = self._load_with_parts(loaded)
+                    if loaded is None:
+                        continue
+                self._quarantine_damaged()
+                self._recovery.give_up_damaged_pieces()
+                return loaded
         except BaseException:
             self._drop_slots()
             raise
@@ -201,38 +221,84 @@ class Load:
         wanted = {rank: [rank] for rank in ranks if rank not in groups}
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
 
-    def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> list[Slot] | None:
+    def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
         """Have what is not on its own node here; as :meth:`_fetch`."""
         if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
+            return False
+        return self._fetch(plan) if plan.transfers else True
+
+    # Parts of tensors on other nodes.
+
+    def _load_with_parts(self, loaded: Loaded | None) -> Loaded | None:
+        """Fetch the shards that hold parts of tensors, and restore where they were lacking.
+
+        Args:
+            loaded: What this rank has loaded, if it lacked nothing.
+
+        Returns:
+            What this rank has loaded; ``None`` on all ranks if another round is needed.
+        """
+        step, lacking = self._checkpoint.iteration, self._lacking
+        try:
+            plan = self._plan_parts(lacking)
+        except NoReplicasAvailableError:
+            # A copy was bad, and none is left: the next round computes the shard, or gives up.
             return None
-        return self._fetch(plan) if plan.transfers else []
+        with self._parts.events.timed("fetch", step):
+            if not self._fetch(plan):
+                return None
+        outcome = _Outcome()
+        if self._ranks.rank in lacking:
+            with self._parts.events.timed("read", step):
+                loaded, outcome = self._verify_and_restore()
+        return loaded if self._agree(f"load the parts of iteration {step}", outcome) else None
+
+    def _plan_parts(self, lacking: Mapping[int, Sequence[int]]) -> ExchangePlan[CkptID]:
+        """Plan the transfers of shards that hold parts of other ranks' tensors."""
+        computed = self._recovery.groups
+        held = {rank: [o for o in owners if o not in computed] for rank, owners in lacking.items()}
+        plan = plan_shards(self._checkpoint, self._session_id, self._inventory, held)
+        # A shard that was computed is in the memory of its own rank.
+        sent = [
+            ExchangePlanEntry(owner, rank, self._named(owner).ckpt_id)
+            for rank, owners in lacking.items()
+            for owner in owners
+            if owner in computed
+        ]
+        return ExchangePlan((*plan.entries, *sent))
+
+    def _named(self, owner: int) -> ShardIdentity:
+        return self._checkpoint.shard(owner, self._session_id)
 
     # Fetch.
 
-    def _fetch(self, plan: ExchangePlan[CkptID]) -> list[Slot] | None:
+    def _fetch(self, plan: ExchangePlan[CkptID]) -> bool:
         """Move what the plan moves.
 
         Returns:
-            The slot of this rank's shard, if a peer sent it; ``None`` on all ranks when a copy
-            could not be read, and is out of the next plan.
+            Whether it was moved; False on all ranks when a copy could not be read, and is out of
+            the next plan.
         """
         sources: dict[CkptID, WatchedSource] = {}
         refused: dict[CkptID, CheckpointingException] = {}
         for entry in plan.sends(self._ranks.rank):
-            identity = self._checkpoint.shard(entry.id_.rank, self._session_id)
+            identity = self._named(entry.id_.rank)
+            computed = self._recovery.slots.get(entry.id_.rank)
             try:
-                sources[entry.id_] = WatchedSource(self._store.open(identity))
+                source: ShardSource = (
+                    self._store.open(identity) if computed is None else MemorySource(computed.image)
+                )
+                sources[entry.id_] = WatchedSource(source)
             except (StorageError, CorruptShardError) as error:
                 refused[entry.id_] = error
             except Exception as error:  # noqa: BLE001 - raised on every rank once reported
                 self._failure = incurable(error)
-        arrived: list[Slot] = []
-
         timeout_s = self._ranks.timeout_s
 
-        def reserve(_: CkptID, nbytes: int) -> memoryview:
-            arrived.append(self._store.reserve(self._mine, nbytes, timeout_s, is_kept=False))
-            return arrived[-1].image
+        def reserve(id_: CkptID, nbytes: int) -> memoryview:
+            slot = self._store.reserve(self._named(id_.rank), nbytes, timeout_s, is_kept=False)
+            self._arrived[id_.rank] = slot
+            return slot.image
 
         def all_well(phase: str) -> bool:
             refused.update({id_: s.refused for id_, s in sources.items() if s.refused})
@@ -242,7 +308,7 @@ class Load:
             for source in sources.values():
                 opened.callback(source.close)
             if not all_well("open what peers need"):
-                return None
+                return False
             nbytes = sum(source.nbytes for source in sources.values())
             progress = ReadProgress(f"sending {len(sources)} shards to peers", nbytes)
             try:
@@ -255,8 +321,9 @@ class Load:
                 # The same on all ranks. If a sender could not read its copy, another may do.
                 if all_well("send what peers need"):
                     raise
-                return None
-        return arrived
+                return False
+        self._senders |= {e.id_.rank: e.sender for e in plan.receives(self._ranks.rank)}
+        return True
 
     def _left_out(self, refused: Mapping[CkptID, CheckpointingException]) -> _Outcome:
         """Own copies that could not be read; only bad bytes are put in quarantine."""
@@ -270,21 +337,29 @@ class Load:
 
     # Verify and restore.
 
-    def _verify_and_restore(
-        self, plan: ExchangePlan[CkptID], arrived: Sequence[Slot]
-    ) -> tuple[Loaded | None, _Outcome]:
+    def _verify_and_restore(self) -> tuple[Loaded | None, _Outcome]:
         """Read this rank's shard from its own node, from a peer's bytes, or as it was computed."""
-        rank = holder = self._ranks.rank
-        came_from = "own node"
-        if senders := [entry.sender for entry in plan.receives(rank)]:
-            holder = senders[0]
-            came_from = f"peer rank {holder}"
+        rank = self._ranks.rank
+        holder = self._senders.get(rank, rank)
+        came_from = "own node" if holder == rank else f"peer rank {holder}"
+        images = {owner: slot.image for owner, slot in self._arrived.items()}
         if (computed := self._recovery.slots.get(rank)) is not None:
-            arrived = [computed]
+            images[rank] = computed.image
             came_from = self._recovery.groups[rank].kind
+        held = self._inventory.shards_on(self._checkpoint, self._inventory.node_of(rank))
         try:
-            image = arrived[0].image if arrived else None
-            state, nbytes = restore(self._store, self._mine, image, self._options, self._allowed)
+            state, nbytes = restore(
+                *(self._store, self._mine, images, self._options, self._allowed),
+                held if self._store.keeps_images else None,
+            )
+        except PartsElsewhereError as away:
+            return None, _Outcome(lacks=away.ranks)
+        except BadPartError as error:
+            forget_frames(error.error)
+            where = self._senders.get(error.rank, rank)
+            why, is_bad = described(error.error), isinstance(error.error, CorruptShardError)
+            forget_frames(error)
+            return None, _Outcome((_Bad(where, error.rank, why, is_bad),))
         except (StorageError, CorruptShardError) as error:
             # Its text alone is reported. It may refer to the state that was to be filled.
             forget_frames(error)
@@ -292,15 +367,14 @@ class Load:
                 return None, _Outcome(unfit=described(error))
             # What the node refused once it may give the next time: only bad bytes go to quarantine.
             is_bad = isinstance(error, CorruptShardError)
-            if is_bad and not senders and not self._recovery.may_be_mended(rank):
+            if is_bad and holder == rank and not self._recovery.may_be_mended(rank):
                 self._store.quarantine(self._mine, Problem.of(error))
             return None, _Outcome((_Bad(holder, rank, described(error), is_bad),))
         except Exception as error:  # noqa: BLE001 - raised on every rank once reported
             self._failure = incurable(error)
             return None, _Outcome()
-        finally:
-            # What was computed is kept by the caller.
-            self._store.release([slot for slot in arrived if not slot.is_kept])
+        # What was computed is kept by the caller.
+        self._release_arrived()
         return Loaded(self._checkpoint, state, nbytes, came_from), _Outcome()
 
     # Agree.
@@ -319,17 +393,25 @@ class Load:
         for rank, unfit_why in unfit.items():
             logger.error("the shard of rank %d was computed in vain: %s", rank, unfit_why)
         bad = [(rank, copy) for rank, outcome in outcomes.items() for copy in outcome.bad]
+        self._lacking = {rank: o.lacks for rank, o in outcomes.items() if o.lacks}
         for rank, (holder, owner, why, is_damaged) in bad:
-            identity = self._checkpoint.shard(owner, self._session_id)
+            identity = self._named(owner)
+            if owner in self._recovery.groups:
+                logger.error("the shard of rank %d was computed in vain: %s", owner, why)
+                self._recovery.hopeless.add(owner)
+                continue
             node = self._inventory.node_of(holder)
+            # Of a shard with parts for several ranks of its node, one of these ranks looks again.
+            is_neighbour = owner != rank and node == self._inventory.node_of(rank)
+            looker = self._inventory.reader([node], owner) if is_neighbour else holder
             mendable = is_damaged and self._recovery.may_be_mended(owner)
             self._inventory.remove(self._checkpoint, identity.piece, node)
             self.bad.append(BadCopy(identity, holder, why))
             if mendable:
                 # What is good of it may be needed yet.
                 self._recovery.damaged.setdefault(owner, {})[node] = why
-            elif holder == self._ranks.rank != rank:
-                verify_again(self._store, identity, f"sent to rank {rank}, where {why}")
+            elif looker == self._ranks.rank and (is_neighbour or holder != rank):
+                verify_again(self._store, identity, f"read for rank {rank}, where {why}")
         return not bad and not unfit
 
     # Quarantine.
@@ -349,5 +431,10 @@ class Load:
                 elif owner == self._ranks.rank:
                     self._recovery.to_replace[identity] = Problem("damaged", why)
 
+    def _release_arrived(self) -> None:
+        self._store.release([slot for slot in self._arrived.values() if not slot.is_kept])
+        self._arrived, self._senders = {}, {}
+
     def _drop_slots(self) -> None:
-        self._recovery.drop([self._mine])
+        self._recovery.drop([self._mine, *map(self._named, self._arrived)])
+        self._arrived, self._senders, self._lacking = {}, {}, {}

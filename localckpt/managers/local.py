@@ -67,6 +67,12 @@ class LocalCheckpointManager(StoreCheckpointManager):
             ``None`` to compare nothing.
         on_divergence: Whether a difference is an ``"error"``, with which the save is rolled back on
             all ranks, or a ``"warn"``-ing, with which the checkpoint is marked bad as by ``check``.
+        divide_replicated: Whether the ranks of a node divide what the state says is equal on them,
+            by :func:`localckpt.replicated` or as a ``DTensor``: each copies, hashes, writes and
+            sends some rows of these tensors, and a load puts them together. Tensors below 64 KiB
+            stay whole on every rank. A tensor that is not equal, though the state says so, comes
+            back as a mixture of the ranks' values. A save that compares replicas divides nothing;
+            ``check`` is given the rows that its rank saves. All ranks give the same.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -98,6 +104,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         private: Mapping[str, PrivateRule] | None = None,
         check_replicas: int | None = None,
         on_divergence: OnDivergence = "error",
+        divide_replicated: bool = False,
     ) -> None:
         options = SaveOptions.of(locals())
 

@@ -37,7 +37,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts, check: As for
             that class.
         elastic, private: As for that class.
-        check_replicas, on_divergence: As for that class.
+        check_replicas, on_divergence, divide_replicated: As for that class.
 
     Raises:
         StorageError: The directory cannot be used, or another live job uses it.
@@ -69,6 +69,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         private: Mapping[str, PrivateRule] | None = None,
         check_replicas: int | None = None,
         on_divergence: OnDivergence = "error",
+        divide_replicated: bool = False,
     ) -> None:
         options = SaveOptions.of(locals())
 

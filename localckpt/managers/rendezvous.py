@@ -14,7 +14,7 @@ from localckpt.ids import SAVES_AN_ATTEMPT, Generation
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.replication.strategies import ReplicationStrategy
-from localckpt.state_dict.header import FORMAT_VERSION
+from localckpt.state_dict.header import DIVIDED_VERSION
 from localckpt.storage.store import Store
 
 __all__ = ["RENDEZVOUS", "join"]
@@ -47,7 +47,7 @@ def join(
         mine = JoinRecord(
             session_id,
             ranks.world_size,
-            FORMAT_VERSION,
+            DIVIDED_VERSION,
             store.domain,
             max([store.claim.newest_epoch(), *epochs]),
             store.claim.owner,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,15 @@ from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
 
-__all__ = ["LoadOptions", "Loaded", "incurable", "restore", "verify_again"]
+__all__ = [
+    "BadPartError",
+    "LoadOptions",
+    "Loaded",
+    "PartsElsewhereError",
+    "incurable",
+    "restore",
+    "verify_again",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,27 +72,65 @@ class Loaded:
     came_from: str
 
 
+class PartsElsewhereError(CheckpointingException):
+    """Parts of a shard's tensors are in shards that are not on this node.
+
+    Args:
+        ranks: The ranks whose shards they are in.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        shown = ", ".join(map(str, ranks))
+        super().__init__(f"parts of its tensors are in the shards of ranks {shown}")
+        self.ranks = tuple(ranks)
+
+
+class BadPartError(CheckpointingException):
+    """A shard that holds parts of another one's tensors cannot be read, or is damaged.
+
+    Args:
+        rank: The rank whose shard it is.
+        error: What is wrong with it.
+    """
+
+    def __init__(self, rank: int, error: StorageError | CorruptShardError) -> None:
+        super().__init__(str(error))
+        self.rank = rank
+        self.error = error
+
+
 def restore(
     store: Store,
     identity: ShardIdentity,
-    arrived: memoryview | None,
+    arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
+    held: Container[int] | None = None,
 ) -> tuple[Any, int]:
     """Read a shard, from this node or, if it has ``arrived``, from a peer's bytes.
 
+    Args:
+        store: Where the shards of this node are.
+        identity: Identity of the shard.
+        arrived: Images that peers have sent, or that were computed here, by the rank.
+        options: How the caller wants its state.
+        allowed: Classes and functions that the shard may name.
+        held: Ranks whose shards are on this node; ``None`` if that is not known.
+
     Returns:
-        The state, and the size of its image in bytes: 0 for a state that the hooks gave as it is.
+        The state, and the bytes that were read for it: 0 for a state that the hooks gave as it is.
 
     Raises:
+        PartsElsewhereError: Parts of its tensors are in shards that are not here.
+        BadPartError: A shard that holds parts of its tensors cannot be read, or is damaged.
         CorruptShardError: Some bytes are bad, also when they are read by themselves.
         RestoreError: They are good, and the state cannot be made of them.
     """
     is_plain = options == LoadOptions()
-    if isinstance(store, HookStore) and is_plain and arrived is None:
+    if isinstance(store, HookStore) and is_plain and identity.rank not in arrived:
         state, nbytes = store.load(identity), 0
     else:
-        state, nbytes = _read(store, identity, arrived, options, allowed)
+        state, nbytes = _read(store, identity, arrived, options, allowed, held)
     if not store.keeps_images and is_plain:
         state.restore_tensor_device(non_blocking=False)
     return state, nbytes
@@ -91,27 +139,85 @@ def restore(
 def _read(
     store: Store,
     identity: ShardIdentity,
-    arrived: memoryview | None,
+    arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
+    held: Container[int] | None,
 ) -> tuple[Any, int]:
-    source: ShardSource = MemorySource(arrived) if arrived is not None else store.open(identity)
-    if arrived is None:
-        source = CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
+    source = _opened(store, identity, arrived)
+    mates: dict[int, ShardSource] = {}
     try:
         into = None if options.into is None else find_targets(options.into, options.optional)
         reader = ImageReader(source, allowed, identity)
-        return reader.restore(into, options.map_location), source.nbytes
+        readers = _open_mates(store, reader, arrived, held, mates)
+        state = reader.restore(into, options.map_location, readers)
+        return state, source.nbytes + reader.mates_nbytes
     except CorruptShardError as error:
         # Bytes are compared where they were read to, which others may write into.
         verify(source, identity)
+        for rank, mate in mates.items():
+            with _noting(rank):
+                verify(mate, _of_rank(identity, rank))
         raise RestoreError(
             f"the state cannot be rebuilt: {error}, though every byte of the shard matches its "
             f"digest when it is read by itself. Something else writes into the tensors to load "
             f"into, the memory or the bus is defective, or another program made the file"
         ) from error
+    except StorageError:
+        # Of which image it is, it does not say.
+        for rank, mate in mates.items():
+            with _noting(rank):
+                verify(mate, _of_rank(identity, rank))
+        raise
     finally:
+        for mate in mates.values():
+            mate.close()
         source.close()
+
+
+def _opened(
+    store: Store, identity: ShardIdentity, arrived: Mapping[int, memoryview]
+) -> ShardSource:
+    if identity.rank in arrived:
+        return MemorySource(arrived[identity.rank])
+    source = store.open(identity)
+    return CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
+
+
+def _open_mates(
+    store: Store,
+    reader: ImageReader,
+    arrived: Mapping[int, memoryview],
+    held: Container[int] | None,
+    opened: dict[int, ShardSource],
+) -> dict[int, ImageReader]:
+    """Open the images that hold what one lacks of its tensors, and read their tables."""
+    ranks = reader.mates
+    if held is not None:
+        away = [rank for rank in ranks if rank not in arrived and rank not in held]
+        if away:
+            raise PartsElsewhereError(away)
+    readers = {}
+    for rank in ranks:
+        identity = _of_rank(reader.header.identity, rank)
+        with _noting(rank):
+            opened[rank] = _opened(store, identity, arrived)
+            readers[rank] = ImageReader(opened[rank], reader.allowed, identity, reader)
+            _ = readers[rank].tables
+    return readers
+
+
+@contextmanager
+def _noting(rank: int) -> Iterator[None]:
+    """Context in which an image of another rank is read: what is wrong with it says whose it is."""
+    try:
+        yield
+    except (StorageError, CorruptShardError) as error:
+        raise BadPartError(rank, error) from error
+
+
+def _of_rank(identity: ShardIdentity, rank: int) -> ShardIdentity:
+    return identity.checkpoint.shard(rank, identity.session_id)
 
 
 def verify_again(store: Store, identity: ShardIdentity, why: str) -> None:

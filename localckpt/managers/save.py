@@ -37,6 +37,7 @@ from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import SaveReport
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.replica_digests import PartDigest, replica_digests
 from localckpt.state_dict.views import tensor_views
 from localckpt.storage.hooks import commit_here
@@ -81,6 +82,7 @@ class Save:
         self.ticket: Ticket | None = None
         self._compares_replicas = parts.replica_check.is_due(identity.generation)
         self._replicas: list[PartDigest] | None = None
+        self._divided: tuple[Agreed, ...] = ()
         self.is_scheduled = self.is_handed_over = self.is_complete = False
         self._is_returned = False
         # Whether other ranks may have learned how it ended here.
@@ -122,7 +124,9 @@ class Save:
         began = time.monotonic()
         try:
             with record_function("localckpt.stage"):
-                own = parts.capture.capture(wrapped(state), self.identity, is_sent=is_sent)
+                own, self._divided = parts.capture.capture(
+                    *(wrapped(state), self.identity), is_sent=is_sent, neighbours=self._neighbours()
+                )
         except Exception as error:
             if parts.replicator is not None:
                 # The ranks that were to get copies are not left waiting.
@@ -137,6 +141,13 @@ class Save:
         if parts.replicator is not None:
             with record_function("localckpt.replicate"):
                 parts.replicator.begin(self._replication, parts.store, own)
+
+    def _neighbours(self) -> tuple[int, ...]:
+        """Ranks that this save divides what they have equal among; replicas are compared whole."""
+        if self._compares_replicas:
+            return ()
+        parts = self._parts
+        return parts.capture.neighbours(parts.epoch.nodes, self.identity.rank)
 
     # Who carries it out.
 
@@ -309,6 +320,7 @@ class Save:
             self._replication.group,
             self.bad,
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
+            self._divided,
         )
 
     def _take_back(self) -> None:
@@ -343,6 +355,8 @@ class Save:
                 self._fail(error)
                 raise
         self._parts.checkpoints.remove(identity.checkpoint)
+        if not verdict.parts_fit:
+            self._parts.capture.divide_no_more("; ".join(verdict.problems))
         bad, failed = verdict.bad, self._failure(verdict)
         if isinstance(failed, DivergenceError) and not self._parts.replica_check.is_error:
             bad, failed = str(failed), None

@@ -101,8 +101,10 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._require_writable()
         self._calls.require_own_process()
         self._parts.await_reprotected()
-        identity = self._parts.epoch.identity(0)
-        capture = self._parts.capture.planner.capture(wrapped(state_dict))
+        parts = self._parts
+        identity = parts.epoch.identity(0)
+        neighbours = parts.capture.neighbours(parts.epoch.known_nodes, self.rank)
+        capture = parts.capture.planner.capture(wrapped(state_dict), neighbours)
         self.store.prepare(identity.piece, capture.nbytes(identity), capture.gpu)
 
     @one_call
@@ -174,7 +176,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _load(self, ckpt_id: CkptID) -> Any:
         identity = self._newest(ckpt_id)
-        return restore(self.store, identity, None, LoadOptions(), self._parts.allowed)[0]
+        return restore(self.store, identity, {}, LoadOptions(), self._parts.allowed)[0]
 
     def _save(self, state_dict: Any, ckpt_id: CkptID) -> None:
         """Carry out a write; ``state_dict`` is a :class:`ShardWrite`."""

@@ -30,11 +30,14 @@ from localckpt.state_dict.layout import ITEM_NBYTES, Layout, TensorSlot
 
 __all__ = [
     "DIGESTS",
+    "DIVIDED_VERSION",
     "FORMATS",
     "FORMAT_VERSION",
+    "NO_PARTS",
     "RESERVED_NAMES",
     "SKELETON",
     "ImageHeader",
+    "frame_divided",
     "frame_skeleton",
     "group_of",
     "header_length",
@@ -47,7 +50,12 @@ __all__ = [
 ]
 
 FORMAT_VERSION = "localckpt-2"
-"""Format version of new images; :data:`FORMATS` has all versions that can be read."""
+"""Format version of new images whose tensors are whole; :data:`FORMATS` has all versions that can
+be read."""
+DIVIDED_VERSION = "localckpt-3"
+"""Format version of new images that hold parts of divided tensors."""
+NO_PARTS = b"[[],[]]"
+"""Table of parts of an image whose tensors are all whole."""
 SKELETON = "__skeleton__"
 DIGESTS = "__digests__"
 METADATA = "__metadata__"
@@ -75,11 +83,11 @@ class _Format(NamedTuple):
         read_claims: Reads the identity from a header's metadata and, unless the piece is a shard,
             what the piece protects: the text in the metadata, and the group.
         split_skeleton: Splits the bytes of the skeleton into the table of tensors, the table of
-            boxes, and the pickle.
+            boxes, the table of parts, and the pickle.
     """
 
     read_claims: Callable[[dict[str, Any]], tuple[ShardIdentity, str | None, Group | None]]
-    split_skeleton: Callable[[bytes], tuple[bytes, bytes, bytes]]
+    split_skeleton: Callable[[bytes], tuple[bytes, bytes, bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,7 @@ def render_header(
     identity: ShardIdentity,
     protects: str | None = None,
     at_least_nbytes: int = 0,
+    version: str = FORMAT_VERSION,
 ) -> tuple[bytes, int]:
     """Build the header.
 
@@ -121,6 +130,7 @@ def render_header(
         protects: For a piece that is no shard, JSON text of what it protects: a list that begins
             with the ranks of its group and the number of them that may be lost.
         at_least_nbytes: Smallest length of the header; a multiple of 4096.
+        version: Format version.
 
     Returns:
         The header, a multiple of 4096 bytes that begins with the header's length; and the size of
@@ -136,7 +146,7 @@ def render_header(
             f"{identity} cannot be saved: one of its numbers has more than {MOST_DIGITS} digits"
         )
     claims = {
-        "format": FORMAT_VERSION,
+        "format": version,
         "session": identity.session_id,
         "epoch": str(identity.generation.epoch),
         "sequence": str(identity.generation.sequence),
@@ -178,19 +188,37 @@ def frame_skeleton(table: bytes, boxes: bytes, pickle: bytes) -> bytes:
     return b"".join((*lengths, table, boxes, pickle))
 
 
-def _split_skeleton(framed: bytes) -> tuple[bytes, bytes, bytes]:
-    middle = 16 + int.from_bytes(framed[:8], "little")
-    end = middle + int.from_bytes(framed[8:16], "little")
-    if end > len(framed):
-        raise CorruptShardError("the skeleton is cut short")
-    return framed[16:middle], framed[middle:end], framed[end:]
+def frame_divided(table: bytes, boxes: bytes, parts: bytes, pickle: bytes) -> bytes:
+    """Build the bytes of a skeleton that has a table of parts, too."""
+    lengths = (len(text).to_bytes(8, "little") for text in (table, boxes, parts))
+    return b"".join((*lengths, table, boxes, parts, pickle))
 
 
-def _split_skeleton_1(framed: bytes) -> tuple[bytes, bytes, bytes]:
-    end = 8 + int.from_bytes(framed[:8], "little")
-    if end > len(framed):
+def _split(framed: bytes, tables: int) -> list[bytes]:
+    """Split a skeleton into its tables, whose lengths stand before them, and the pickle."""
+    texts, at = [], 8 * tables
+    for begin in range(0, 8 * tables, 8):
+        end = at + int.from_bytes(framed[begin : begin + 8], "little")
+        texts.append(framed[at:end])
+        at = end
+    if at > len(framed):
         raise CorruptShardError("the skeleton is cut short")
-    return framed[8:end], NO_BOXES, framed[end:]
+    return [*texts, framed[at:]]
+
+
+def _split_skeleton_3(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    table, boxes, parts, pickle = _split(framed, 3)
+    return table, boxes, parts, pickle
+
+
+def _split_skeleton(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    table, boxes, pickle = _split(framed, 2)
+    return table, boxes, NO_PARTS, pickle
+
+
+def _split_skeleton_1(framed: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    table, pickle = _split(framed, 1)
+    return table, NO_BOXES, NO_PARTS, pickle
 
 
 def header_length(first_bytes: memoryview | bytes, image_nbytes: int) -> int:
@@ -398,6 +426,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 FORMATS = {
     "localckpt-1": _Format(_read_claims, _split_skeleton_1),
     FORMAT_VERSION: _Format(_read_claims, _split_skeleton),
+    DIVIDED_VERSION: _Format(_read_claims, _split_skeleton_3),
 }
 """Readers of the format versions, by the value of ``format`` in the metadata of a header."""
 

@@ -22,10 +22,18 @@ from localckpt.memory.digests import BlockHasher
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams, copy_to_host
 from localckpt.memory.tensor_bytes import flat_bytes, is_flat, storage_address
 from localckpt.state_dict.boxes import render_boxes
-from localckpt.state_dict.global_view import Job, boxes_of, named
-from localckpt.state_dict.header import frame_skeleton, render_header, render_slots
+from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
+from localckpt.state_dict.header import (
+    DIVIDED_VERSION,
+    FORMAT_VERSION,
+    frame_divided,
+    frame_skeleton,
+    render_header,
+    render_slots,
+)
 from localckpt.state_dict.layout import Layout, lay_out
 from localckpt.state_dict.marks import unsaved_marks
+from localckpt.state_dict.parts import Agreed, DividedTable, divide_table, render_parts
 from localckpt.state_dict.refusals import require_loadable, take_or_refuse
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
@@ -54,6 +62,8 @@ class _Plan:
     """Copies of ``runs``."""
     others: tuple[_Copy, ...]
     """Sources of the other slots, in the order of their offsets."""
+    divided: DividedTable | None = None
+    """Division of what other ranks of the node have as well; ``None`` where nothing is divided."""
 
 
 class _Copy(NamedTuple):
@@ -91,15 +101,21 @@ class ImagePlanner:
     def __init__(self, allowed: SafeGlobals | None = None, job: Job | None = None) -> None:
         self._allowed = allowed or SafeGlobals()
         self._job = job
-        self._plan: _Plan | None = None
+        # By the ranks that tensors are divided among: a save may divide nothing for once.
+        self._plans: dict[tuple[int, ...], _Plan] = {}
         self._checked: bytes | None = None
         """Digest of the last skeleton that passed the check."""
         self._rebuilt: frozenset[Name] = frozenset()
         self._warned: set[str] = set()
 
     @collection_paused()
-    def capture(self, state: Any) -> Capture:
+    def capture(self, state: Any, neighbours: tuple[int, ...] = ()) -> Capture:
         """Find a state's tensors, without copying them or changing the state.
+
+        Args:
+            state: The state.
+            neighbours: Ranks, this one among them, that divide what they have equal; ``()`` to
+                divide nothing.
 
         Raises:
             CheckpointingException: The state holds something that cannot be saved.
@@ -109,22 +125,21 @@ class ImagePlanner:
         names, tellers = named(state, tensors)
         job, tellers = self._job or Job(0, ()), tellers if self._job else []
         found = signature(tensors, names), [teller.outline() for teller in tellers]
-        plan = self._plan
+        plan = self._plans.get(neighbours)
         is_new = plan is None or plan.signature != found
         # A state of literals and tensors alone can always be loaded.
         if has_objects:
             self._require_loadable(state, skeleton, tensors, is_new)
         if plan is None or is_new:
             self._warn_of_unsaved_marks(tensors, names)
-            table = build_table(tensors, names)
-            layout = lay_out(table.slots)
-            runs, others = _copies(table, layout, tensors)
-            copies = BlockCopies((run.offset, run.nbytes) for run in runs)
-            boxes = render_boxes(boxes_of(tellers, tensors, job))
-            texts = render_slots(layout), table.to_json(), boxes
-            plan = self._plan = _Plan(found, table, layout, *texts, runs, copies, others)
-        framed = frame_skeleton(plan.table_json, plan.boxes_json, skeleton)
-        return Capture(plan, framed, tensors)
+            plan = _plan(found, build_table(tensors, names), tensors, tellers, job, neighbours)
+            self._plans[neighbours] = plan
+        if plan.divided is None:
+            framed = frame_skeleton(plan.table_json, plan.boxes_json, skeleton)
+            return Capture(plan, framed, tensors)
+        parts = render_parts(plan.divided.parts)
+        framed = frame_divided(plan.table_json, plan.boxes_json, parts, skeleton)
+        return Capture(plan, framed, plan.divided.stored(tensors))
 
     def _require_loadable(
         self, state: Any, skeleton: bytes, tensors: list[torch.Tensor], is_new: bool
@@ -162,11 +177,16 @@ class ImagePlanner:
 
 @dataclass(frozen=True)
 class Capture:
-    """Tensors of a state, with the plan of their places in the image."""
+    """Tensors of a state, or what of them is stored, with the plan of their places in the image."""
 
     plan: _Plan
     skeleton: bytes
     tensors: list[torch.Tensor]
+
+    @property
+    def agreed(self) -> tuple[Agreed, ...]:
+        """What other ranks must have alike, for the parts of divided tensors to fit together."""
+        return () if self.plan.divided is None else self.plan.divided.agreed
 
     @property
     def data_nbytes(self) -> int:
@@ -264,7 +284,10 @@ class Capture:
         _copy_up(bucket[done - start :], image[done:stop])
 
     def _header(self, identity: ShardIdentity) -> tuple[bytes, int]:
-        return render_header(self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity)
+        version = FORMAT_VERSION if self.plan.divided is None else DIVIDED_VERSION
+        return render_header(
+            self.plan.slots_json, self.data_nbytes, len(self.skeleton), identity, version=version
+        )
 
 
 def write_digests(image: memoryview, covered_nbytes: int, identity: ShardIdentity) -> None:
@@ -297,6 +320,28 @@ def unpack(
     """
     reader = ImageReader(source, allowed or SafeGlobals(), expect)
     return reader.restore(map_location=map_location)
+
+
+def _plan(
+    found: tuple[Any, ...],
+    table: TensorTable,
+    tensors: list[torch.Tensor],
+    tellers: Sequence[Teller],
+    job: Job,
+    neighbours: tuple[int, ...],
+) -> _Plan:
+    boxes = boxes_of(tellers, tensors, job)
+    divided = None
+    if len(neighbours) > 1:
+        divided = divide_table(table, boxes, tensors, job.rank, neighbours)
+        divided = divided if divided.parts else None
+    if divided is not None:
+        table, tensors = divided.table, divided.stored(tensors)
+    layout = lay_out(table.slots)
+    runs, others = _copies(table, layout, tensors)
+    copies = BlockCopies((run.offset, run.nbytes) for run in runs)
+    texts = render_slots(layout), table.to_json(), render_boxes(boxes)
+    return _Plan(found, table, layout, *texts, runs, copies, others, divided)
 
 
 def _copies(

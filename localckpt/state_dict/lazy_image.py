@@ -7,14 +7,18 @@ they are asked for. Every block is verified before a byte of it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from localckpt.ids import ShardIdentity
 from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import copy_values
+from localckpt.state_dict.assembly import find_pieces
 from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.image_parts import ImageParts
+from localckpt.state_dict.parts import SlotPart
 from localckpt.state_dict.restore import ImageReader, make_tensor
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused, insert_tensors
@@ -31,6 +35,8 @@ class LazyImage:
         source: Source of the image's bytes; the caller closes it.
         allowed: Allow-list for the skeleton.
         expect: Identity that the image must have.
+        open_mate: Opens the image of another rank, which holds parts of tensors that this one
+            lacks; the caller closes it.
 
     Raises:
         CorruptShardError: The image is damaged, or is not the expected one.
@@ -42,12 +48,31 @@ class LazyImage:
         boxes: Parts of global tensors that they are, by number; other tensors are private.
     """
 
-    def __init__(self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity) -> None:
+    def __init__(
+        self,
+        source: ShardSource,
+        allowed: SafeGlobals,
+        expect: ShardIdentity,
+        open_mate: Callable[[int], ShardSource],
+    ) -> None:
         reader = ImageReader(source, allowed, expect)
         self._header = reader.header
         self._allowed = allowed
-        self.entries, self.boxes, self._skeleton = reader.contents()
+        self.entries, self.boxes, self._skeleton, divided = reader.contents()
         self._parts = reader.parts
+        # By the name of a divided slot, the places of its parts in the images of all ranks.
+        self._pieces: dict[str, list[tuple[ImageParts, int, int, SlotPart]]] = {}
+        mates: dict[int, ImageReader] = {}
+        for rank in reader.mates:
+            identity = expect.checkpoint.shard(rank, expect.session_id)
+            mates[rank] = ImageReader(open_mate(rank), allowed, identity, reader)
+        for name, part in divided.items():
+            self._pieces[name] = [_place(reader, name, part)]
+        tables = {rank: mate.tables for rank, mate in mates.items()}
+        for rank, pieces in find_pieces(reader.tables, expect.rank, tables).items():
+            for number, name, part in pieces:
+                slot = self.entries[number].slot or ""
+                self._pieces[slot].append(_place(mates[rank], name, part))
 
     @property
     def identity(self) -> ShardIdentity:
@@ -85,6 +110,8 @@ class LazyImage:
         entry = self.entries[number]
         if entry.slot is None:
             return make_tensor(entry, {})
+        if entry.slot in self._pieces:
+            return self._assembled(entry, entry.slot)
         slot = self._header.slots[entry.slot]
         base = torch.empty(slot.nbytes, dtype=torch.uint8)
         memory = memory_at(base.data_ptr(), slot.nbytes)
@@ -95,14 +122,28 @@ class LazyImage:
         """The bytes of a tensor's values in order, as a range of the image.
 
         Returns:
-            First byte and end; ``None`` if the values lie in another order, or have no data.
+            First byte and end; ``None`` if the values lie in another order or in several images,
+            or have no data.
         """
         entry = self.entries[number]
-        if entry.slot is None or not _is_contiguous(entry):
+        if entry.slot is None or entry.slot in self._pieces or not _is_contiguous(entry):
             return None
         offset = 0 if entry.view is None else entry.view[0]
         start = self._header.data_start + self._header.slots[entry.slot].offset + offset
         return start, start + math.prod(entry.shape) * entry.torch_dtype().itemsize
+
+    def _assembled(self, entry: TableEntry, name: str) -> torch.Tensor:
+        """Read a tensor whose parts are in several images."""
+        base = torch.empty(entry.reach_nbytes(), dtype=torch.uint8)
+        tensor = make_tensor(entry, {name: base})
+        for parts, start, nbytes, part in self._pieces[name]:
+            if not nbytes:
+                continue
+            target = part.of(tensor.detach())
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+            parts.read_into(start, memory_at(flat.data_ptr(), nbytes))
+            copy_values(target, flat.view(target.dtype).view(target.shape))
+        return tensor
 
     def start_of(self, number: int) -> int:
         """First byte in the image of the slot of a tensor that has data."""
@@ -122,6 +163,11 @@ class LazyImage:
             StorageError: The medium failed.
         """
         return self._parts.pieces(start, stop)
+
+
+def _place(reader: ImageReader, name: str, part: SlotPart) -> tuple[ImageParts, int, int, SlotPart]:
+    slot = reader.header.slots[name]
+    return reader.parts, reader.header.data_start + slot.offset, slot.nbytes, part
 
 
 def _without_data(entry: TableEntry) -> torch.Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "cuts_of",
     "flat_rectangles",
     "local_starts",
+    "narrowed_rows",
     "volume",
     "whole",
     "without",
@@ -145,6 +146,23 @@ def local_starts(region: Region, first: Sequence[int], sizes: Sequence[int]) -> 
             raise ValueError(f"{begin}:{begin + size} is in no run of {runs!r:.80}")
         starts.append(sum(count for _, count in runs[:at]) + begin - runs[at][0])
     return tuple(starts)
+
+
+def narrowed_rows(region: Region, dim: int, start: int, count: int) -> Region:
+    """Return the elements of some consecutive rows of the tensor of a region.
+
+    Args:
+        region: Region of the tensor, whose indices follow each other in the tensor.
+        dim: Dimension of the rows.
+        start, count: The rows, in the tensor's own indices.
+    """
+    runs, local = [], 0
+    for first, length in region[dim]:
+        low, high = max(start, local), min(start + count, local + length)
+        if low < high:
+            runs.append((first + low - local, high - low))
+        local += length
+    return (*region[:dim], tuple(runs) or ((region[dim][0][0], 0),), *region[dim + 1 :])
 
 
 def flat_rectangles(

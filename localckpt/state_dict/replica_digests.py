@@ -68,7 +68,7 @@ def replica_digests(image: memoryview) -> list[PartDigest]:
     if identity.world_size < 2:
         return []
     framed = bytes(image[header.skeleton_start : header.digests_start])
-    table, boxes_text, _ = header.format.split_skeleton(framed)
+    table, boxes_text, _, _ = header.format.split_skeleton(framed)
     entries = parse_entries(table)
     shapes = [entry.shape for entry in entries]
     boxes = parse_boxes(boxes_text, shapes, identity.rank, identity.world_size)

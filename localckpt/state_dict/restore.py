@@ -7,7 +7,8 @@ the state in memory.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ from localckpt.ids import ShardIdentity
 from localckpt.memory.gpu_copies import BounceBuffers
 from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
+from localckpt.state_dict.assembly import Piece, Tables, find_pieces, mates_of
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.layout import TensorSlot
+from localckpt.state_dict.parts import SlotPart, parse_parts
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
@@ -43,11 +46,13 @@ class Contents(NamedTuple):
         entries: The tensors.
         boxes: By the number of a tensor, the part of a global tensor that it is.
         skeleton: The pickle; it passed the checks.
+        parts: By the name of each divided slot, the part of it that the image holds.
     """
 
     entries: tuple[TableEntry, ...]
     boxes: dict[int, Box]
     skeleton: bytes
+    parts: dict[str, SlotPart]
 
 
 class ImageReader:
@@ -57,6 +62,8 @@ class ImageReader:
         source: Source of the image's bytes; the caller closes it.
         allowed: Allow-list for the skeleton.
         expect: Identity that the image must have; ``None`` for any.
+        like: Reader of another image of the checkpoint: tables that are the same in both are not
+            parsed again.
 
     Raises:
         CorruptShardError: The header is damaged, or belongs to another shard.
@@ -64,30 +71,55 @@ class ImageReader:
     Attributes:
         header: Header of the image.
         parts: Verified parts of the image.
+        allowed: Allow-list for the skeleton.
+        mates_nbytes: Bytes that :meth:`restore` has read from other images.
     """
 
     @collection_paused()
     def __init__(
-        self, source: ShardSource, allowed: SafeGlobals, expect: ShardIdentity | None = None
+        self,
+        source: ShardSource,
+        allowed: SafeGlobals,
+        expect: ShardIdentity | None = None,
+        like: ImageReader | None = None,
     ) -> None:
-        self._allowed = allowed
+        self._like = like
+        self._texts = b"", b""
+        self.mates_nbytes = 0
+        self.allowed = allowed
         self.header = read_header(source)
         identity = self.header.identity
         if expect is not None and identity != expect:
             raise CorruptShardError(f"expected {expect}, and found {identity}")
         self.parts = ImageParts(source, self.header)
 
+    @cached_property
+    def tables(self) -> Tables:
+        """Tables of the image, verified.
+
+        Raises:
+            CorruptShardError: A block is damaged, or the tables contradict each other.
+        """
+        return self._verified[0]
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """Ranks whose images hold what this one lacks of its tensors; raises as :attr:`tables`."""
+        return mates_of(self.tables, self.header.identity.rank)
+
     @collection_paused()
     def restore(
         self,
         into: Targets | None = None,
         map_location: str | torch.device | None = None,
+        mates: Mapping[int, ImageReader] | None = None,
     ) -> Any:
         """Read the state.
 
         Args:
             into: Tensors to fill; ``None`` for new ones.
             map_location: Device of new tensors; ``None`` for the device that each was saved from.
+            mates: Readers of the images of :attr:`mates`.
 
         Returns:
             The state. With ``into`` it holds the given tensors, which keep their attributes; all
@@ -102,15 +134,21 @@ class ImageReader:
                 Tensors given by ``into`` may be filled.
         """
         try:
-            return self._restore(into, map_location)
+            return self._restore(into, map_location, mates or {})
         except CheckpointingException:
             raise
         except Exception as error:
             raise RestoreError(f"the state cannot be rebuilt: {with_class(error)}") from error
 
-    def _restore(self, into: Targets | None, map_location: str | torch.device | None) -> Any:
+    def _restore(
+        self,
+        into: Targets | None,
+        map_location: str | torch.device | None,
+        mates: Mapping[int, ImageReader],
+    ) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
-        entries, boxes, skeleton = self.contents()
+        entries, boxes, skeleton, parts = self.contents()
+        pieces = self._find_pieces(mates)
         if into is not None:
             given, bases = into.match(entries, boxes)
             self._require_sizes(bases)
@@ -123,10 +161,18 @@ class ImageReader:
         else:
             bases = self._make_bases(entries, map_location)
             tensors = [make_tensor(entry, bases) for entry in entries]
-        self._fill(bases)
+        own = {name: base for name, base in bases.items() if name not in parts}
+        numbers = {entry.slot: number for number, entry in enumerate(entries)}
+        for name, part in parts.items():
+            own[name] = part.of(tensors[numbers[name]].detach())
+        self._fill(own)
+        for rank, of_mate in pieces.items():
+            of_slots = {p.slot: p.part.of(tensors[p.number].detach()) for p in of_mate}
+            mates[rank]._fill(of_slots, alone=True)
+            self.mates_nbytes += sum(target.nbytes for target in of_slots.values())
         # Given tensors keep the attributes that the program has set on them.
         marked = into is None
-        return insert_tensors(skeleton, tensors.__getitem__, self._allowed, marked=marked)
+        return insert_tensors(skeleton, tensors.__getitem__, self.allowed, marked=marked)
 
     def contents(self) -> Contents:
         """Read and check what the image holds, without making any object of it.
@@ -136,29 +182,63 @@ class ImageReader:
             UnsafeGlobalError: The skeleton names something that is not allowed.
             RestoreError: No object can be made of the skeleton.
         """
-        entries, boxes, skeleton = self._read_skeleton()
-        self._require_consistent(entries)
+        (entries, boxes, parts), skeleton = self._verified
         try:
-            check_skeleton(skeleton, self._allowed, len(entries))
+            check_skeleton(skeleton, self.allowed, len(entries))
         except CorruptShardError as error:
             # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
-        return Contents(entries, boxes, skeleton)
+        return Contents(entries, boxes, skeleton, parts)
 
-    def _read_skeleton(self) -> tuple[tuple[TableEntry, ...], dict[int, Box], bytes]:
+    def _find_pieces(self, mates: Mapping[int, ImageReader]) -> dict[int, list[Piece]]:
+        identity = self.header.identity
+        if lacking := sorted(set(self.mates) - mates.keys()):
+            raise RestoreError(
+                f"{identity} holds parts of tensors only; the images of ranks "
+                f"{', '.join(map(str, lacking))} hold the rest. Load it with a manager"
+            )
+        others = {rank: mates[rank].tables for rank in self.mates}
+        return find_pieces(self.tables, identity.rank, others)
+
+    @cached_property
+    def _verified(self) -> tuple[Tables, bytes]:
+        """Tables, which fit the header, and the pickle, of which nothing is checked yet."""
+        tables, skeleton = self._read_skeleton()
+        self._require_consistent(tables)
+        return tables, skeleton
+
+    def _read_skeleton(self) -> tuple[Tables, bytes]:
         header, identity = self.header, self.header.identity
         framed = bytes(self.parts.read(header.skeleton_start, header.digests_start))
         try:
-            table, boxes, pickle = header.format.split_skeleton(framed)
-            entries = parse_entries(table)
-            shapes = [entry.shape for entry in entries]
-            return entries, parse_boxes(boxes, shapes, identity.rank, identity.world_size), pickle
+            table, boxes_text, parts_text, pickle = header.format.split_skeleton(framed)
+            entries, boxes = self._parse(table, boxes_text)
+            parts = parse_parts(parts_text, entries, boxes, identity.rank, identity.world_size)
+            return Tables(entries, boxes, parts), pickle
         except CorruptShardError as error:
             raise CorruptShardError(f"{identity}: {error}") from error
 
-    def _require_consistent(self, entries: tuple[TableEntry, ...]) -> None:
+    def _parse(
+        self, table: bytes, boxes_text: bytes
+    ) -> tuple[tuple[TableEntry, ...], dict[int, Box]]:
+        self._texts = table, boxes_text
+        identity, like = self.header.identity, self._like
+        if like is None or like._texts != self._texts:
+            entries = parse_entries(table)
+            shapes = [entry.shape for entry in entries]
+            return entries, parse_boxes(boxes_text, shapes, identity.rank, identity.world_size)
+        entries, boxes = like.tables[:2]
+        for ranks in {box.ranks for box in boxes.values()}:
+            if ranks is not None and identity.rank not in ranks:
+                raise CorruptShardError(f"a set of ranks without rank {identity.rank}")
+        return entries, boxes
+
+    def _require_consistent(self, tables: Tables) -> None:
         """Check that table and header describe the same bytes, so no tensor exceeds its slot."""
-        for entry in entries:
+        for entry in tables.entries:
+            part = tables.parts.get(entry.slot or "")
+            if part is not None:
+                entry = part.entry(entry)
             if entry.slot is None:
                 entry.torch_dtype()
                 continue
@@ -177,7 +257,7 @@ class ImageReader:
     def _require_sizes(self, bases: dict[str, torch.Tensor]) -> None:
         """Check that each given tensor has as many bytes as the saved one."""
         for name, base in bases.items():
-            nbytes = self.header.slots[name].nbytes
+            nbytes = self._whole_nbytes(name)
             if nbytes != base.nbytes:
                 raise MismatchError(
                     f"the state to load into differs from the saved one, and was left as it is: "
@@ -192,14 +272,25 @@ class ImageReader:
         for entry in entries:
             if entry.slot is None or entry.slot in bases:
                 continue
-            slot = self.header.slots[entry.slot]
             device = map_location if map_location is not None else entry.device
             if entry.kind == ARRAY:
                 device = "cpu"
-            bases[slot.name] = _allocate(slot.nbytes, device)
+            bases[entry.slot] = _allocate(self._whole_nbytes(entry.slot), device)
         return bases
 
-    def _fill(self, bases: dict[str, torch.Tensor]) -> None:
+    def _whole_nbytes(self, name: str) -> int:
+        """Return the size of a slot, were it not divided."""
+        if name not in self.tables.parts:
+            return self.header.slots[name].nbytes
+        return self._nbytes_of_divided[name]
+
+    @cached_property
+    def _nbytes_of_divided(self) -> dict[str, int]:
+        tables = self.tables
+        return {e.slot: e.reach_nbytes() for e in tables.entries if e.slot in tables.parts}
+
+    def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
+        """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
         slots = sorted(
             (slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases),
             key=lambda slot: slot.offset,
@@ -233,9 +324,21 @@ class ImageReader:
                     there = [target for target in near if target.is_on_gpu]
                     bounce.copy([copy for target in there for copy in target.takes(start, parts)])
 
-            self.parts.stream(places, filled)
+            pieces = _pieces_of(self.header.data_start, targets) if alone else None
+            self.parts.stream(places, filled, pieces)
             for target in targets:
                 target.finish()
+
+
+def _pieces_of(data_start: int, targets: Sequence[_Target]) -> list[int]:
+    """Starts of the pieces of an image that hold its header, or bytes of targets."""
+    spans = [(0, data_start), *((target.start, target.stop) for target in targets)]
+    starts = {
+        start
+        for begin, end in spans
+        for start in range(begin // PIECE_NBYTES * PIECE_NBYTES, end, PIECE_NBYTES)
+    }
+    return sorted(starts)
 
 
 class _Target:

@@ -13,6 +13,7 @@ import xxhash
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
+from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -132,7 +133,7 @@ class SavedShard:
         self.identity = identity
         self._source = source
         self._reader = ImageReader(source, allowed, identity)
-        self._entries, boxes, skeleton = self._reader.contents()
+        self._entries, boxes, skeleton, self._divided = self._reader.contents()
         root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
         ruled, others = units_of(root, boxes.__contains__, rules)
         self.ruled, self.others = ruled, others
@@ -142,7 +143,7 @@ class SavedShard:
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
-                self._add(number, box.key, box.shape, box.runs, is_private=False)
+                self._add(number, box.key, box.shape, self._region(number, box), is_private=False)
         below = (part for unit in ruled for part in _parts_of(unit))
         for unit in (*others, *below):
             if isinstance(unit.value, Placeholder):
@@ -288,15 +289,25 @@ class SavedShard:
             named.append((number, slot if slot.startswith(f"{unit.key}.") else f"{unit.key}.?"))
         return named
 
+    def _region(self, number: int, box: Box) -> Region:
+        """Elements of a global tensor that the image holds of a tensor."""
+        entry = self._entries[number]
+        part = self._divided.get(entry.slot or "")
+        return box.runs if part is None else part.region(box, entry.shape)
+
     def _add(
         self, number: int, key: str, shape: tuple[int, ...], region: Region, *, is_private: bool
     ) -> None:
         entry = self._entries[number]
-        if entry.slot is None:
+        if (slot := entry.slot) is None:
             return
+        if (part := self._divided.get(slot)) is not None:
+            if not part.count:
+                return
+            entry = part.entry(entry)
         offset = entry.view[0] if entry.view is not None else 0
         header = self._reader.header
-        start = header.data_start + header.slots[entry.slot].offset + offset
+        start = header.data_start + header.slots[slot].offset + offset
         if math.prod(shape) >= 1 << 62:
             raise CorruptShardError(f"{self.identity}: {key!r} would have {math.prod(shape)} items")
         self.tensors[number] = SavedTensor(number, key, shape, region, is_private, entry, start)

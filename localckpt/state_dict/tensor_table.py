@@ -39,6 +39,7 @@ __all__ = [
     "packed",
     "parse_entries",
     "signature",
+    "stored_strides",
     "structures",
 ]
 
@@ -238,7 +239,7 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
             nbytes = span[1] - span[0]
             slot = TensorSlot(_free_name(f"{_SHARED}{wanted}", taken), "U8", (nbytes,), nbytes)
         else:
-            strides = _stored_strides(tensor)
+            strides = stored_strides(tensor)
             shape, label = tuple(packed(tensor, strides).shape), _LABELS.get(tensor.dtype)
             nbytes = math.prod(shape) * tensor.itemsize
             shape = shape if label else (nbytes,)
@@ -331,7 +332,7 @@ def packed(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tenso
     return tensor.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
-def _stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def stored_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Choose the strides of a tensor's value in its own slot; ``None`` if contiguous.
 
     They are the tensor's own strides, unless its items have gaps between them or overlap.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from localckpt.ids import ShardIdentity
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.lazy_image import LazyImage
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import ShardSource
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
 
@@ -65,23 +66,37 @@ class KeptShard:
                     f"{damage}. It was put in quarantine, and this node holds no other copy. "
                     f"{_REMEDY}",
                 ) from error
-            with closing(source):
+            opened = [self.identity]
+            with ExitStack() as sources:
+                sources.callback(source.close)
+
+                def open_mate(
+                    rank: int,
+                    opened: list[ShardIdentity] = opened,
+                    sources: ExitStack = sources,
+                ) -> ShardSource:
+                    opened.append(self.identity.checkpoint.shard(rank, self.identity.session_id))
+                    mate = self.store.open(opened[-1])
+                    sources.callback(mate.close)
+                    return mate
+
                 try:
-                    return work(LazyImage(source, self.allowed, self.identity))
+                    return work(LazyImage(source, self.allowed, self.identity, open_mate))
                 except CorruptShardError as error:
                     damage = error
-            self._quarantine(damage)
+            self._quarantine(damage, opened)
 
-    def _quarantine(self, damage: CorruptShardError) -> None:
-        """Put the copy in quarantine if it is bad when it is read by itself, too."""
-        source = self.store.open(self.identity)
-        try:
-            with closing(source):
-                verify(source, self.identity)
-        except CorruptShardError as error:
-            self.store.quarantine(self.identity, Problem.of(error))
-            logger.error("%s: looking for another copy on this node", error)
-            return
+    def _quarantine(self, damage: CorruptShardError, opened: Sequence[ShardIdentity]) -> None:
+        """Put the copies in quarantine that are bad when they are read by themselves, too."""
+        for identity in opened:
+            source = self.store.open(identity)
+            try:
+                with closing(source):
+                    verify(source, identity)
+            except CorruptShardError as error:
+                self.store.quarantine(identity, Problem.of(error))
+                logger.error("%s: looking for another copy on this node", error)
+                return
         raise RestoreError(
             f"{damage}, though every byte of the shard matches its digest when it is read by "
             f"itself: is the memory of this node defective?"

@@ -48,7 +48,7 @@ class Parts:
             slots[name] = (entry["dtype"], entry["shape"], image[start + begin : start + end])
         framed = slots.pop("__skeleton__")[2]
         del slots["__digests__"]
-        return cls(_identity(metadata), slots, *FORMATS[FORMAT_VERSION].split_skeleton(framed))
+        return cls(_identity(metadata), slots, *_split(framed))
 
     def replace(self, **parts: Any) -> Parts:
         """The same with other parts."""
@@ -89,6 +89,12 @@ class Parts:
         return sealed(header + data + framed + digests)
 
 
+def _split(framed: bytes) -> tuple[bytes, bytes, bytes]:
+    """Tables of tensors and of boxes, and the pickle."""
+    table, boxes, _, pickled = FORMATS[FORMAT_VERSION].split_skeleton(framed)
+    return table, boxes, pickled
+
+
 def sealed(image: bytes, identity: ShardIdentity | None = None) -> bytes:
     """An image whose digests match what comes before them, whatever that is.
 
@@ -123,7 +129,7 @@ def regions(image: bytes) -> dict[str, tuple[int, int]]:
             begin, end = entry["data_offsets"]
             found[name] = (start + begin, start + end)
     begin, end = found.pop("__skeleton__")
-    table, boxes, _ = FORMATS[FORMAT_VERSION].split_skeleton(image[begin:end])
+    table, boxes, _ = _split(image[begin:end])
     table_end = begin + 16 + len(table)
     boxes_end = table_end + len(boxes)
     found["lengths of the tables"] = (begin, begin + 16)

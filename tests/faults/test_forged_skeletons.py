@@ -263,7 +263,7 @@ def _read_many(rank: int, world_size: int, base: Path, first: int, count: int) -
     states = _true_states()
     bases = _true_pickles(states)
     capture = ImagePlanner().capture([torch.arange(6.0), torch.ones(3, dtype=torch.int64)])
-    table, boxes, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    table, boxes, _, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
     for state in states:
         _use(state)
     limit_memory()

@@ -18,7 +18,7 @@ import localckpt
 from localckpt.errors import CheckpointingException, CorruptShardError
 from localckpt.state_dict.boxes import NO_BOXES, Box, RankSet, parse_boxes, render_boxes
 from localckpt.state_dict.global_view import Job, shard_runs
-from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, frame_skeleton
+from localckpt.state_dict.header import FORMAT_VERSION, FORMATS, NO_PARTS, frame_skeleton
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.restore import ImageReader
@@ -191,7 +191,7 @@ _JOB = Job(0, (0,))
 
 def _boxes(state: Any, job: Job | None = _JOB) -> dict[int, Box]:
     capture = ImagePlanner(job=job).capture(state)
-    table, text, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    table, text, _, _ = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
     return parse_boxes(text, [tuple(row[2]) for row in json.loads(table)], 0, 1)
 
 
@@ -255,4 +255,5 @@ def test_boxes_are_made_once_while_the_markers_stay(layouts: list[Any]) -> None:
 def test_a_skeleton_of_two_tables_is_split_where_it_was_joined() -> None:
     framed = frame_skeleton(b"tensors", b"boxes", b"pickle")
 
-    assert FORMATS[FORMAT_VERSION].split_skeleton(framed) == (b"tensors", b"boxes", b"pickle")
+    tables = FORMATS[FORMAT_VERSION].split_skeleton(framed)
+    assert tables == (b"tensors", b"boxes", NO_PARTS, b"pickle")

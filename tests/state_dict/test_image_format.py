@@ -178,7 +178,9 @@ def test_our_parser_reads_an_image_that_the_library_wrote_out_again() -> None:
 def test_a_plain_safetensors_file_is_refused_with_a_reason() -> None:
     plain = safetensors.torch.save({"weight": torch.ones(3)}, metadata={"format": "pt"})
 
-    with pytest.raises(CorruptShardError, match=r"its format is 'pt'.*localckpt-1 and localckpt-2"):
+    with pytest.raises(
+        CorruptShardError, match=r"its format is 'pt'.*localckpt-1 and localckpt-2 and localckpt-3"
+    ):
         unpack(source_of(plain))
 
 

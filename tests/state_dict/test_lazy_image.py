@@ -23,7 +23,7 @@ _IDENTITY = ShardIdentity("lazy", Generation(1, 5), 3, 0, 1)
 
 def _image(state: Any) -> tuple[LazyImage, MemorySource]:
     source = pack(state, _IDENTITY)
-    return LazyImage(source, SafeGlobals(()), _IDENTITY), source
+    return LazyImage(source, SafeGlobals(()), _IDENTITY, lambda _: source), source
 
 
 def test_tensors_are_read_where_they_lie() -> None:

@@ -358,7 +358,7 @@ def test_an_array_that_says_something_else_than_its_bytes_is_refused(
     image = pack([array], IDENTITY)
     header = read_header(image)
     framed = bytes(image.view[header.skeleton_start : header.digests_start])
-    table, boxes, _ = header.format.split_skeleton(framed)
+    table, boxes, _, _ = header.format.split_skeleton(framed)
     module = "localckpt.state_dict.foreign_values"
     # A tensor is None to pickle.dumps; it is put in by hand.
     pickled = pickle.dumps(

@@ -274,7 +274,7 @@ def test_a_skeleton_that_is_none_is_refused(pickled: bytes) -> None:
 )
 def test_a_table_that_reaches_outside_of_the_tensors_is_refused(table: bytes) -> None:
     capture = ImagePlanner().capture({"a": torch.ones(4)})
-    _, boxes, pickled = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
+    _, boxes, _, pickled = FORMATS[FORMAT_VERSION].split_skeleton(capture.skeleton)
     framed = frame_skeleton(table, boxes, pickled)
 
     with pytest.raises(CorruptShardError):

@@ -1,0 +1,116 @@
+"""Saves and loads of a state that all ranks of a node have equal: divided among them, and whole.
+
+``python -m benchmarks.save_once`` prints both for four ranks of one node, one after the other in
+each round, in shared memory. ``--width`` makes the GPT-2 larger (768 is 1.49 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import localckpt
+from benchmarks.ranks import run_ranks
+from benchmarks.state import build_state, state_nbytes
+
+__all__ = ["main"]
+
+_RANKS = 4
+_TIMEOUT_S = 900.0
+_WHAT = (
+    *("stall", "save, until complete", "processor time of the save"),
+    *("load in place", "processor time of the load"),
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Start the ranks, and print the medians of the slowest rank of each round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="localckpt-bench-") as root:
+        command = [sys.executable, "-m", "benchmarks.save_once", "rank"]
+        lines = run_ranks([*command, root, str(given.width), str(given.rounds)], _RANKS, _TIMEOUT_S)
+    told = json.loads(lines[0])
+    nbytes = told["nbytes"]
+    print(f"{_RANKS} ranks, {nbytes / 1e9:.2f} GB that all have, medians of {given.rounds} rounds")
+    for what, (whole_s, divided_s) in told["seconds"].items():
+        print(
+            f"{what}: whole {1000 * whole_s:.1f} ms, divided {1000 * divided_s:.1f} ms "
+            f"({divided_s / whole_s:.2f} x)"
+        )
+    whole, divided = (written / nbytes for written in told["written"])
+    print(f"written on the node: whole {whole:.3f} x the state, divided {divided:.3f} x")
+
+
+def _measure(root: Path, width: int, rounds: int) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    plain = build_state(width)
+    state = {"all": localckpt.replicated(plain)}
+    samples: dict[str, list[list[float]]] = {name: [[], []] for name in _WHAT}
+    written = [0, 0]
+    managers = [
+        localckpt.InMemoryCheckpointManager(name, root=root / name, divide_replicated=divided)
+        for name, divided in (("whole", False), ("divided", True))
+    ]
+    with localckpt.AsyncCallsQueue() as queue:
+        for iteration in range(rounds + 1):
+            for which, manager in enumerate(managers):
+                times = _round(manager, state, iteration, queue)
+                report = manager.last_save
+                assert report is not None, "it has saved"
+                written[which] = int(_over_ranks(report.nbytes, dist.ReduceOp.SUM))
+                # The first save of each makes its memory.
+                if iteration:
+                    for name, seconds in zip(_WHAT, times, strict=True):
+                        samples[name][which].append(seconds)
+    for manager in managers:
+        manager.close()
+    medians = {what: [statistics.median(of) for of in pair] for what, pair in samples.items()}
+    told = {"nbytes": state_nbytes(plain), "seconds": medians, "written": written}
+    print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+
+
+def _round(
+    manager: Any, state: Any, iteration: int, queue: localckpt.AsyncCallsQueue
+) -> list[float]:
+    """Save and load once; the seconds of the slowest rank."""
+    dist.barrier()
+    began, cpu = time.perf_counter(), time.process_time()
+    request = manager.save(state, iteration, is_async=True)
+    stall_s = time.perf_counter() - began
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    complete_s, save_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    manager.find_latest()
+    dist.barrier()
+    began, cpu = time.perf_counter(), time.process_time()
+    manager.load(into=state)
+    load_s, load_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    times = stall_s, complete_s, save_cpu_s, load_s, load_cpu_s
+    return [_over_ranks(s, dist.ReduceOp.MAX) for s in times]
+
+
+def _over_ranks(value: float, operation: Any) -> float:
+    tensor = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(tensor, operation)
+    return float(tensor)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        _measure(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main(sys.argv[1:])

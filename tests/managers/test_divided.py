@@ -1,0 +1,322 @@
+"""Tensors that the ranks of a node have equal are saved once a node, and come back bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import localckpt
+from tests.managers.jobs import KINDS, assert_same, cliques, make_manager, save
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+_LONG_S = 120.0
+
+
+def _common(iteration: int) -> dict[str, Any]:
+    """Tensors of which some are tied, not contiguous, without rows, of one row, or empty."""
+    random = torch.Generator().manual_seed(iteration)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    embedding = normal(1009, 37)
+    return {
+        "embedding": embedding,
+        "head": embedding.detach(),
+        "seven": normal(7, 9001),
+        "one_row": normal(1, 40_000),
+        "half": normal(3, 40_000).to(torch.bfloat16),
+        "transposed": normal(150, 300).t(),
+        "channels_last": normal(33, 5, 16, 16).to(memory_format=torch.channels_last),
+        "complex": torch.complex(normal(99, 150), normal(99, 150)),
+        "parameter": torch.nn.Parameter(normal(64, 1000)),
+        "small": normal(5),
+        "scalar": torch.tensor(float(iteration)),
+        "empty": torch.zeros(0, 7),
+    }
+
+
+def _state(rank: int, iteration: int) -> dict[str, Any]:
+    own = torch.Generator().manual_seed(1000 * iteration + rank)
+    common = _common(iteration)
+    # A view that is computed when it is read.
+    common["complex"] = common["complex"].conj().resolve_conj().conj()
+    return {
+        "model": localckpt.replicated(common),
+        "private": torch.randn(200 + rank, 100, generator=own),
+        "rank": rank,
+    }
+
+
+def _expected(rank: int, iteration: int) -> dict[str, Any]:
+    """The state as it is loaded."""
+    return {**_state(rank, iteration), "model": _common(iteration)}
+
+
+def _zeros(rank: int) -> dict[str, Any]:
+    state = _state(rank, 1)
+    model = {
+        key: torch.zeros_like(value, requires_grad=value.requires_grad)
+        for key, value in _common(1).items()
+    }
+    model["parameter"] = torch.nn.Parameter(model["parameter"].detach())
+    model["head"] = model["embedding"].detach()
+    return {**state, "model": model, "private": torch.zeros_like(state["private"]), "rank": -1}
+
+
+def _nbytes(state: Any) -> int:
+    # Tied to another one.
+    tensors = [t for key, t in state["model"].items() if key != "head"]
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _require_loads(manager: Any, rank: int, iteration: int) -> str:
+    """Load into new tensors and in place; where the shard came from."""
+    state, _ = manager.load()
+    assert_same(state, _expected(rank, iteration))
+    assert state["model"]["head"].data_ptr() == state["model"]["embedding"].data_ptr()
+    source = str(manager.last_load.source)
+    into = _zeros(rank)
+    kept = into["model"]["seven"]
+    filled, _ = manager.load(into=into)
+    assert filled["model"]["seven"] is kept
+    assert_same(filled["model"], _common(iteration))
+    assert_same(filled["private"], _expected(rank, iteration)["private"])
+    return source
+
+
+def _saves_once(rank: int, world_size: int, kind: str, root: Path, worker: str) -> int:
+    options: dict[str, Any] = {"async_worker": worker, "divide_replicated": True}
+    with (
+        make_manager(kind, root, "once", **options) as manager,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
+        save(manager, _state(rank, 3), 3)
+        _require_loads(manager, rank, 3)
+        save(manager, _state(rank, 4), 4, queue)
+        _require_loads(manager, rank, 4)
+        nbytes = int(manager.last_save.nbytes)
+    with make_manager(kind, root, "once") as manager:
+        # It need not divide what it saves itself.
+        assert manager.find_latest() == 4
+        assert _require_loads(manager, rank, 4) == "own node"
+        save(manager, _state(rank, 5), 5)
+        _require_loads(manager, rank, 5)
+        assert int(manager.last_save.nbytes) > 2 * nbytes
+    return nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "worker"), [(kind, "thread") for kind in KINDS] + [("disk", "process")]
+)
+def test_four_ranks_of_a_node_write_what_they_have_equal_once(
+    node_dirs: Dirs, kind: str, worker: str
+) -> None:
+    (root,) = node_dirs(1)
+
+    nbytes = run_ranks(_saves_once, 4, kind, root, worker, timeout_s=_LONG_S)
+
+    shared = _nbytes(_expected(0, 4))
+    private = sum(_expected(rank, 4)["private"].nbytes for rank in range(4))
+    assert shared + private < sum(nbytes) < 1.1 * (shared + private)
+
+
+def _saves(rank: int, world_size: int, parity: bool) -> None:
+    with _protected(parity) as manager:
+        save(manager, _state(rank, 3), 3)
+
+
+def _loads(rank: int, world_size: int, parity: bool) -> str:
+    with _protected(parity) as manager:
+        assert manager.find_latest() == 3
+        source = _require_loads(manager, rank, 3)
+        # What is saved next descends from it.
+        save(manager, _state(rank, 4), 4)
+        _require_loads(manager, rank, 4)
+        return source
+
+
+def _protected(parity: bool) -> Any:
+    strategy = localckpt.ParityReplicationStrategy(1, 3) if parity else cliques(2, 2)
+    return make_manager("disk", node_store(), "once", strategy, divide_replicated=True)
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_what_a_lost_node_held_comes_from_its_peers(node_dirs: Dirs, parity: bool) -> None:
+    nodes = node_dirs(3 if parity else 2)
+    ranks = 2 * len(nodes)
+    run_ranks(_saves, ranks, parity, store_per_node=nodes, timeout_s=_LONG_S)
+    shutil.rmtree(nodes[-1])
+    nodes[-1].mkdir()
+
+    sources = run_ranks(_loads, ranks, parity, store_per_node=nodes, timeout_s=_LONG_S)
+
+    assert sources[:-2] == ["own node"] * (ranks - 2)
+    assert all(source == "parity" if parity else "peer" in source for source in sources[-2:])
+
+
+def _saves_for_others(rank: int, world_size: int, root: Path) -> None:
+    with make_manager("disk", root, "once", divide_replicated=True) as manager:
+        save(manager, _state(rank, 3), 3)
+
+
+def _loads_what_others_saved(rank: int, world_size: int, root: Path) -> None:
+    rules = {"private": "drop", "rank": "drop"}
+    with make_manager("disk", root, "once", elastic=True, private=rules) as manager:
+        model = _zeros(rank)["model"]
+        manager.load(into={"model": localckpt.replicated(model), "private": None, "rank": 0})
+        assert_same(model, _common(3))
+
+
+def test_another_number_of_ranks_puts_the_parts_together(node_dirs: Dirs) -> None:
+    (root,) = node_dirs(1)
+    run_ranks(_saves_for_others, 4, root, timeout_s=_LONG_S)
+
+    run_ranks(_loads_what_others_saved, 3, root, timeout_s=_LONG_S)
+
+
+def _net(world_size: int) -> torch.nn.Module:
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(256, 301), torch.nn.Linear(301, 130))
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def _full(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.full_tensor() for key, value in net.state_dict().items()}
+
+
+def _saves_hsdp(rank: int, world_size: int, root: Path) -> int:
+    net = _net(world_size)
+    expected = _full(net)
+    with make_manager("disk", root, "hsdp", divide_replicated=True) as manager:
+        save(manager, {"model": net.state_dict()}, 3)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.to_local().zero_()
+        manager.load(into={"model": net.state_dict()})
+        assert_same(_full(net), expected)
+        return int(manager.last_save.nbytes)
+
+
+def _loads_fsdp(rank: int, world_size: int, root: Path) -> None:
+    net = _net(world_size)
+    expected = _full(net)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.to_local().zero_()
+    with make_manager("disk", root, "hsdp", elastic=True) as manager:
+        manager.load(into={"model": net.state_dict()})
+    assert_same(_full(net), expected)
+
+
+def test_replicas_of_hsdp_are_saved_once_and_loaded_by_other_shards(node_dirs: Dirs) -> None:
+    (root,) = node_dirs(1)
+
+    nbytes = run_ranks(_saves_hsdp, 4, root, timeout_s=_LONG_S)
+
+    whole = 4 * (256 * 301 + 301 * 130)
+    assert whole < sum(nbytes) < 1.15 * whole
+    run_ranks(_loads_fsdp, 3, root, timeout_s=_LONG_S)
+
+
+def _disagrees(rank: int, world_size: int, root: Path) -> None:
+    def state(width: int) -> dict[str, Any]:
+        return {"model": localckpt.replicated({"weight": torch.ones(200 + width, 100)})}
+
+    odd = int(rank == 1)
+    with make_manager("disk", root, "first", divide_replicated=True) as manager:
+        # What does not fit together is seen before anything is saved: each rank saves it whole.
+        save(manager, state(odd), 1)
+        loaded, _ = manager.load()
+        assert loaded["model"]["weight"].shape == (200 + odd, 100)
+    with make_manager("disk", root, "later", divide_replicated=True) as manager:
+        save(manager, state(0), 1)
+        with pytest.raises(localckpt.SaveFailedError, match=r"ranks 0 and 1 were to divide"):
+            save(manager, state(odd), 2)
+        save(manager, state(odd), 3)
+        loaded, _ = manager.load()
+        assert loaded["model"]["weight"].shape == (200 + odd, 100)
+
+
+def test_parts_that_do_not_fit_together_are_never_a_checkpoint(node_dirs: Dirs) -> None:
+    (root,) = node_dirs(1)
+
+    run_ranks(_disagrees, 2, root, timeout_s=_LONG_S)
+
+
+def _compares(rank: int, world_size: int, root: Path) -> None:
+    options = {"check_replicas": 2, "divide_replicated": True}
+    with make_manager("disk", root, "checked", **options) as manager:
+        sizes = []
+        for iteration in range(1, 5):
+            save(manager, _state(0, iteration), iteration)
+            sizes.append(manager.last_save.nbytes)
+            state, _ = manager.load()
+            assert_same(state["model"], _common(iteration))
+        assert sorted(sizes)[2] > 1.5 * sorted(sizes)[1]
+        state = _state(0, 5)
+        state["model"].value["seven"][rank] += 1
+        # A difference is seen by the next save that compares.
+        if sizes[-1] > sizes[-2]:
+            save(manager, state, 5)
+        with pytest.raises(localckpt.DivergenceError, match=r"model\.seven"):
+            save(manager, state, 6)
+
+
+def test_a_save_that_compares_replicas_divides_nothing(node_dirs: Dirs) -> None:
+    (root,) = node_dirs(1)
+
+    run_ranks(_compares, 2, root, timeout_s=_LONG_S)
+
+
+def _loses_a_copy(rank: int, world_size: int) -> None:
+    with make_manager(
+        "disk", node_store(), "once", cliques(2, 2), divide_replicated=True
+    ) as manager:
+        save(manager, _state(rank, 3), 3)
+        dist.barrier()
+        if rank == 1:
+            path = manager.store.open(manager._parts.checkpoints.complete[0].shard(1, "once")).path
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+        # Rank 0 finds it as well, on whose node it is.
+        _require_loads(manager, rank, 3)
+
+
+def test_a_damaged_part_comes_from_another_node(node_dirs: Dirs) -> None:
+    run_ranks(_loses_a_copy, 4, store_per_node=node_dirs(2), timeout_s=_LONG_S)
+
+
+def _promotes(rank: int, world_size: int, root: Path) -> None:
+    with (
+        make_manager("disk", root / "node", "once", divide_replicated=True) as nodes,
+        localckpt.GlobalCheckpointManager(root / "shared", local=nodes) as shared,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
+        save(nodes, _state(rank, 3), 3)
+        queue.schedule_async_request(nodes.promote(3, to=shared))
+        queue.wait_until_finished()
+        state = {"model": _zeros(rank)["model"]}
+        dcp.load(state, checkpoint_id=next((root / "shared").glob("*3*")))
+        assert_same(state["model"], _common(3))
+
+
+def test_a_divided_checkpoint_is_drained_whole(tmp_path: Path) -> None:
+    run_ranks(_promotes, 2, tmp_path, timeout_s=_LONG_S)

@@ -1,0 +1,163 @@
+"""Images of divided tensors: they are put together, or refused before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt.errors import CorruptShardError, RestoreError
+from localckpt.ids import Generation, ShardIdentity
+from localckpt.memory.copying import Copier
+from localckpt.memory.gpu_copies import SideStreams
+from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.global_view import Job
+from localckpt.state_dict.header import DIVIDED_VERSION, FORMATS, frame_divided
+from localckpt.state_dict.image import Capture, ImagePlanner
+from localckpt.state_dict.replicated import Replicated
+from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.targets import find_targets
+
+_ALLOWED = SafeGlobals(())
+_RANKS = 3
+
+
+def _identity(rank: int) -> ShardIdentity:
+    return ShardIdentity("job", Generation(1, 1), 3, rank, _RANKS)
+
+
+def _state() -> dict[str, Any]:
+    common = {"a": torch.arange(40_000.0).view(200, 200), "b": torch.ones(3, 20_000)}
+    return {"all": Replicated(common, range(_RANKS)), "own": torch.ones(4)}
+
+
+def _captured(rank: int) -> Capture:
+    planner = ImagePlanner(job=Job(rank, range(_RANKS)))
+    return planner.capture(wrapped(_state()), tuple(range(_RANKS)))
+
+
+def _reader(rank: int, capture: Capture) -> ImageReader:
+    image = memoryview(bytearray(capture.nbytes(_identity(rank))))
+    assert capture.write(image, _identity(rank), Copier(1), SideStreams()).has_digests
+    return ImageReader(MemorySource(image), _ALLOWED, _identity(rank))
+
+
+def _changed(capture: Capture, change: Callable[[Any, Any], None]) -> Capture:
+    """The image with another table of parts, which has good digests."""
+    *tables, parts, pickle = FORMATS[DIVIDED_VERSION].split_skeleton(capture.skeleton)
+    groups, rows = json.loads(parts)
+    change(groups, rows)
+    framed = frame_divided(*tables, json.dumps([groups, rows]).encode(), pickle)
+    return dataclasses.replace(capture, skeleton=framed)
+
+
+def _load(of_rank_0: ImageReader, mates: dict[int, ImageReader]) -> dict[str, Any]:
+    into = _state()
+    for tensor in (*into["all"].value.values(), into["own"]):
+        tensor.zero_()
+    try:
+        of_rank_0.restore(find_targets(wrapped(into)), None, mates)
+    except (CorruptShardError, RestoreError):
+        assert not any(t.any() for t in (*into["all"].value.values(), into["own"]))
+        raise
+    return into
+
+
+def test_the_parts_of_all_ranks_are_the_state() -> None:
+    readers = {rank: _reader(rank, _captured(rank)) for rank in range(_RANKS)}
+
+    assert readers[0].mates == (1, 2)
+    loaded = _load(readers[0], {1: readers[1], 2: readers[2]})
+
+    for key, tensor in _state()["all"].value.items():
+        assert torch.equal(loaded["all"].value[key], tensor)
+    assert torch.equal(loaded["own"], torch.ones(4))
+
+
+def test_nothing_is_divided_without_neighbours() -> None:
+    planner = ImagePlanner(job=Job(0, range(_RANKS)))
+
+    reader = _reader(0, planner.capture(wrapped(_state())))
+
+    assert reader.mates == ()
+    assert reader.header.format is FORMATS["localckpt-2"]
+
+
+def test_an_image_of_parts_is_not_loaded_by_itself() -> None:
+    with pytest.raises(RestoreError, match=r"images of ranks 1, 2 hold the rest"):
+        _load(_reader(0, _captured(0)), {})
+
+
+def _row(rows: Any, slot: str) -> Any:
+    return next(row for row in rows if row[0] == slot)
+
+
+def _set(slot: str, at: int, value: Any) -> Callable[[Any, Any], None]:
+    def change(groups: Any, rows: Any) -> None:
+        _row(rows, slot)[at] = value
+
+    return change
+
+
+def _rename(groups: Any, rows: Any) -> None:
+    _row(rows, "all.a")[0] = "own"
+
+
+def _repeat(groups: Any, rows: Any) -> None:
+    rows.append(_row(rows, "all.a"))
+
+
+def _other_ranks(*ranks: Any) -> Callable[[Any, Any], None]:
+    def change(groups: Any, rows: Any) -> None:
+        groups[0] = list(ranks)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_set("all.a", 2, 1), "rows"),
+        (_set("all.a", 2, -1), "rows"),
+        (_set("all.a", 2, 150), "rows"),
+        (_set("all.a", 3, 2**70), "rows"),
+        (_set("all.a", 3, True), "rows"),
+        (_set("all.a", 1, 7), "division"),
+        (_set("all.a", 4, [1, 1]), "strides"),
+        (_set("all.a", 4, [0, 0]), "strides"),
+        (_rename, "do not share"),
+        (_repeat, "a part of"),
+        (_other_ranks(0, 1), "not so in|in none of"),
+        (_other_ranks(0, 1, 3), "ranks"),
+        (_other_ranks(1, 2), "ranks"),
+        (_other_ranks(0, 0, 1), "ranks"),
+        (_other_ranks(0, "1", 2), "ranks"),
+    ],
+)
+def test_a_table_of_parts_that_cannot_be_is_refused(
+    change: Callable[[Any, Any], None], why: str
+) -> None:
+    mates = {rank: _reader(rank, _captured(rank)) for rank in (1, 2)}
+
+    with pytest.raises(CorruptShardError, match=why):
+        _load(_reader(0, _changed(_captured(0), change)), mates)
+
+
+@pytest.mark.parametrize(
+    ("slot", "start", "why"),
+    [("all.a", 166, r"rows 166:167 .* in several"), ("all.b", 1, r"rows 0:1 .* in none")],
+)
+def test_parts_of_other_ranks_that_overlap_or_leave_gaps_are_refused(
+    slot: str, start: int, why: str
+) -> None:
+    changed = _changed(_captured(1), _set(slot, 2, start))
+    mates = {1: _reader(1, changed), 2: _reader(2, _captured(2))}
+
+    with pytest.raises(CorruptShardError, match=why):
+        _load(_reader(0, _captured(0)), mates)

@@ -232,7 +232,7 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
     states = capture.StateCapture(store, SafeGlobals(), SaveOptions(timeout=MAX_S))
     identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
-    slot = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
+    slot, _ = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
     # Another process is done with it, and the peer was lost before all was sent.
     assert slot.buffer is not None
     slot.buffer.give_back()

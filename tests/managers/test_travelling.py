@@ -20,20 +20,20 @@ def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_pa
     first, second, third = (
         ShardIdentity("run", Generation(1, number), number, 0, 1) for number in (1, 2, 3)
     )
-    sent = capture.capture(wrapped(state_of(0, 1)), first, is_sent=True)
+    sent, _ = capture.capture(wrapped(state_of(0, 1)), first, is_sent=True)
     sent.await_digests()
     run_commit(store.commit([sent]))
     assert sent.source is not None
     before = bytes(sent.source.read(0, sent.nbytes))
 
-    later = capture.capture(wrapped(state_of(0, 2)), second, is_sent=False)
+    later, _ = capture.capture(wrapped(state_of(0, 2)), second, is_sent=False)
 
     assert bytes(sent.source.read(0, sent.nbytes)) == before
     assert sent.buffer is not later.buffer
     buffers = [sent.buffer, later.buffer]
     sent.sent()
     run_commit(store.commit([later]))
-    last = capture.capture(wrapped(state_of(0, 3)), third, is_sent=False)
+    last, _ = capture.capture(wrapped(state_of(0, 3)), third, is_sent=False)
     assert last.buffer in buffers
     run_commit(store.commit([last]))
     capture.close()

@@ -1,7 +1,8 @@
-"""Saves and loads of a state that all ranks of a node have equal: divided among them, and whole.
+"""Saves and loads of a state that all ranks have equal: said to be so and divided, and whole.
 
 ``python -m benchmarks.save_once`` prints both for four ranks of one node, one after the other in
-each round, in shared memory. ``--width`` makes the GPT-2 larger (768 is 1.49 GB).
+each round, in shared memory. With ``--nodes 2`` two ranks are on either of two nodes, which keep
+replicas of each other's shards. ``--width`` makes the GPT-2 larger (768 is 1.49 GB).
 """
 
 from __future__ import annotations
@@ -37,40 +38,56 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="localckpt-bench-") as root:
-        command = [sys.executable, "-m", "benchmarks.save_once", "rank"]
-        lines = run_ranks([*command, root, str(given.width), str(given.rounds)], _RANKS, _TIMEOUT_S)
+        command = [sys.executable, "-m", "benchmarks.save_once", "rank", root]
+        numbers = map(str, (given.width, given.rounds, given.nodes))
+        lines = run_ranks([*command, *numbers], _RANKS, _TIMEOUT_S)
     told = json.loads(lines[0])
     nbytes = told["nbytes"]
-    print(f"{_RANKS} ranks, {nbytes / 1e9:.2f} GB that all have, medians of {given.rounds} rounds")
+    print(
+        f"{_RANKS} ranks, {_RANKS // given.nodes} on each node, {nbytes / 1e9:.2f} GB that all have, medians of "
+        f"{given.rounds} rounds"
+    )
     for what, (whole_s, divided_s) in told["seconds"].items():
         print(
             f"{what}: whole {1000 * whole_s:.1f} ms, divided {1000 * divided_s:.1f} ms "
             f"({divided_s / whole_s:.2f} x)"
         )
     whole, divided = (written / nbytes for written in told["written"])
-    print(f"written on the node: whole {whole:.3f} x the state, divided {divided:.3f} x")
+    print(f"shards of all ranks: whole {whole:.3f} x the state, divided {divided:.3f} x")
+    if given.nodes > 1:
+        whole, divided = (sent / nbytes for sent in told["sent"])
+        print(f"sent between nodes: whole {whole:.3f} x the state, divided {divided:.6f} x")
 
 
-def _measure(root: Path, width: int, rounds: int) -> None:
+def _measure(root: Path, width: int, rounds: int, nodes: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     plain = build_state(width)
-    state = {"all": localckpt.replicated(plain)}
+    # What is not said to be equal is private.
+    states = {"all": plain}, {"all": localckpt.replicated(plain)}
     samples: dict[str, list[list[float]]] = {name: [[], []] for name in _WHAT}
-    written = [0, 0]
+    written, sent = [0, 0], [0, 0]
+    node = dist.get_rank() * nodes // _RANKS
     managers = [
-        localckpt.InMemoryCheckpointManager(name, root=root / name, divide_replicated=divided)
+        localckpt.InMemoryCheckpointManager(
+            name,
+            localckpt.CliqueReplicationStrategy(replication_factor=nodes) if nodes > 1 else None,
+            root=root / f"{name}-{node}",
+            divide_replicated=divided,
+        )
         for name, divided in (("whole", False), ("divided", True))
     ]
     with localckpt.AsyncCallsQueue() as queue:
         for iteration in range(rounds + 1):
             for which, manager in enumerate(managers):
-                times = _round(manager, state, iteration, queue)
+                times = _round(manager, states[which], iteration, queue)
                 report = manager.last_save
                 assert report is not None, "it has saved"
                 written[which] = int(_over_ranks(report.nbytes, dist.ReduceOp.SUM))
+                sent[which] = int(_over_ranks(report.sent_nbytes or 0, dist.ReduceOp.SUM))
                 # The first save of each makes its memory.
                 if iteration:
                     for name, seconds in zip(_WHAT, times, strict=True):
@@ -78,7 +95,7 @@ def _measure(root: Path, width: int, rounds: int) -> None:
     for manager in managers:
         manager.close()
     medians = {what: [statistics.median(of) for of in pair] for what, pair in samples.items()}
-    told = {"nbytes": state_nbytes(plain), "seconds": medians, "written": written}
+    told = {"nbytes": state_nbytes(plain), "seconds": medians, "written": written, "sent": sent}
     print(json.dumps(told), flush=True)
     dist.destroy_process_group()
 
@@ -111,6 +128,6 @@ def _over_ranks(value: float, operation: Any) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        _measure(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        _measure(Path(sys.argv[2]), *map(int, sys.argv[3:6]))
     else:
         main(sys.argv[1:])

@@ -36,6 +36,7 @@ class Replication:
         kept: Ranks whose shards have come here.
         group: The group for which a piece of another kind is kept here.
         seconds: Time that it took; ``None`` before it is over.
+        sent_nbytes: Bytes that this rank sent; ``None`` before it is over, or if nobody counts.
     """
 
     identity: ShardIdentity
@@ -44,6 +45,7 @@ class Replication:
     kept: list[int] = field(default_factory=list)
     group: Group | None = None
     seconds: float | None = None
+    sent_nbytes: int | None = None
 
 
 class Replicator:
@@ -211,4 +213,5 @@ class Replicator:
         if not all(piece.is_shard for piece in pieces):
             replication.group = self._strategy.protection[replication.identity.rank]
         replication.seconds = time.monotonic() - began
+        replication.sent_nbytes = self._strategy.sent_nbytes
         return slots

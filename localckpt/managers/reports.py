@@ -21,6 +21,8 @@ class SaveReport:
         replicate_s: Time to exchange replicas; ``None`` until that is done.
         stall_s: How long training waited for ``save``.
         durable_s: When all that this rank keeps of it was durable; ``None`` until then.
+        sent_nbytes: Bytes that this rank sent to others, which keep replicas of its image; ``None``
+            until that is done, and where no replicas are kept.
         skipped: Nothing was saved, because older saves still used all staging buffers.
     """
 
@@ -30,6 +32,7 @@ class SaveReport:
     replicate_s: float | None
     stall_s: float
     durable_s: float | None = None
+    sent_nbytes: int | None = None
     skipped: bool = False
 
     @classmethod
@@ -42,7 +45,8 @@ class SaveReport:
         speed = _speed(self.nbytes, self.stage_s)
         steps = [f"{self.nbytes} bytes, staged in {self.stage_s:.3f} s ({speed})"]
         if self.replicate_s is not None:
-            steps.append(f"replicated in {self.replicate_s:.3f} s")
+            sent = "" if self.sent_nbytes is None else f" with {self.sent_nbytes} bytes sent"
+            steps.append(f"replicated in {self.replicate_s:.3f} s{sent}")
         steps.append(f"training waited {self.stall_s:.3f} s")
         if self.durable_s is not None:
             steps.append(f"durable after {self.durable_s:.3f} s")

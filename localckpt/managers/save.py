@@ -488,6 +488,7 @@ class Save:
             self._replication.seconds,
             self._returned - self._called,
             None if self._durable is None else self._durable - self._called,
+            self._replication.sent_nbytes,
         )
 
     def _all_slots(self) -> list[Slot]:

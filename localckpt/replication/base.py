@@ -88,6 +88,8 @@ class ReplicationStrategy(ABC):
         self.target_device = target_device
         self.rate_limit: float | None = None
         """Number of bytes a second that a rank may send behind training; ``None`` for any."""
+        self.sent_nbytes: int | None = None
+        """Bytes that this rank sent for the copies of the last save; ``None`` if nobody counts."""
         self._process_group = process_group
         self._everyone: Ranks | None = None
         self._last_ticket: Ticket | None = None

@@ -21,6 +21,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
 from localckpt.replication.base import Accept, ReplicationStrategy
 from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.in_common import InCommon, Offer
 from localckpt.replication.member_strategy import (
     Announcement,
     MemberStrategy,
@@ -32,7 +33,8 @@ from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import as_asked
 from localckpt.replication.shard_plans import missing_copies
 from localckpt.replication.transport import Transport, choose_transport
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.common_bytes import CommonBytes, common_bytes
+from localckpt.state_dict.source import MemorySource, ShardSource
 
 __all__ = [
     "CliqueReplicationStrategy",
@@ -180,9 +182,19 @@ class CliqueReplicationStrategy(MemberStrategy):
         if self._device is not None and self._device.broken:
             tensors_on_gpu = False
         group, clique = self._members.group, self._members.coordinator
-        announced = self._announce(
-            source, ckpt_id, error, step_s, tensors_on_gpu and group.supports("cuda")
-        )
+        on_gpu = tensors_on_gpu and group.supports("cuda")
+        image, groups = memoryview(b""), dict[str, CommonBytes]()
+        with Attempt() as looking:
+            # What is sent from a GPU may not be in host memory yet.
+            if isinstance(source, MemorySource) and error is None and not on_gpu:
+                image, groups = source.view, common_bytes(source.view)
+        offer = Offer(on_gpu, {name: found.digest for name, found in groups.items()})
+        announced = self._announce(source, ckpt_id, error or looking.error_text, step_s, offer)
+        offers = [Offer(*peer.more) for peer in announced]
+        pairs = {
+            peer.rank: InCommon(image, groups, offer.digests)
+            for peer, offer in zip(announced, offers, strict=True)
+        }
         what = f"iteration {ckpt_id.iteration}"
 
         rounds = self._rounds(announced)
@@ -195,18 +207,21 @@ class CliqueReplicationStrategy(MemberStrategy):
         clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
-        over_device = all(peer.more for peer in announced)
+        over_device = all(offer.on_gpu for offer in offers)
         with Attempt() as exchanging:
             assert source is not None
-            arrivals = iter(views)
+            rooms = iter(pairs[p.rank].room(v) for p, v in zip(senders, views, strict=True))
             moves = [
                 (
-                    [(receiver, source)] if receiver is not None else [],
-                    [(sender.rank, next(arrivals))] if sender is not None else [],
+                    [] if receiver is None else [(receiver, pairs[receiver].outgoing(source))],
+                    [] if sender is None else [(sender.rank, next(rooms))],
                 )
                 for receiver, sender in rounds
             ]
             self._exchange(announced, moves, over_device, step_s)
+            self.sent_nbytes = sum(image.nbytes for sends, _ in moves for _, image in sends)
+            for peer, view in zip(senders, views, strict=True):
+                pairs[peer.rank].complete(view)
         took_s = time.monotonic() - started
         # gloo's peers see at once that a connection is closed, NCCL's at their own deadline.
         grace_s = GRACE_S + (max(0.0, step_s - took_s) if over_device else 0.0)
@@ -217,8 +232,8 @@ class CliqueReplicationStrategy(MemberStrategy):
             deadline=deadline_with_others(step_s),
         )
         logger.debug(
-            "replicated %s: %d bytes to each of %d peers in %.3f s",
-            what, source.nbytes if source else 0, len(announced) - 1, took_s,
+            "replicated %s: %d bytes to %d peers in %.3f s",
+            what, self.sent_nbytes or 0, len(announced) - 1, took_s,
         )  # fmt: skip
         return [peer.id_ for peer in senders]
 

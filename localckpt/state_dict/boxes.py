@@ -93,6 +93,29 @@ class Box(NamedTuple):
         )
         return f"[{', '.join(sides)}] of {list(self.shape)}"
 
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks should have the tensor equal, or it is not known which."""
+        return self.ranks is None or len(self.ranks) > 1
+
+    @property
+    def kind(self) -> str:
+        """Text that the ranks which should have the tensor equal have in common.
+
+        Megatron-Core names no ranks. Its tensors are of a kind if the first name in their keys, and
+        the dimensions that are whole, are the same: so are replicas of data parallelism, and what
+        tensor parallelism leaves whole.
+        """
+        if self.ranks is not None:
+            return repr(self.ranks.lattices)
+        wholes = "".join("w" if is_whole else "p" for is_whole in self.wholes)
+        return f"{self.key.partition('.')[0]} {wholes}"
+
+    @property
+    def wholes(self) -> list[bool]:
+        """For each dimension whether the tensor has all of it."""
+        return [runs == ((0, size),) for runs, size in zip(self.runs, self.shape, strict=True)]
+
     def fits(self, local: tuple[int, ...]) -> bool:
         """Return whether this can be the box of a tensor of a shape, as a reader will ask."""
         try:

@@ -15,10 +15,9 @@ import torch
 import xxhash
 
 from localckpt.memory.host_memory import memory_at
-from localckpt.state_dict.boxes import Box, parse_boxes
-from localckpt.state_dict.identify import read_header
-from localckpt.state_dict.source import MemorySource
-from localckpt.state_dict.tensor_table import TableEntry, parse_entries
+from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.captured import read_tables
+from localckpt.state_dict.tensor_table import TableEntry
 
 __all__ = ["PartDigest", "replica_digests"]
 
@@ -63,23 +62,15 @@ def replica_digests(image: memoryview) -> list[PartDigest]:
     Raises:
         CorruptShardError: The image is damaged.
     """
-    header = read_header(MemorySource(image))
-    identity = header.identity
-    if identity.world_size < 2:
-        return []
-    framed = bytes(image[header.skeleton_start : header.digests_start])
-    table, boxes_text, _, _ = header.format.split_skeleton(framed)
-    entries = parse_entries(table)
-    shapes = [entry.shape for entry in entries]
-    boxes = parse_boxes(boxes_text, shapes, identity.rank, identity.world_size)
+    header, entries, boxes = read_tables(image)
     parts: dict[tuple[str, bool], dict[str, int]] = {}
     for number, box in boxes.items():
         entry = entries[number]
-        if entry.slot is None or (box.ranks is not None and len(box.ranks) < 2):
+        if entry.slot is None or not box.is_shared:
             continue
         slot = header.slots[entry.slot]
         start = header.data_start + slot.offset
-        tensors = parts.setdefault((_kind_of(box), box.ranks is None), {})
+        tensors = parts.setdefault((box.kind, box.ranks is None), {})
         name = _free_name(box, tensors)
         tensors[name] = _digest(entry, image[start : start + slot.nbytes])
     return sorted(_part(kind, tensors, is_open) for (kind, is_open), tensors in parts.items())
@@ -96,19 +87,8 @@ def _part(kind: str, tensors: dict[str, int], is_open: bool) -> PartDigest:
     return PartDigest(set_id, whole.intdigest(), ordered)
 
 
-def _kind_of(box: Box) -> str:
-    if box.ranks is not None:
-        return repr(box.ranks.lattices)
-    wholes = "".join("w" if is_whole else "p" for is_whole in _wholes(box))
-    return f"{box.key.partition('.')[0]} {wholes}"
-
-
-def _wholes(box: Box) -> list[bool]:
-    return [runs == ((0, size),) for runs, size in zip(box.runs, box.shape, strict=True)]
-
-
 def _free_name(box: Box, taken: dict[str, int]) -> str:
-    wanted = box.key if all(_wholes(box)) else f"{box.key} {box.place}"
+    wanted = box.key if all(box.wholes) else f"{box.key} {box.place}"
     name, count = wanted, 1
     while name in taken:
         count += 1

@@ -65,6 +65,8 @@ class StateCapture:
         self._states_are_good = False
         # Until the ranks find that their parts do not fit together.
         self._divides = options.divide_replicated and store.keeps_images
+        self._nodes: Sequence[str] = ()
+        self._neighbours: tuple[int, ...] = ()
 
     def neighbours(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank divides what they have equal with; ``()`` for none.
@@ -75,8 +77,11 @@ class StateCapture:
         """
         if not self._divides or not nodes:
             return ()
-        here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
-        return here if len(here) > 1 else ()
+        # Looked for once in an epoch, since there may be many ranks and training waits.
+        if nodes is not self._nodes:
+            here = tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+            self._nodes, self._neighbours = nodes, here if len(here) > 1 else ()
+        return self._neighbours
 
     def divide_no_more(self, why: str) -> None:
         """Store all tensors whole from now on, as all ranks do."""

@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> None:
     told = json.loads(lines[0])
     nbytes = told["nbytes"]
     print(
-        f"{_RANKS} ranks, {_RANKS // given.nodes} on each node, {nbytes / 1e9:.2f} GB that all have, medians of "
-        f"{given.rounds} rounds"
+        f"{_RANKS} ranks, {_RANKS // given.nodes} on each node, {nbytes / 1e9:.2f} GB that all "
+        f"have, medians of {given.rounds} rounds"
     )
     for what, (whole_s, divided_s) in told["seconds"].items():
         print(

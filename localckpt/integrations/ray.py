@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
@@ -102,6 +106,11 @@ class RayCheckpointer(Checkpointer):
             "local": _text(options.get("local")),
             "shared": _text(options.get("shared")),
         }
+        # Of one name for the run, so that each start finds what one that was killed has left. No
+        # worker reports before all of them are made.
+        self._folder = _report_folder(session_id)
+        if context.get_local_rank() == 0 and self._folder.exists():
+            shutil.rmtree(self._folder)
         self._is_first = context.get_world_rank() == 0
         self._reported: int | None = None
         super().__init__(state, session_id=session_id, stop_signals=stop_signals, **options)
@@ -160,12 +169,15 @@ class RayCheckpointer(Checkpointer):
         if newest is None or not is_new or not self._is_first:
             ray.train.report(dict(metrics))
             return
-        # Ray Train copies the folder to its storage before the call returns.
-        with tempfile.TemporaryDirectory(prefix="localckpt-report-") as folder:
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        self._folder.mkdir(mode=0o700)
+        try:
+            checkpoint = ray.train.Checkpoint.from_directory(self._folder)
             reference = Reference(step=newest, **self._reference)
             checkpoint.set_metadata({_METADATA_KEY: asdict(reference)})
+            # Ray Train copies the folder to its storage before the call returns.
             ray.train.report(dict(metrics), checkpoint=checkpoint)
+        finally:
+            shutil.rmtree(self._folder)
 
     def _known_step(self) -> int:
         """Step of this run that Ray Train was last told of, on the first worker; -1 for none."""
@@ -174,6 +186,12 @@ class RayCheckpointer(Checkpointer):
         if reference is None or reference.session_id != self._reference["session_id"]:
             return -1
         return reference.step
+
+
+def _report_folder(session_id: str) -> Path:
+    """Return the path of the folder that the first worker of a run hands to Ray Train."""
+    run = xxhash.xxh3_64_hexdigest(session_id.encode())
+    return Path(tempfile.gettempdir(), f"localckpt-report-{os.getuid()}-{run}")
 
 
 def _first(steps: list[int]) -> int:

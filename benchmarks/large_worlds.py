@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from benchmarks.report import Report
 from benchmarks.setup import Options
-from localckpt.availability.explanation import explain
+from localckpt.availability.explain import explain
 from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.ids import Checkpoint, CkptID, Generation, Group, ShardRecord

@@ -1,4 +1,4 @@
-"""Short texts of failures, for other ranks, and joined texts of many ranks.
+"""Short texts of failures, for other ranks, and joined texts and names of many ranks.
 
 Every rank receives every other rank's text, so each is cut to a limit, and a text that several
 ranks share is given once.
@@ -7,12 +7,19 @@ ranks share is given once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["described", "ranks_named", "said_by", "short", "with_class", "with_short_texts"]
+__all__ = [
+    "described",
+    "ranges",
+    "ranks_named",
+    "said_by",
+    "short",
+    "with_class",
+    "with_short_texts",
+]
 
 # Limit of a text that is sent to other ranks, in characters.
 _LONGEST_TEXT = 4000
@@ -64,11 +71,9 @@ def said_by(texts: Mapping[int, str]) -> str:
 
 def ranks_named(ranks: Iterable[int]) -> str:
     """Return ranks in words: ``rank 3``, ``ranks 0 to 7 and 9``."""
-    ordered = sorted(set(ranks))
-    starts = [r for before, r in pairwise([ordered[0] - 2, *ordered]) if r != before + 1]
-    ends = [r for r, after in pairwise([*ordered, ordered[-1] + 2]) if after != r + 1]
+    runs = _runs(ranks)
     parts: list[str] = []
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in runs:
         if end - start > 1:
             parts.append(f"{start} to {end}")
         else:
@@ -76,4 +81,21 @@ def ranks_named(ranks: Iterable[int]) -> str:
     if len(parts) > _MOST_RANGES:
         parts = [*parts[:_MOST_RANGES], "others"]
     listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    return f"rank{'s'[: len(ordered) != 1]} {listed}"
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if is_one else 'ranks'} {listed}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers in short: ``0-7,9``."""
+    return ",".join(
+        f"{start}-{end}" if start < end else f"{start}" for start, end in _runs(numbers)
+    )
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Find the first and the last of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        start = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number
+        runs.append((start, number))
+    return runs

@@ -169,7 +169,7 @@ def test_rooms_of_one_node_do_not_know_of_other_nodes(room: str) -> None:
     "module",
     [
         *("localckpt", "localckpt.ids", "localckpt.storage.disk", "localckpt.async_save.worker"),
-        *("localckpt.storage.catalog", "localckpt.availability.explanation", "localckpt.cli"),
+        *("localckpt.storage.catalog", "localckpt.availability.explain", "localckpt.cli"),
         *("localckpt.replication.survival", "localckpt.integrations.nvrx"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from localckpt.availability.explain import explain as explain_inventory
 from localckpt.availability.explanation import Explanation
-from localckpt.availability.explanation import explain as explain_inventory
 from localckpt.availability.inventory import Inventory
 from localckpt.cli.listing import SharedListing, look
 from localckpt.cli.output import (

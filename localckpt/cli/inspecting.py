@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from localckpt.availability.explanation import ranges
 from localckpt.cli.output import (
     BAD,
     JsonOption,
@@ -25,6 +24,7 @@ from localckpt.cli.output import (
     size,
 )
 from localckpt.errors import CorruptShardError, StorageError
+from localckpt.failure_texts import ranges
 from localckpt.ids import SHARD_KIND, ShardRecord
 from localckpt.state_dict.boxes import Box, RankSet, parse_boxes
 from localckpt.state_dict.header import DIGESTS, FORMATS, METADATA, SKELETON, kind_of

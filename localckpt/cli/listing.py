@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from localckpt.availability.coverage import complete_checkpoints
-from localckpt.availability.explanation import ranges
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.ordering import newest_first
 from localckpt.cli.output import (
@@ -25,6 +24,7 @@ from localckpt.cli.output import (
     size,
     store_or_default,
 )
+from localckpt.failure_texts import ranges
 from localckpt.global_tier.catalog import (
     SharedCheckpoint,
     SharedSession,

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from localckpt.availability.coverage import describe_choice, judge_newest
-from localckpt.availability.explanation import Explanation, explain
+from localckpt.availability.explain import explain
+from localckpt.availability.explanation import Explanation
 from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory, node_report, packed, ranks_by_node, unpacked
 from localckpt.availability.ordering import unrelated

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from localckpt.availability.coverage import JoinRecord, judge_join
-from localckpt.availability.explanation import ranges
 from localckpt.availability.inventory import ranks_by_node
+from localckpt.failure_texts import ranges
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints, judge_newest
-from localckpt.availability.explanation import Explanation, explain, ranges
+from localckpt.availability.explain import explain
+from localckpt.availability.explanation import Explanation
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranges
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardIdentity, ShardRecord
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Stored

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.availability.coverage import complete_checkpoints
-from localckpt.availability.explanation import explain
+from localckpt.availability.explain import explain
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.recoverable import Nodes, groups_to_compute, least_losses, minimal
 from localckpt.errors import NoReplicasAvailableError

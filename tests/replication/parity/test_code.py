@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localckpt.availability.coverage import SaveOutcome, complete_checkpoints
 from localckpt.availability.durability import durability_found, durability_saved
-from localckpt.availability.explanation import explain
+from localckpt.availability.explain import explain
 from localckpt.availability.inventory import Inventory, node_report, ranks_by_node
 from localckpt.availability.recoverable import minimal
 from localckpt.errors import MismatchError

@@ -158,7 +158,7 @@ class Group:
 
     Args:
         ranks: The members, in the redundancy scheme's order.
-        spare: Number of members, any of them, that may be lost.
+        tolerated: Number of members, any of them, that may be lost.
         kind: Kind of the pieces that protect the shards.
 
     Raises:
@@ -166,19 +166,19 @@ class Group:
     """
 
     ranks: tuple[int, ...]
-    spare: int
+    tolerated: int
     kind: str = SHARD_KIND
 
     def __post_init__(self) -> None:
         # type(), because isinstance(True, int) holds.
-        if set(map(type, (*self.ranks, self.spare))) != {int}:
+        if set(map(type, (*self.ranks, self.tolerated))) != {int}:
             raise MismatchError(
                 "the ranks of a group, and how many of them may be lost, are whole numbers"
             )
         # Only a group of one rank protects nothing.
-        if not min(1, len(self.ranks) - 1) <= self.spare < len(self.ranks):
+        if not min(1, len(self.ranks) - 1) <= self.tolerated < len(self.ranks):
             raise MismatchError(
-                f"it says that {self.spare} of a group of {len(self.ranks)} ranks may be lost"
+                f"it says that {self.tolerated} of a group of {len(self.ranks)} ranks may be lost"
             )
         if len(set(self.ranks)) < len(self.ranks) or not (
             0 <= min(self.ranks) <= max(self.ranks) < MOST_RANKS

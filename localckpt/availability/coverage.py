@@ -205,7 +205,7 @@ class SaveOutcome:
             self.missing,
             self.kept,
             self.wanted,
-            self.group and [self.group.ranks, self.group.spare, self.group.kind],
+            self.group and [self.group.ranks, self.group.tolerated, self.group.kind],
             self.bad,
             self.replicas,
             self.divided,

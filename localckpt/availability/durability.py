@@ -134,8 +134,8 @@ def durability_saved(iteration: int, outcomes: Sequence[SaveOutcome]) -> Durabil
     pieces = Counter(outcome.group for outcome in outcomes if outcome.group is not None)
     for group, count in pieces.items():
         # Each missing piece uses up one of the losses that the group survives.
-        spare = max(0, group.spare - (len(group.ranks) - count))
-        kept.update(dict.fromkeys(group.ranks, spare))
+        tolerated = max(0, group.tolerated - (len(group.ranks) - count))
+        kept.update(dict.fromkeys(group.ranks, tolerated))
     copies = [1 + kept[rank] for rank in range(len(outcomes))]
     return _judged(iteration, copies, [outcome.wanted for outcome in outcomes])
 
@@ -158,7 +158,7 @@ def durability_found(
     return _judged(
         checkpoint.iteration,
         [held[rank] for rank in ranks],
-        [1 + (protection[rank].spare if rank in protection else 0) for rank in ranks],
+        [1 + (protection[rank].tolerated if rank in protection else 0) for rank in ranks],
     )
 
 

@@ -47,7 +47,7 @@ class NodeShards:
 
     In JSON ``[epoch, sequence, iteration, world size, [rank, ...], [bytes, ...]]``: at most 100
     bytes, and 30 more for each shard. If there are pieces of other kinds, an object follows, with a
-    list of ``[rank, spare, first, step, count]`` for each kind, at most 40 bytes for each piece. If
+    list of ``[rank, tolerated, first, step, count]`` for each kind, at most 40 bytes a piece. If
     a group's ranks are not evenly spaced, a list of the ranks replaces the last three numbers. The
     session is left out, since all ranks of a job share it.
 
@@ -93,7 +93,7 @@ class NodeShards:
         shards = [list(self.nbytes), list(self.nbytes.values())]
         others: dict[str, list[list[Any]]] = {}
         for (owner, kind), group in self.groups.items():
-            others.setdefault(kind, []).append([owner, group.spare, *_packed(group.ranks)])
+            others.setdefault(kind, []).append([owner, group.tolerated, *_packed(group.ranks)])
         return [
             *c.generation,
             c.iteration,
@@ -113,9 +113,9 @@ class NodeShards:
             if not all(others.values()):
                 raise ValueError("no piece is told of a kind")
             groups = {
-                Piece(owner, kind): Group(_unpacked(packed), spare, kind)
+                Piece(owner, kind): Group(_unpacked(packed), tolerated, kind)
                 for kind, fields in others.items()
-                for owner, spare, *packed in fields
+                for owner, tolerated, *packed in fields
             }
         except (TypeError, ValueError) as error:
             raise MismatchError(f"what is told is not a checkpoint's shards: {error}") from error

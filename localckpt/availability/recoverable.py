@@ -97,7 +97,7 @@ def group_for(
         groups: Groups of the rank; for each the nodes that hold each member's piece.
         codes: The code of each kind.
     """
-    for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.spare)):
+    for group in sorted(groups, key=lambda group: (group.kind, group.ranks, group.tolerated)):
         if codes[group.kind].rebuilds(group, rank, images, groups[group]):
             return group
     return None
@@ -171,7 +171,7 @@ def least_losses(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, int]
         ((group, pieces),) = groups.items()
         if group not in of_group:
             shape = _shape(group, holders, pieces)
-            of_group[group] = _least_losses(inventory.codes[group.kind], group.spare, shape)
+            of_group[group] = _least_losses(inventory.codes[group.kind], group.tolerated, shape)
         least[rank] = of_group[group][group.ranks.index(rank)]
     return least
 
@@ -233,9 +233,9 @@ def _shape(
 
 
 @lru_cache(maxsize=256)
-def _least_losses(code: Code, spare: int, shape: _Shape) -> tuple[int, ...]:
+def _least_losses(code: Code, tolerated: int, shape: _Shape) -> tuple[int, ...]:
     """Compute :func:`least_losses` for each member; cached, since most groups share one shape."""
-    group = Group(tuple(range(len(shape))), spare)
+    group = Group(tuple(range(len(shape))), tolerated)
     images = {rank: list(map(str, nodes)) for rank, (nodes, _) in enumerate(shape)}
     pieces = {rank: list(map(str, nodes)) for rank, (_, nodes) in enumerate(shape)}
     return tuple(min(map(len, code.losses(group, rank, images, pieces))) for rank in images)

@@ -339,7 +339,7 @@ def _say(seen: _Seen) -> None:
             f"rank        {i.rank} of {i.world_size}",
         )
         if (group := seen.record.group) is not None:
-            say(f"{i.kind:11} {group.spare} of ranks {ranges(group.ranks)}")
+            say(f"{i.kind:11} {group.tolerated} of ranks {ranges(group.ranks)}")
     elif seen.metadata:
         say("", *(f"{key}: {value}" for key, value in seen.metadata.items()))
     if seen.tensors:

@@ -56,7 +56,7 @@ class JobCheckpoints:
     def copies_wanted(self, rank: int) -> int:
         """Target number of copies of a rank's shard; see :class:`Durability`."""
         group = self._redundancy.protection.get(rank)
-        return 1 + (0 if group is None else group.spare)
+        return 1 + (0 if group is None else group.tolerated)
 
     @property
     def lacking(self) -> int:

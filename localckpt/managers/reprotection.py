@@ -140,8 +140,10 @@ class Reprotection:
         if checkpoint.world_size == self._ranks.world_size:
             return self._strategy.lacking(checkpoint, inventory)
         # The job's groups are not those of the ranks that saved it; whole copies protect any.
-        spare = max((group.spare for group in self._strategy.protection.values()), default=0)
-        return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + spare))
+        tolerated = max(
+            (group.tolerated for group in self._strategy.protection.values()), default=0
+        )
+        return Lacking(missing_copies_of_others(checkpoint, inventory, 1 + tolerated))
 
     def finish(self) -> None:
         """Return when nothing is under way any more.

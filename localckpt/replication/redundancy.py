@@ -59,7 +59,7 @@ class Redundancy(Protocol):
 
     @property
     def protection(self) -> Mapping[int, Group]:
-        """For each rank the group that protects its shard; ``spare`` of it may be lost.
+        """For each rank the group that protects its shard.
 
         Known once the ranks are placed; the same on all ranks. Without an entry a shard is only on
         its own node.

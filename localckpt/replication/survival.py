@@ -222,10 +222,10 @@ def survivability(
 ) -> Survival:
     """Compute what a scheme costs, and how likely it loses data with some number of nodes.
 
-    Chances are exact: sets of lost nodes that leave every group with what it can spare are counted
-    by a product of polynomials, one for each group, whose coefficient of x^k is the number of ways
-    to lose k of its nodes and no data. All ranks of a node have partners on the same other nodes,
-    so how many ranks there are makes no difference to them.
+    Chances are exact: sets of lost nodes of which no group loses too many are counted by a product
+    of polynomials, one for each group, whose coefficient of x^k is the number of ways to lose k of
+    its nodes and no data. All ranks of a node have partners on the same other nodes, so how many
+    ranks there are makes no difference to them.
 
     Args:
         nodes: Nodes in the job: what is lost as a whole. They may be racks.
@@ -274,9 +274,9 @@ def chances_of_loss(nodes: Sequence[str], protection: Mapping[int, Group]) -> li
     """
     groups = {protection.get(rank, Group((rank,), 0)): None for rank in range(len(nodes))}
     on_nodes = [frozenset(nodes[rank] for rank in group.ranks) for group in groups]
-    spare = [group.spare for group in groups]
+    tolerated = [group.tolerated for group in groups]
     most = min(_LOST_AT_MOST, len(set(nodes)))
-    return [loss_of_groups(on_nodes, spare, lost) for lost in range(1, most + 1)]
+    return [loss_of_groups(on_nodes, tolerated, lost) for lost in range(1, most + 1)]
 
 
 def loss_of_groups(
@@ -308,8 +308,8 @@ def loss_of_groups(
         MismatchError: There are fewer nodes, or not as many numbers as groups.
     """
     groups = [tuple(group) for group in groups_of_nodes]
-    spare = list(tolerated) if isinstance(tolerated, Sequence) else [tolerated] * len(groups)
-    _require_groups(groups, spare)
+    limits = list(tolerated) if isinstance(tolerated, Sequence) else [tolerated] * len(groups)
+    _require_groups(groups, limits)
     _require_integer("enumerate_at_most", enumerate_at_most, 0)
     _require_integer("samples", samples, 1)
     numbers = {node: i for i, node in enumerate(dict.fromkeys(n for g in groups for n in g))}
@@ -318,9 +318,9 @@ def loss_of_groups(
     # Ranks of one node often stand in groups of the same nodes, of which one tells all.
     distinct = dict.fromkeys(
         (tuple(sorted(numbers[node] for node in group)), most)
-        for group, most in zip(groups, spare, strict=True)
+        for group, most in zip(groups, limits, strict=True)
     )
-    spare = [most for _, most in distinct]
+    limits = [most for _, most in distinct]
     groups_of: list[list[int]] = [[] for _ in numbers]
     for number, (members, _) in enumerate(distinct):
         for node in members:
@@ -329,13 +329,13 @@ def loss_of_groups(
     sets = math.comb(len(numbers), lost)
     if sets <= enumerate_at_most:
         losing = sum(
-            _loses_data(chosen, groups_of, spare)
+            _loses_data(chosen, groups_of, limits)
             for chosen in combinations(range(len(numbers)), lost)
         )
         return LossChance(lost, losing / sets)
     draw = random.Random(seed)
     losing = sum(
-        _loses_data(draw.sample(range(len(numbers)), lost), groups_of, spare)
+        _loses_data(draw.sample(range(len(numbers)), lost), groups_of, limits)
         for _ in range(samples)
     )
     likely = (losing + 1) / (samples + 2)
@@ -349,8 +349,7 @@ def _chances(
     """Exactly, for disjoint groups: of each kind its size, what it tolerates, and their number."""
     ways = [1]
     for size, tolerated, count in groups:
-        spare = min(tolerated, most_lost)
-        of_one = [math.comb(size, lost) for lost in range(spare + 1)]
+        of_one = [math.comb(size, lost) for lost in range(min(tolerated, most_lost) + 1)]
         ways = _product(ways, _power(of_one, count, most_lost), most_lost)
     ways += [0] * (most_lost + 1 - len(ways))
     chances = []
@@ -381,13 +380,13 @@ def _power(base: Sequence[int], exponent: int, degree: int) -> Sequence[int]:
 
 
 def _loses_data(
-    lost: Iterable[int], groups_of: Sequence[Sequence[int]], spare: Sequence[int]
+    lost: Iterable[int], groups_of: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> bool:
     hits: dict[int, int] = {}
     for node in lost:
         for group in groups_of[node]:
             hits[group] = hits.get(group, 0) + 1
-            if hits[group] > spare[group]:
+            if hits[group] > limits[group]:
                 return True
     return False
 
@@ -438,13 +437,13 @@ def _what_fits(nodes: int) -> str:
     return f"what fits: K up to {nodes} in replicas:K{parities}"
 
 
-def _require_groups(groups: Sequence[Sequence[Hashable]], spare: Sequence[int]) -> None:
-    if len(spare) != len(groups):
+def _require_groups(groups: Sequence[Sequence[Hashable]], limits: Sequence[int]) -> None:
+    if len(limits) != len(groups):
         raise MismatchError(
-            f"tolerated has {len(spare)} numbers for {len(groups)} groups: give one for each "
+            f"tolerated has {len(limits)} numbers for {len(groups)} groups: give one for each "
             f"group, or one for all"
         )
-    for most in spare:
+    for most in limits:
         _require_integer("tolerated", most, 0)
     if not groups or not all(groups):
         raise CheckpointingException("there is no group of nodes, or one that has no member")

@@ -333,8 +333,8 @@ def group_of(protects: Any, kind: str) -> Group:
         MismatchError: The text has another form, or describes an impossible group.
     """
     try:
-        ranks, spare, *_ = json.loads(protects)
-        return Group(tuple(ranks), spare, kind)
+        ranks, tolerated, *_ = json.loads(protects)
+        return Group(tuple(ranks), tolerated, kind)
     except (TypeError, ValueError, RecursionError) as error:
         raise MismatchError(f"it does not say which group it protects: {error}") from error
 

@@ -24,7 +24,7 @@ class _Sums:
     """A code of which each member keeps the sum of all images: any one of them can be lost."""
 
     def fits(self, group: Group) -> bool:
-        return group.spare == 1
+        return group.tolerated == 1
 
     def rebuilds(
         self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]

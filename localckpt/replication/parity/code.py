@@ -34,7 +34,7 @@ class ParityCode:
 
     def fits(self, group: Group) -> bool:
         try:
-            _layout(len(group.ranks), group.spare)
+            _layout(len(group.ranks), group.tolerated)
         except MismatchError:
             return False
         return True
@@ -42,14 +42,14 @@ class ParityCode:
     def rebuilds(
         self, group: Group, rank: int, images: Collection[int], pieces: Collection[int]
     ) -> bool:
-        layout, member = _layout(len(group.ranks), group.spare), group.ranks.index(rank)
+        layout, member = _layout(len(group.ranks), group.tolerated), group.ranks.index(rank)
         gone = [place for place, of in enumerate(group.ranks) if of not in images]
         gone_pieces = [place for place, of in enumerate(group.ranks) if of not in pieces]
         for stripe in range(layout.members):
             chunks = layout.contributors(stripe)
             lost = sum(place in chunks for place in gone)
             lost += sum(row.member in gone_pieces for row in layout.rows(stripe))
-            if member in chunks and lost > group.spare:
+            if member in chunks and lost > group.tolerated:
                 return False
         return True
 
@@ -61,7 +61,7 @@ class ParityCode:
         pieces: Mapping[int, Collection[str]],
     ) -> Iterator[Nodes]:
         """Sets of nodes with which one stripe has lost a chunk and as many symbols as parities."""
-        layout, member = _layout(len(group.ranks), group.spare), group.ranks.index(rank)
+        layout, member = _layout(len(group.ranks), group.tolerated), group.ranks.index(rank)
         own = frozenset(holders.get(rank, ()))
         seen: set[tuple[Nodes, ...]] = set()
         for stripe in range(layout.members):
@@ -73,7 +73,7 @@ class ParityCode:
             symbols = tuple(sorted(map(frozenset, others), key=sorted))
             if symbols not in seen:
                 seen.add(symbols)
-                for lost in combinations(symbols, group.spare):
+                for lost in combinations(symbols, group.tolerated):
                     yield own.union(*lost)
 
     def recover(self, lost: Lost, store: Store, ranks: Ranks, timeout_s: float) -> Recovered:

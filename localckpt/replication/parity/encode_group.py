@@ -79,11 +79,13 @@ class GroupEncoder:
         envelope = MemorySource(memoryview(bytearray(read_envelope(source))))
         receives: list[tuple[int, memoryview]] = []
         at = 0
-        for step in range(1, of.group.spare + 1):
+        for step in range(1, of.group.tolerated + 1):
             member = (here - step) % count
             receives.append((ranks[member], parts.envelopes[at : at + envelope_nbytes[member]]))
             at += envelope_nbytes[member]
-        sends = [(ranks[(here + step) % count], envelope) for step in range(1, of.group.spare + 1)]
+        sends = [
+            (ranks[(here + step) % count], envelope) for step in range(1, of.group.tolerated + 1)
+        ]
         self.transport.exchange(sends, receives, timeout_s)
 
     def close(self) -> None:
@@ -97,7 +99,7 @@ def ranks_behind(group: Group, rank: int) -> tuple[int, ...]:
     The member keeps what is needed to tell that their shards are what was lost.
     """
     place = group.ranks.index(rank)
-    return tuple(group.ranks[place - step] for step in range(1, group.spare + 1))
+    return tuple(group.ranks[place - step] for step in range(1, group.tolerated + 1))
 
 
 def frame_for(identity: ShardIdentity, of: ParityOf, envelope_nbytes: Sequence[int]) -> ParityFrame:

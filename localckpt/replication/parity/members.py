@@ -46,11 +46,11 @@ class ParityOf:
     @property
     def layout(self) -> ParityLayout:
         """Layout of the bytes in stripes."""
-        return ParityLayout(self.image_nbytes, self.group.spare)
+        return ParityLayout(self.image_nbytes, self.group.tolerated)
 
     def to_json(self) -> str:
         """Its form in a header, where every value is a text."""
-        ranks, parity = list(self.group.ranks), self.group.spare
+        ranks, parity = list(self.group.ranks), self.group.tolerated
         return json.dumps([ranks, parity, list(self.image_nbytes)], separators=(",", ":"))
 
     @classmethod

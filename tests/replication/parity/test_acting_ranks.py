@@ -44,8 +44,10 @@ _SHAPES = [(3, 1), (4, 1), (4, 2), (5, 2)]
 
 
 @cache
-def _kept(size: int, spare: int) -> tuple[ParityLayout, dict[Kept, Bytes]]:
-    layout = ParityLayout(((size - spare) * BLOCK_NBYTES + 99, *[70_001] * (size - 1)), spare)
+def _kept(size: int, tolerated: int) -> tuple[ParityLayout, dict[Kept, Bytes]]:
+    layout = ParityLayout(
+        ((size - tolerated) * BLOCK_NBYTES + 99, *[70_001] * (size - 1)), tolerated
+    )
     return layout, group(layout)
 
 
@@ -56,8 +58,8 @@ def _situations(draw: st.DrawFn) -> tuple[Checkpoint, list[Group], Inventory]:
     saved_by = sum(size for size, _ in shapes)
     numbers = iter(draw(st.permutations(range(saved_by))))
     groups = [
-        Group(tuple(next(numbers) for _ in range(size)), spare, PARITY_KIND)
-        for size, spare in shapes
+        Group(tuple(next(numbers) for _ in range(size)), tolerated, PARITY_KIND)
+        for size, tolerated in shapes
     ]
     checkpoint = Checkpoint(Generation(1, 2), 3, saved_by)
     node_of = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
@@ -68,7 +70,7 @@ def _situations(draw: st.DrawFn) -> tuple[Checkpoint, list[Group], Inventory]:
     for of in groups:
         pieces = draw(st.permutations([Piece(r, k) for r in of.ranks for k in ("shard", "parity")]))
         # Up to two more than can be spared.
-        there = pieces[draw(st.integers(0, 2 * of.spare + 2)) :]
+        there = pieces[draw(st.integers(0, 2 * of.tolerated + 2)) :]
         for piece in there:
             node = draw(st.sampled_from(sorted(ranks_on)))
             if piece.is_shard:
@@ -80,7 +82,7 @@ def _situations(draw: st.DrawFn) -> tuple[Checkpoint, list[Group], Inventory]:
 
 def _compute(repair: Repair) -> None:
     """Do what the ranks would, each with what it reads, and compare with what was saved."""
-    layout, kept = _kept(len(repair.group.ranks), repair.group.spare)
+    layout, kept = _kept(len(repair.group.ranks), repair.group.tolerated)
     place = {member: number for number, member in enumerate(repair.group.ranks)}
     of = ParityOf(repair.group, layout.image_nbytes)
     seen = []
@@ -115,7 +117,7 @@ def _compute(repair: Repair) -> None:
             assert (keeper, start) in {
                 (k, sum(7 + o for o in ranks_behind(repair.group, k)[:number]))
                 for k in repair.parities
-                for number in range(repair.group.spare)
+                for number in range(repair.group.tolerated)
             }
     for chain in chains:
         # No rank sends to itself, however many members it plays.

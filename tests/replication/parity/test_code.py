@@ -254,14 +254,14 @@ def test_groups_that_cannot_be_are_refused(fields: tuple[tuple[int, ...], int]) 
 
 
 @pytest.mark.parametrize(
-    ("members", "spare", "fits"),
+    ("members", "tolerated", "fits"),
     [
         *((3, 1, True), (3, 2, False), (4, 2, True), (2, 1, False), (5, 3, False), (255, 2, True)),
         (256, 2, False),
     ],
 )
-def test_parity_has_groups_of_certain_sizes_only(members: int, spare: int, fits: bool) -> None:
-    assert ParityCode().fits(Group(tuple(range(members)), spare, PARITY_KIND)) == fits
+def test_parity_has_groups_of_certain_sizes_only(members: int, tolerated: int, fits: bool) -> None:
+    assert ParityCode().fits(Group(tuple(range(members)), tolerated, PARITY_KIND)) == fits
 
 
 @pytest.mark.parametrize(

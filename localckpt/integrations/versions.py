@@ -13,7 +13,7 @@ __all__ = ["OLDEST", "UnsupportedVersionError", "at_least", "require"]
 
 OLDEST = {
     "accelerate": "1.3.0",
-    "deepspeed": "0.18.0",
+    "deepspeed": "0.18.6",
     "lightning": "2.5.3",
     "megatron-core": "0.15.0",
     "ray": "2.51.0",

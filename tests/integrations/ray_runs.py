@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ray.train
 import torch
@@ -62,7 +62,7 @@ def train(config: dict[str, Any]) -> None:
         first = checkpointer.resume()
         load = checkpointer.manager.last_load
         told = {"first": first, "store": str(node_store()), "pid": os.getpid()}
-        print(json.dumps(told | {"source": load.source if load else ""}), file=noted)
+        _note(noted, told | {"source": load.source if load else ""})
         for step in range(first, config["steps"]):
             batch = loader.next()
             loss = model(batch * random.uniform(0.5, 1.0)).square().mean()
@@ -70,7 +70,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            print(json.dumps([step, float(loss.item()).hex()]), file=noted)
+            _note(noted, [step, float(loss.item()).hex()])
             checkpointer.step(step)
             if step % 3 == 2:
                 checkpointer.wait_until_finished()
@@ -82,7 +82,12 @@ def train(config: dict[str, Any]) -> None:
     ]
     with note.open("a") as noted:
         told = [b"".join(weights).hex(), str([m.tolist() for m in moments]), random.random()]
-        print(json.dumps({"last": [*told, torch.rand(3).tolist()]}), file=noted)
+        _note(noted, {"last": [*told, torch.rand(3).tolist()]})
+
+
+def _note(noted: TextIO, value: Any) -> None:
+    # Ray Train 2.51 puts a print() of its own in place, which writes something else to a file.
+    noted.write(f"{json.dumps(value)}\n")
 
 
 def fit(

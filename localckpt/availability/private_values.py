@@ -119,8 +119,8 @@ def judge_tables(
         more = f", and {len(unequal) - _SHOWN} more" if len(unequal) > _SHOWN else ""
         raise MismatchError(
             f"iteration {checkpoint.iteration} was saved by {checkpoint.world_size} ranks, and "
-            f"this job has another number: the values of {named}{more} differ between the ranks "
-            f"that saved them. Say what becomes of each with private=, as in "
-            f"private={{{next(iter(unequal))!r}: 'drop'}}; or mark what is equal by "
-            f"localckpt.replicated() when it is saved. Nothing was changed"
+            f"this job has another number, or shards its tensors otherwise: the values of "
+            f"{named}{more} differ between the ranks that saved them. Say what becomes of each "
+            f"with private=, as in private={{{next(iter(unequal))!r}: 'drop'}}; or mark what is "
+            f"equal by localckpt.replicated() when it is saved. Nothing was changed"
         )

@@ -1,4 +1,4 @@
-"""Plan of a load on another number of ranks: who takes which elements from whose shard.
+"""Plan of a load on other ranks, or into another sharding: who takes what from whose shard.
 
 Tensors are described in groups: keys whose global tensors have one dtype and one shape, and of
 which a shard has the same elements. All ranks of a job have few different groups, so a description
@@ -328,10 +328,11 @@ def _mismatch(lines: Sequence[str]) -> MismatchError:
     distinct = list(dict.fromkeys(lines))
     more = len(distinct) - _SHOWN
     return MismatchError(
-        f"the state to load into differs from the one that another number of ranks saved, and was "
-        f"left as it is: {'; '.join(distinct[:_SHOWN])}"
+        f"the state to load into differs from the saved one, and was left as it is: "
+        f"{'; '.join(distinct[:_SHOWN])}"
         + (f"; and {more} more" if more > 0 else "")
-        + ". Give a state with the same global tensors: such a load fills the given tensors only"
+        + ". Give a state with the same global tensors: on another number of ranks, or with "
+        "another sharding, a load fills the given tensors only"
     )
 
 

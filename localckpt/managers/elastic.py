@@ -1,4 +1,4 @@
-"""One load of a checkpoint that another number of ranks saved, on all ranks.
+"""One load of a checkpoint that another number of ranks saved, or that is sharded otherwise now.
 
 Each shard has one reader, a rank on a node that holds it. Works in rounds: readers open their
 shards, all ranks describe what was saved and what they want, the root plans, and the parts go from
@@ -222,10 +222,13 @@ class ElasticLoad:
     def _require_into(self) -> None:
         checkpoint = self._checkpoint
         if self._options.given is None:
+            now = f"this job has {self._ranks.world_size}"
+            if checkpoint.world_size == self._ranks.world_size:
+                now = "some of this job load into tensors that are sharded otherwise"
             raise MismatchError(
                 f"iteration {checkpoint.iteration} was saved by {checkpoint.world_size} ranks, and "
-                f"this job has {self._ranks.world_size}: pass the state to load() as into=, which "
-                f"says what part of each tensor a rank has now. Nothing was changed"
+                f"{now}: pass the state to load() as into= on every rank, which says what part of "
+                f"each tensor the rank has now. Nothing was changed"
             )
 
     def _open(self, shard: int, opened: ExitStack) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from localckpt.managers.restoring import (
     LoadOptions,
     PartsElsewhereError,
     incurable,
+    is_sharded_otherwise,
     restore,
     verify_again,
 )
@@ -80,6 +81,10 @@ class _Outcome:
 
     def to_json(self) -> list[Any]:
         return [self.bad, self.unfit, self.lacks]
+
+
+class _ShardedOtherwiseError(Exception):
+    """The tensors to load into are other parts of global tensors than those of the shards."""
 
 
 class Load:
@@ -178,7 +183,8 @@ class Load:
 
     def _load_any(self) -> Loaded | None:
         if self._checkpoint.world_size == self._ranks.world_size:
-            return self._load()
+            with suppress(_ShardedOtherwiseError):
+                return self._load()
         return ElasticLoad(
             *(self._parts, self._inventory, self._checkpoint),
             *(self._recovery, self._options, self.bad),
@@ -197,6 +203,8 @@ class Load:
                 with self._parts.events.timed("fetch", step):
                     if not self._recover_and_fetch(plan):
                         continue
+                    if self._parts.options.elastic:
+                        self._compare_shardings()
                 with self._parts.events.timed("read", step):
                     loaded, outcome = self._verify_and_restore()
                 if not self._agree(f"load iteration {self._checkpoint.iteration}", outcome):
@@ -337,19 +345,48 @@ class Load:
 
     # Verify and restore.
 
+    def _compare_shardings(self) -> None:
+        """See whether every rank has the parts of global tensors that its shard holds.
+
+        Raises:
+            _ShardedOtherwiseError: Some rank is not; on all ranks.
+        """
+        differs = False
+        with Attempt() as comparing:
+            try:
+                differs = is_sharded_otherwise(
+                    *(self._store, self._mine, self._images(), self._options, self._allowed)
+                )
+            except (StorageError, CorruptShardError) as error:
+                # Reading the shard to restore it finds that, too, and says it to all ranks.
+                forget_frames(error)
+            except Exception as error:
+                raise incurable(error) from error
+        step = self._checkpoint.iteration
+        what = f"compare iteration {step} with the states to load into"
+        if self._ranks.merge(what, comparing, differs):
+            logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
+            raise _ShardedOtherwiseError
+
+    def _images(self) -> dict[int, memoryview]:
+        """Images that are not read from this node's store, by the rank of the shard."""
+        images = {owner: slot.image for owner, slot in self._arrived.items()}
+        if (computed := self._recovery.slots.get(self._ranks.rank)) is not None:
+            images[self._ranks.rank] = computed.image
+        return images
+
     def _verify_and_restore(self) -> tuple[Loaded | None, _Outcome]:
         """Read this rank's shard from its own node, from a peer's bytes, or as it was computed."""
         rank = self._ranks.rank
         holder = self._senders.get(rank, rank)
         came_from = "own node" if holder == rank else f"peer rank {holder}"
-        images = {owner: slot.image for owner, slot in self._arrived.items()}
-        if (computed := self._recovery.slots.get(rank)) is not None:
-            images[rank] = computed.image
+        computed = self._recovery.slots.get(rank)
+        if computed is not None:
             came_from = self._recovery.groups[rank].kind
         held = self._inventory.shards_on(self._checkpoint, self._inventory.node_of(rank))
         try:
             state, nbytes = restore(
-                *(self._store, self._mine, images, self._options, self._allowed),
+                *(self._store, self._mine, self._images(), self._options, self._allowed),
                 held if self._store.keeps_images else None,
             )
         except PartsElsewhereError as away:

@@ -35,6 +35,7 @@ __all__ = [
     "Loaded",
     "PartsElsewhereError",
     "incurable",
+    "is_sharded_otherwise",
     "restore",
     "verify_again",
 ]
@@ -172,6 +173,30 @@ def _read(
     finally:
         for mate in mates.values():
             mate.close()
+        source.close()
+
+
+def is_sharded_otherwise(
+    store: Store,
+    identity: ShardIdentity,
+    arrived: Mapping[int, memoryview],
+    options: LoadOptions,
+    allowed: SafeGlobals,
+) -> bool:
+    """Return whether tensors to load into are other parts of global tensors than those of a shard.
+
+    The arguments are those of :func:`restore`.
+
+    Raises:
+        CorruptShardError, StorageError: The shard cannot be read.
+    """
+    if options.into is None:
+        return False
+    source = _opened(store, identity, arrived)
+    try:
+        entries, boxes, _ = ImageReader(source, allowed, identity).tables
+        return find_targets(options.into).are_sharded_otherwise(entries, boxes)
+    finally:
         source.close()
 
 

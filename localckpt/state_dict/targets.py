@@ -14,6 +14,7 @@ from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.global_view import Job, boxes_of, named
+from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
 
@@ -68,6 +69,30 @@ class Targets:
         self._require_same_places(given, boxes)
         return given, targets
 
+    def are_sharded_otherwise(self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]) -> bool:
+        """Return whether some are other parts of their global tensors than what was saved of these.
+
+        Tensors that a box says nothing of are whole. Of tensors whose global shape is another one,
+        or that only one side has, nothing is said.
+
+        Args:
+            saved, boxes: As for :meth:`match`.
+        """
+        there: dict[tuple[str, tuple[int, ...]], list[Region]] = {}
+        for number, entry in enumerate(saved):
+            box = boxes.get(number)
+            shape = entry.shape if box is None else box.shape
+            key = (entry.slot or "") if box is None else box.key
+            there.setdefault((key, shape), []).append(whole(shape) if box is None else box.runs)
+        for tensor in self.tensors:
+            own = self.boxes.get(id(tensor))
+            shape = tuple(tensor.shape) if own is None else own.shape
+            key = self.names.get(id(tensor), "") if own is None else own.key
+            regions = there.get((key, shape))
+            if regions and (whole(shape) if own is None else own.runs) not in regions:
+                return True
+        return False
+
     def _require_same_places(
         self, given: Sequence[torch.Tensor | None], boxes: Mapping[int, Box]
     ) -> None:
@@ -83,7 +108,9 @@ class Targets:
                 lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
         if lines:
             raise _mismatch(
-                lines, "Shard it over the ranks as it was when it was saved, in the same order"
+                lines,
+                "Shard it over the ranks as it was when it was saved, in the same order, or make "
+                "the manager with elastic=True",
             )
 
     def _given_by_name(self, saved: Sequence[TableEntry]) -> list[torch.Tensor | None]:

@@ -57,45 +57,54 @@ def _sharded(mesh_shape: Sequence[int], kind: str) -> torch.nn.Module:
     return net
 
 
-def _train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
+def _train(
+    net: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, stop: int
+) -> list[float]:
+    """Make steps on batches that are the same on all ranks; the loss of each."""
+    losses = []
+    for step in range(first, stop):
         torch.manual_seed(100 + step)
-        net(torch.randn(6, 12)).square().mean().backward()
+        loss = net(torch.randn(6, 12)).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def _tensors(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def _manager(session: str, replicas: int, **options: Any) -> Any:
-    strategy = None
-    if replicas > 1:
+def _manager(world_size: int, redundancy: str, **options: Any) -> Any:
+    strategy: Any = None
+    if redundancy == "parity":
+        strategy = localckpt.ParityReplicationStrategy(1, world_size, timeout_s=_LONG_S)
+    elif world_size > 1:
         strategy = localckpt.CliqueReplicationStrategy.from_replication_params(
-            replication_factor=replicas, timeout_s=_LONG_S
+            replication_factor=2, timeout_s=_LONG_S
         )
-    return make_manager("disk", node_store(), session, strategy, timeout=_LONG_S, **options)
+    return make_manager("disk", node_store(), "run", strategy, timeout=_LONG_S, **options)
 
 
 def _save(
-    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, replicas: int
+    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, redundancy: str
 ) -> None:
     net = _sharded(mesh, kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    _train(net, optimizer, 3)
-    with _manager("run", replicas) as manager:
+    _train(net, optimizer, 0, 3)
+    with _manager(world_size, redundancy) as manager:
         manager.save({"model": net, "optimizer": optimizer, "step": 3, "seen": [1, (2, "b")]}, 3)
     dcp.save(_tensors(net, optimizer), checkpoint_id=shared)
 
 
 def _load(
-    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, replicas: int
+    rank: int, world_size: int, mesh: Sequence[int], kind: str, shared: Path, redundancy: str
 ) -> None:
     net = _sharded(mesh, kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     state = {"model": net, "optimizer": optimizer, "step": 0, "seen": []}
-    with _manager("run", replicas, elastic=True) as manager:
+    with _manager(world_size, redundancy, elastic=True) as manager:
         assert manager.find_latest() == 3
         loaded, ckpt_id = manager.load(into=state)
         assert ckpt_id == (3, rank, "run")
@@ -103,9 +112,15 @@ def _load(
         assert loaded["seen"] == [1, (2, "b")]
         assert optimizer.param_groups[0]["lr"] == 0.01
         _assert_as_shared(net, optimizer, mesh, kind, shared)
-        _train(net, optimizer, 1)
-        manager.save({"model": net, "optimizer": optimizer, "step": 4, "seen": []}, 4)
-        assert manager.find_latest() == 4
+        losses = _train(net, optimizer, 3, 6)
+        assert losses == pytest.approx(_undisturbed_losses()[3:], rel=1e-4)
+        manager.save({"model": net, "optimizer": optimizer, "step": 6, "seen": []}, 6)
+        assert manager.find_latest() == 6
+
+
+def _undisturbed_losses() -> list[float]:
+    net = _sharded([1], "plain")
+    return _train(net, torch.optim.AdamW(net.parameters(), lr=0.01), 0, 6)
 
 
 def _assert_as_shared(
@@ -117,7 +132,7 @@ def _assert_as_shared(
 ) -> None:
     other = _sharded(mesh, kind)
     reference = torch.optim.AdamW(other.parameters(), lr=0.01)
-    _train(other, reference, 1)
+    _train(other, reference, 0, 1)
     wanted = _tensors(other, reference)
     dcp.load(wanted, checkpoint_id=shared)
     found = dict(_flat(_tensors(net, optimizer)))
@@ -149,17 +164,21 @@ def dirs(tmp_path: Path) -> Dirs:
 
 
 def _restart(
-    before: Sequence[int], after: Sequence[int], kinds: tuple[str, str], dirs: Dirs, tmp_path: Path
+    before: Sequence[int],
+    after: Sequence[int],
+    kinds: tuple[str, str],
+    dirs: Dirs,
+    tmp_path: Path,
+    redundancy: str = "copies",
 ) -> None:
     """Save, delete the first node's store, and load on as many nodes as there are ranks."""
     saved_by, world_size = math.prod(before), math.prod(after)
     shared = tmp_path / "shared"
     nodes = dirs(max(saved_by, world_size))
     where = nodes[:saved_by]
-    copies = min(2, saved_by)
-    args = (before, kinds[0], shared, copies)
+    args = (before, kinds[0], shared, redundancy)
     run_ranks(_save, saved_by, *args, store_per_node=where, timeout_s=_LONG_S)
-    if copies > 1:
+    if saved_by > 1:
         shutil.rmtree(nodes[0])
         nodes[0].mkdir()
 
@@ -169,16 +188,15 @@ def _restart(
         for node in nodes[1:]:
             shutil.copytree(node, nodes[0], dirs_exist_ok=True)
     where = nodes[:1] if alone else nodes[-world_size:]
-    copies = min(2, world_size)
     run_ranks(
-        *(_load, world_size, after, kinds[1], shared, copies),
+        *(_load, world_size, after, kinds[1], shared, redundancy),
         store_per_node=where,
         timeout_s=_LONG_S,
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 3), (4, 2), (4, 1)])
-def test_another_number_of_ranks_gets_what_shared_storage_gives(
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 3), (4, 2), (8, 5), (4, 1)])
+def test_another_number_of_ranks_gets_what_shared_storage_gives_and_trains_on(
     before: int, after: int, dirs: Dirs, tmp_path: Path
 ) -> None:
     kinds = ("fsdp", "plain" if after == 1 else "fsdp")
@@ -186,10 +204,18 @@ def test_another_number_of_ranks_gets_what_shared_storage_gives(
     _restart([before], [after], kinds, dirs, tmp_path)
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+def test_the_same_holds_where_the_lost_shards_are_computed_from_parity(
+    before: int, after: int, dirs: Dirs, tmp_path: Path
+) -> None:
+    _restart([before], [after], ("fsdp", "fsdp"), dirs, tmp_path, "parity")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kinds"),
     [
         ([2, 2], [3], ("tp", "fsdp")),
+        ([2, 2], [4], ("tp", "fsdp")),
         ([2, 2], [2, 1], ("hsdp", "hsdp")),
         ([1], [3], ("plain", "fsdp")),
     ],

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.faults.campaign.job import SESSION, Setup, Trainer
 from tests.faults.campaign.remote import Answer, PerRank, Ranks
@@ -62,6 +64,21 @@ class _Node(Trainer):
         large = torch.arange(_NBYTES // 4, dtype=torch.int32) * (1 + rank) + 1000 * attempt
         return {"large": large, "iteration": iteration}
 
+    def save_rows(self, iteration: int) -> None:
+        """Save this rank's rows of a tensor that all ranks share."""
+        self._manager.save({"shared": self._shared(Shard(0))}, iteration)
+
+    def load_columns(self) -> None:
+        """Load this rank's columns of it, most of which come from the other ranks."""
+        into = {"shared": torch.zeros_like(self._shared(Shard(1)))}
+        self._manager.load(into=into)
+        assert torch.equal(into["shared"].to_local(), self._shared(Shard(1)).to_local())
+
+    def _shared(self, placement: Shard) -> DTensor:
+        mesh = init_device_mesh("cpu", (_WORLD_SIZE,))
+        rows = torch.arange(_WORLD_SIZE * _NBYTES // 4, dtype=torch.int32).view(-1, 1 << 10)
+        return distribute_tensor(rows, mesh, [placement], src_data_rank=None)
+
 
 class _Job:
     """Ranks on nodes that are connected by a network."""
@@ -69,7 +86,7 @@ class _Job:
     def __init__(self, network: Network, stores: Sequence[Path]) -> None:
         self.network = network
         self.stores = list(stores)
-        self.strict = False
+        self.strict = self.elastic = False
         self._ranks: Ranks | None = None
 
     @property
@@ -88,7 +105,8 @@ class _Job:
         """Start the job anew; it runs on if it has just been started."""
         if self._ranks is not None:
             return
-        setup = Setup("disk", "thread", _WORLD_SIZE, 2, False, timeout_s, self.strict)
+        options = self.strict, self.elastic
+        setup = Setup("disk", "thread", _WORLD_SIZE, 2, False, timeout_s, *options)
         env = {"MASTER_ADDR": STORE_ADDRESS, "GLOO_SOCKET_IFNAME": DATA}
         # What ranks are forked from must not be started in the hub.
         run_ranks(_do_nothing, 1, init_group=False)
@@ -328,4 +346,28 @@ def test_a_load_from_a_peer_that_is_cut_off_ends_in_time_and_can_be_done_again(
         _assert_named({rank: str(answer.error) for rank, answer in answers.items()}, cut)
         assert job.resumes_from(at) == at
         at += 5
+    record_property("cases", len(cuts))
+
+
+@pytest.mark.fault("cut-network", "silent-peer", "world-size")
+@pytest.mark.timeout(600)
+def test_a_load_into_another_sharding_that_is_cut_off_ends_in_time_and_can_be_done_again(
+    job: _Job, long_form: bool, record_property: Callable[[str, object], None]
+) -> None:
+    cuts = _EVERY_CUT if long_form else [_Cut(1, (DATA,))]
+    job.elastic = True
+    job.start(_PATIENT_S)
+    job.all_do("save_rows", 1)
+    job.end()
+    for cut in cuts:
+        job.start()
+        assert job.all_do("find") == [1] * _WORLD_SIZE
+        answers = job.cut_in(cut, "load_columns", moves=True)
+
+        assert not any(answer.succeeded for answer in answers.values()), f"{cut}\n{_told(answers)}"
+        _assert_named({rank: str(answer.error) for rank, answer in answers.items()}, cut)
+        job.end()
+        job.start(_PATIENT_S)
+        job.all_do("load_columns")
+        job.end()
     record_property("cases", len(cuts))

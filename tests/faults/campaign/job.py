@@ -33,6 +33,7 @@ class Setup:
     lazy: bool
     timeout_s: float
     strict: bool = False
+    elastic: bool = False
 
     def __str__(self) -> str:
         return (
@@ -78,6 +79,7 @@ class Trainer:
             keep_last=setup.keep_last,
             async_worker=setup.worker,
             strict=setup.strict,
+            elastic=setup.elastic,
         )
 
     def open_and_find(self, root: Path) -> int:

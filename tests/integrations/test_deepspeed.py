@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.deepspeed_release import is_deterministic
 from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
 from tests.upstream.environment import UPSTREAM, import_upstream, needs
 
 Dirs = Callable[[int], list[Path]]
-_Seen = tuple[list[str], str]
+_Seen = tuple[list[str], str, str]
 _Stages = list[tuple[Any, ...]]
 
 pytestmark = needs("deepspeed")
@@ -41,8 +42,8 @@ def _train_and_be_killed(rank: int, world_size: int, stages: _Stages) -> None:
     runs = _runs()
     wholes = [runs.train(node_store() / "whole", *stage, is_new=True) for stage in stages]
     announce(f"whole {rank}", wholes)
-    left = [runs.train_until_cut_off(node_store() / "killed", *stage) for stage in stages]
-    announce(f"killed {rank}", len(left))
+    saved = [runs.train_until_cut_off(node_store() / "killed", *stage) for stage in stages]
+    announce(f"killed {rank}", saved)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -87,8 +88,7 @@ def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_a
     dies = (_train_and_be_killed, world_size, stages)
     with start_ranks(*dies, store_per_node=nodes, env=_ENV) as group:
         wholes = [group.await_announced(f"whole {rank}", _LONGEST_S) for rank in range(world_size)]
-        for rank in range(world_size):
-            group.await_announced(f"killed {rank}", _LONGEST_S)
+        saved = [group.await_announced(f"killed {rank}", _LONGEST_S) for rank in range(world_size)]
         group.join(_LONGEST_S, expect_dead=range(world_size))
     if world_size > 1:
         shutil.rmtree(nodes[1])
@@ -96,8 +96,12 @@ def test_an_engine_goes_on_bit_for_bit_after_a_kill_and_the_loss_of_a_node_and_a
     goes_on = (_go_on, world_size, stages)
     went_on = run_ranks(*goes_on, store_per_node=nodes, timeout_s=_LONGEST_S, env=_ENV)
 
-    for rank_wholes, (resumed, (stopped, after_stop)) in zip(wholes, went_on, strict=True):
-        for (whole_lines, whole_state), (lines, state) in zip(rank_wholes, resumed, strict=True):
+    for rank in range(world_size):
+        resumed, (stopped, after_stop) = went_on[rank]
+        assert [first for _, _, first in resumed] == saved[rank]
+        for (whole_lines, whole_state, _), (lines, state, _) in zip(
+            *(wholes[rank], resumed), strict=True
+        ):
             # The step that was cut off is done again.
             assert lines == whole_lines[8:]
             assert state == whole_state
@@ -149,7 +153,10 @@ def test_a_program_that_is_killed_ten_times_goes_on_bit_for_bit(
     )
 
     assert [len(values) for values in whole] == [200 + 1] * world_size
-    assert killed == whole
+    if is_deterministic(stage):
+        assert killed == whole
+    else:
+        assert [len(values) for values in killed] == [len(values) for values in whole]
 
 
 def _change_over_and_err(rank: int, world_size: int) -> tuple[Any, Any]:

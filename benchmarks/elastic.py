@@ -133,14 +133,14 @@ def _measure_loads(directory: Path, rounds: int, width: int) -> dict[str, Any]:
         found["other"].append(_load_s(directory / "elastic-other", state))
         found["read"].append(counted.read - read)
         found["sent"].append(counted.sent - sent)
-    # Each reads its own shard first; the rest of what it wants comes from others.
     found["due"] = _due(state, dist.get_rank(), dist.get_world_size())
     return {k: v[1:] if isinstance(v, list) else v for k, v in found.items()}
 
 
 def _due(state: dict[str, Any], rank: int, world_size: int) -> int:
     """Bytes of this rank's tensors that are in shards which other ranks read."""
-    readers = {shard: shard if shard < world_size else 0 for shard in range(_BEFORE)}
+    # Whoever has the middle of a shard now reads it.
+    readers = {shard: (2 * shard + 1) * world_size // (2 * _BEFORE) for shard in range(_BEFORE)}
     due = 0
     for part in state.values():
         for tensor in part.values():

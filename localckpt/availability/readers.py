@@ -16,8 +16,10 @@ def assign_readers(
 ) -> dict[int, int]:
     """Choose for each shard a rank of this job, on a node that holds the shard.
 
-    A rank reads the shard of its own number if its node holds that. Of the others each goes to the
-    node, and there to the rank, that has the fewest bytes to read so far; of equals to the first.
+    Where tensors are divided among the ranks in their order, as by FSDP, the rank that has the
+    middle of a shard now wants the most of it: it reads the shard, if its node holds that. Of the
+    others each goes to the rank that has the fewest bytes to read so far; of equals to the one
+    that is nearest to that rank.
 
     Args:
         checkpoint: The checkpoint.
@@ -30,6 +32,10 @@ def assign_readers(
     holders, nbytes = inventory.holders(checkpoint), inventory.shards(checkpoint)
     readers = dict(computed or {})
     load = dict.fromkeys((r for ranks in inventory.ranks_on.values() for r in ranks), 0)
+    middles = [
+        (2 * shard + 1) * len(load) // (2 * checkpoint.world_size)
+        for shard in range(checkpoint.world_size)
+    ]
     missing = [s for s in range(checkpoint.world_size) if s not in holders and s not in readers]
     if missing:
         raise NoReplicasAvailableError(
@@ -39,15 +45,16 @@ def assign_readers(
     for shard in range(checkpoint.world_size):
         if shard in readers:
             continue
-        if shard in load and inventory.node_of(shard) in holders[shard]:
-            readers[shard] = shard
-            load[shard] += nbytes[shard]
+        middle = middles[shard]
+        if inventory.node_of(middle) in holders[shard]:
+            readers[shard] = middle
+            load[middle] += nbytes[shard]
         else:
             left.append(shard)
     for shard in left:
-        nodes = [inventory.ranks_on[node] for node in holders[shard]]
-        ranks = min(nodes, key=lambda ranks: (min(load[r] for r in ranks), ranks[0]))
-        reader = min(ranks, key=lambda rank: (load[rank], rank))
+        middle = middles[shard]
+        ranks = (rank for node in holders[shard] for rank in inventory.ranks_on[node])
+        reader = min(ranks, key=lambda rank: (load[rank], abs(rank - middle), rank))
         readers[shard] = reader
         load[reader] += nbytes[shard]
     return dict(sorted(readers.items()))

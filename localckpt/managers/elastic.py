@@ -51,6 +51,7 @@ from localckpt.ranks.values import Message
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.parts import Accept, Put, exchange_parts
 from localckpt.state_dict.basic import wrapped
+from localckpt.state_dict.direct_runs import RunTarget
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.optimizer_states import make_states
@@ -495,13 +496,13 @@ class ElasticLoad:
                 opened.callback(connections.close)
             exchange_parts(
                 *(connections, receivers, senders),
-                lambda put: self._read(put, accept),
+                lambda put: self._read(put, accept, filling),
                 accept,
                 timeout_s,
             )
         filling.require_full()
 
-    def _read(self, put: Put, accept: Accept) -> None:
+    def _read(self, put: Put, accept: Accept, filling: Filling) -> None:
         """Read the parts that this rank gives, and hand them on."""
         rank = self._ranks.rank
         wanted: dict[int, dict[int, list[tuple[Any, Region]]]] = {}
@@ -518,9 +519,14 @@ class ElasticLoad:
             else:
                 put(to, item, index, cut.first, values)
 
+        def direct(receiver: tuple[int, int, int]) -> RunTarget | None:
+            to, item, index = receiver
+            numbers = self._takes[item].numbers[index] if to == rank else []
+            return filling.target(self._targets[numbers[0]]) if len(numbers) == 1 else None
+
         for shard, of_shard in wanted.items():
             try:
-                self._shards[shard].stream(of_shard, deliver)
+                self._shards[shard].stream(of_shard, deliver, direct)
             except (StorageError, CorruptShardError) as error:
                 self._note_bad(shard, error)
                 raise

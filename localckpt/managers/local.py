@@ -54,8 +54,9 @@ class LocalCheckpointManager(StoreCheckpointManager):
             bad, or ``None``. It may neither change nor keep them. A checkpoint that is bad on any
             rank is marked so, with a warning, and is loaded only if there is no other. A check
             that raises fails the save.
-        elastic: Whether a checkpoint that another number of ranks saved is loaded, too: each tensor
-            of ``load(into=)`` is filled from the parts of it that the nodes hold.
+        elastic: Whether a checkpoint is loaded, too, that another number of ranks saved, or whose
+            tensors were sharded otherwise: each tensor of ``load(into=)`` is filled from the parts
+            of it that the nodes hold.
         private: With ``elastic``, by key prefix, what becomes of values that differ between the
             ranks that saved them: ``"drop"`` leaves each rank what it has, ``"keep"`` gives each
             what the rank of its number had, and a function ``f(values, rank, world_size)`` of the

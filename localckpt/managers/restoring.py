@@ -6,6 +6,7 @@ import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from localckpt.state_dict.identify import verify
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.targets import find_targets
+from localckpt.state_dict.targets import Targets, find_targets
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
@@ -53,6 +54,11 @@ class LoadOptions:
     map_location: str | torch.device | None = None
     optional: tuple[str, ...] = ()
     """Beginnings of paths below which ``into`` may lack tensors that were saved."""
+
+    @cached_property
+    def targets(self) -> Targets | None:
+        """The tensors of ``into``; raises as :func:`find_targets`."""
+        return None if self.into is None else find_targets(self.into, self.optional)
 
     @classmethod
     def of(
@@ -148,10 +154,9 @@ def _read(
     source = _opened(store, identity, arrived)
     mates: dict[int, ShardSource] = {}
     try:
-        into = None if options.into is None else find_targets(options.into, options.optional)
         reader = ImageReader(source, allowed, identity)
         readers = _open_mates(store, reader, arrived, held, mates)
-        state = reader.restore(into, options.map_location, readers)
+        state = reader.restore(options.targets, options.map_location, readers)
         return state, source.nbytes + reader.mates_nbytes
     except CorruptShardError as error:
         # Bytes are compared where they were read to, which others may write into.
@@ -190,12 +195,12 @@ def is_sharded_otherwise(
     Raises:
         CorruptShardError, StorageError: The shard cannot be read.
     """
-    if options.into is None:
+    if (targets := options.targets) is None:
         return False
     source = _opened(store, identity, arrived)
     try:
         entries, boxes, _ = ImageReader(source, allowed, identity).tables
-        return find_targets(options.into).are_sharded_otherwise(entries, boxes)
+        return targets.are_sharded_otherwise(entries, boxes)
     finally:
         source.close()
 

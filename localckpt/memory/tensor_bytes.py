@@ -11,6 +11,7 @@ __all__ = [
     "copy_values",
     "flat_bytes",
     "is_flat",
+    "is_host_run",
     "is_lazy",
     "same_view",
     "storage_address",
@@ -39,7 +40,7 @@ def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
 
     Their memory does not overlap.
     """
-    if _is_plain_run(target) and _is_plain_run(source):
+    if is_host_run(target) and is_host_run(source):
         # torch would share the work among its threads, which wait for each other for milliseconds
         # when another process keeps a core busy.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize)
@@ -51,7 +52,7 @@ def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
     target.copy_(source, non_blocking=non_blocking)
 
 
-def _is_plain_run(tensor: torch.Tensor) -> bool:
+def is_host_run(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's value is one run of bytes of host memory, and nothing else."""
     return type(tensor) in _PLAIN and tensor.is_cpu and is_flat(tensor)
 

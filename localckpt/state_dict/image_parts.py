@@ -5,8 +5,7 @@ Restoring a state, draining a shard and an elastic load all read images here.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher
 from localckpt.state_dict.header import ImageHeader
@@ -74,23 +73,6 @@ class ImageParts:
 
         self._forget()
         self._source.stream(self._end, places, verified, starts)
-
-    def visit(self, starts: Sequence[int], take: Callable[[int, memoryview], None]) -> None:
-        """Read pieces in several threads.
-
-        Args:
-            starts: Starts of the pieces, multiples of :data:`PIECE_NBYTES`.
-            take: Called with the start and the bytes of each piece, which are valid until it
-                returns. Its first error ends the reading, and is raised.
-        """
-        of_thread = threading.local()
-
-        def places(start: int, stop: int) -> list[memoryview]:
-            if not hasattr(of_thread, "buffer"):
-                of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
-            return [of_thread.buffer[: stop - start]]
-
-        self.stream(places, lambda start, parts: take(start, parts[0]), starts)
 
     def _fetch(self, wanted: int) -> None:
         self._forget()

@@ -7,13 +7,16 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from localckpt.errors import MismatchError
-from localckpt.memory.tensor_bytes import copy_values
+from localckpt.memory.host_memory import memory_at
+from localckpt.memory.tensor_bytes import copy_values, is_host_run
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
+from localckpt.state_dict.direct_runs import RunTarget
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.regions import Region, local_starts, whole
 from localckpt.state_dict.replicated import without_markers
@@ -44,6 +47,14 @@ class WantedTensor:
     def dtype(self) -> str:
         """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
+
+    @cached_property
+    def memory(self) -> memoryview | None:
+        """Bytes of the tensor, in the order of its items, if they are one run of host memory."""
+        local = self.tensor.detach()
+        if not local.nbytes or not is_host_run(local):
+            return None
+        return memory_at(local.data_ptr(), local.nbytes)
 
     def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> int:
         """Copy a rectangle of the global tensor into the tensor.
@@ -91,9 +102,16 @@ class Filling:
         values: torch.Tensor,
     ) -> None:
         """Fill a part of a tensor; see :meth:`WantedTensor.fill`."""
-        count = wanted.fill(first, sizes, values)
+        self.count(wanted, wanted.fill(first, sizes, values))
+
+    def count(self, wanted: WantedTensor, items: int) -> None:
+        """Note that a tensor has got so many items."""
         with self._lock:
-            self._left[id(wanted)] -= count
+            self._left[id(wanted)] -= items
+
+    def target(self, wanted: WantedTensor) -> RunTarget:
+        """Return a tensor as one that bytes may be read straight into."""
+        return _Target(self, wanted)
 
     def require_full(self) -> None:
         """Check that every tensor has got as many items as it is to get.
@@ -106,6 +124,23 @@ class Filling:
                 f"{len(odd)} tensors were not filled as planned, {odd[0]!r} among them. They may "
                 f"be partly filled; load again"
             )
+
+
+@dataclass(frozen=True)
+class _Target:
+    _filling: Filling
+    _wanted: WantedTensor
+
+    @property
+    def region(self) -> Region:
+        return self._wanted.region
+
+    @property
+    def memory(self) -> memoryview | None:
+        return self._wanted.memory
+
+    def filled(self, nbytes: int) -> None:
+        self._filling.count(self._wanted, nbytes // self._wanted.tensor.itemsize)
 
 
 @collection_paused()

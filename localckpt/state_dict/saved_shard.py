@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +16,7 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.direct_runs import DirectRun, DirectRuns, RunTarget, find_run
 from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -30,11 +33,15 @@ from localckpt.state_dict.values import (
     with_tensors,
 )
 
-__all__ = ["Deliver", "SavedShard", "SavedTensor", "integer_view"]
+__all__ = ["Deliver", "Direct", "SavedShard", "SavedTensor", "integer_view"]
 
 Deliver = Callable[[Any, int, Cut, torch.Tensor], None]
 """``deliver(receiver, number, cut, values)``: takes a part of a tensor. The values are valid until
 it returns; it is called by several threads."""
+
+Direct = Callable[[Any], RunTarget | None]
+"""``direct(receiver)``: the tensor that a part may be read straight into; ``None`` if that may not
+be."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -189,12 +196,18 @@ class SavedShard:
             return torch.empty(entry.shape, dtype=entry.torch_dtype())
         return self._as_stored(entry).contiguous()
 
-    def stream(self, wanted: Mapping[int, Iterable[tuple[Any, Region]]], deliver: Deliver) -> None:
+    def stream(
+        self,
+        wanted: Mapping[int, Iterable[tuple[Any, Region]]],
+        deliver: Deliver,
+        direct: Direct = lambda _: None,
+    ) -> None:
         """Read parts of tensors, and only the pieces of the image that hold them.
 
         Args:
             wanted: By the number of a tensor, who wants which elements of the global tensor.
             deliver: Takes each part, in cuts of at most a piece.
+            direct: Says of who wants a part whether it may be read straight into memory.
 
         Raises:
             CorruptShardError: A block is damaged.
@@ -211,24 +224,40 @@ class SavedShard:
                 regular.append((tensor, those))
         regular.sort(key=lambda pair: pair[0].start)
         by_piece: dict[int, list[tuple[SavedTensor, list[_Part]]]] = {}
+        users = Counter(tensor.entry.slot for tensor, _ in regular)
+        found: list[DirectRun] = []
         for tensor, those in regular:
+            if users[tensor.entry.slot] == 1:
+                runs, those = _split_runs(tensor, those, direct)
+                found += runs
+                for run in runs:
+                    for start in range(_piece_of(run.start), run.stop, PIECE_NBYTES):
+                        by_piece.setdefault(start, [])
             stop = tensor.start + math.prod(tensor.local) * tensor.itemsize
             for start in self._pieces(tensor, those, stop):
                 by_piece.setdefault(start, []).append((tensor, those))
+        direct_runs = DirectRuns(found)
+        of_thread = threading.local()
 
-        def take(start: int, piece: memoryview) -> None:
-            data = torch.frombuffer(piece, dtype=torch.uint8)
+        def places(start: int, stop: int) -> list[memoryview]:
+            if not hasattr(of_thread, "buffer"):
+                of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
+            of_thread.nbytes = stop - start
+            return direct_runs.places(start, stop, of_thread.buffer)
+
+        def filled(start: int, _: list[memoryview]) -> None:
+            data = torch.frombuffer(of_thread.buffer[: of_thread.nbytes], dtype=torch.uint8)
             for tensor, those in by_piece[start]:
                 _deliver_from(tensor, those, start, data, deliver)
+            direct_runs.filled(start, start + of_thread.nbytes)
 
-        self._reader.parts.visit(sorted(by_piece), take)
+        self._reader.parts.stream(places, filled, sorted(by_piece))
 
     def _pieces(self, tensor: SavedTensor, parts: Sequence[_Part], stop: int) -> list[int]:
         """Starts of the pieces of the image that hold parts of a tensor."""
-        first = tensor.start // PIECE_NBYTES * PIECE_NBYTES
-        starts = range(first, stop, PIECE_NBYTES)
-        if len(starts) == 1:
-            return [first]
+        starts = range(_piece_of(tensor.start), stop, PIECE_NBYTES)
+        if not parts or len(starts) == 1:
+            return list(starts) if parts else []
         wanted = []
         for start in starts:
             begin, end = max(start, tensor.start), min(start + PIECE_NBYTES, stop)
@@ -335,6 +364,31 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) 
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, size)
     return tensor
+
+
+def _piece_of(offset: int) -> int:
+    """Return the start of the piece of an image that holds a byte."""
+    return offset // PIECE_NBYTES * PIECE_NBYTES
+
+
+def _split_runs(
+    tensor: SavedTensor, parts: Sequence[_Part], direct: Direct
+) -> tuple[list[DirectRun], list[_Part]]:
+    """Divide parts into those that are read straight into memory, and the others."""
+    if tensor.order != tuple(range(len(tensor.local))) or not tensor.local:
+        return [], list(parts)
+    row_nbytes = math.prod(tensor.local[1:]) * tensor.itemsize
+    regions = [part.region for part in parts]
+    runs, others = [], []
+    for number, part in enumerate(parts):
+        found = None
+        if (target := direct(part.receiver)) is not None:
+            found = find_run(tensor.region, regions, number, target, tensor.start, row_nbytes)
+        if target is None or found is None:
+            others.append(part)
+        else:
+            runs.append(DirectRun(*found, target.filled))
+    return runs, others
 
 
 def _permuted(values: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:

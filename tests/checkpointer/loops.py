@@ -22,7 +22,7 @@ from tests.ranks import announce, node_store
 
 __all__ = ["Loader", "Outcome", "Sharding", "full_weights", "stores", "train"]
 
-Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1"]
+Sharding = Literal["plain", "ddp", "fsdp2", "fsdp1", "hsdp"]
 
 _WIDTH, _SAMPLES, _BATCH = 24, 40, 4
 
@@ -77,11 +77,14 @@ def make_model(sharding: Sharding) -> torch.nn.Module:
         # Else DDP makes its buckets anew after the first step of each process, and gloo sums in
         # another order where a gradient lies elsewhere: steps would differ by rounding.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    if sharding == "fsdp2":
+    if sharding in ("fsdp2", "hsdp"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        replicas = 2 if sharding == "hsdp" else 1
+        sizes = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
+        fully_shard(model, mesh=mesh if sharding == "hsdp" else mesh["shards"])
     if sharding == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -138,9 +141,11 @@ def train(
     return outcome
 
 
-def full_weights(rank: int, world_size: int, options: dict[str, Any]) -> str:
-    """The step that an FSDP2 job resumes at, and its whole parameters and moments; or an error."""
-    model = make_model("fsdp2")
+def full_weights(
+    rank: int, world_size: int, options: dict[str, Any], sharding: Sharding = "fsdp2"
+) -> str:
+    """The step that a sharded job resumes at, and its whole parameters and moments; or an error."""
+    model = make_model(sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     state = {

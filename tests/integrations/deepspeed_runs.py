@@ -145,7 +145,7 @@ def train(
 
     Returns:
         What was seen at each micro-step, and the digests of the state at the end and at the
-        beginning; nothing where runs differ that nothing disturbs.
+        beginning. Only the last is given where runs differ that nothing disturbs.
     """
     run = Run(local, stage, precision, is_new=is_new, zero=zero)
     first = run.state()
@@ -153,14 +153,14 @@ def train(
         pass
     state = run.state()
     run.checkpoints.close()
-    return (run.lines, state, first) if is_deterministic(stage) else ([], "", "")
+    return (run.lines, state, first) if is_deterministic(stage) else ([], "", first)
 
 
 def train_until_cut_off(local: Path, stage: int, precision: str, zero: Any = None) -> str:
     """Train, and save after each step, up to the middle of a step; all saves are complete.
 
     Returns:
-        The digest of the state that was saved last; nothing where :func:`train` gives nothing.
+        The digest of the state that was saved last.
     """
     run = Run(local, stage, precision, zero=zero)
     for over in run.micro_steps(_CUT_OFF):
@@ -168,7 +168,7 @@ def train_until_cut_off(local: Path, stage: int, precision: str, zero: Any = Non
             run.engine.save_checkpoint("/nowhere", client_state={"over": over})
             saved = run.state()
     run.checkpoints.checkpointer.wait_until_finished()
-    return saved if is_deterministic(stage) else ""
+    return saved
 
 
 def stop_and_go_on(local: Path, is_asked: bool) -> tuple[list[str], list[str]]:

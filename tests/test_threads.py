@@ -78,6 +78,9 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
             raise KeyboardInterrupt
         return trace
 
+    # Garbage of other tests would be collected within the call, and Python drops what that raises.
+    gc.collect()
+    gc.disable()
     before = sys.gettrace()
     # Python 3.12 traces instructions only if some frame has asked for it before settrace().
     sys._getframe().f_trace_opcodes = True
@@ -88,6 +91,7 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 

@@ -149,7 +149,8 @@ def test_a_fork_that_closes_a_store_or_drops_it_takes_nothing_away(node: Node) -
     _in_a_fork(close)
     _in_a_fork(lambda: store.__dict__.clear() or (gc.collect() and None))
 
-    assert before == {path for root in (node.root, node.shared) for path in root.rglob("*")}
+    # The store makes memory for later saves meanwhile.
+    assert before <= {path for root in (node.root, node.shared) for path in root.rglob("*")}
     write_shard(job)
     assert store.holds(identity(2))
     assert_loads(store, identity(2))

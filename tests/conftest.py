@@ -33,6 +33,7 @@ T = TypeVar("T")
 _TESTS = Path(__file__).parent
 _SHARED_MEMORY = Path("/dev/shm")
 _RUN = "LOCALCKPT_TEST_RUN"
+_SYSTEMS_DIRECTORY = "LOCALCKPT_TEST_SYSTEMS_DIRECTORY"
 # A worker process may still be finishing the save that a killed rank had handed to it.
 _GRACE_S = float(os.environ.get("LOCALCKPT_TEST_GRACE_S", "10"))
 
@@ -92,8 +93,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts a command in the background with SIGINT ignored, and processes inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Python makes and removes this one by itself, so it must not be in a directory that we remove.
+    # Python makes and removes this one by itself, each worker's when it ends, so it must not be in
+    # the directory that we look into and remove.
+    tempfile.tempdir = os.environ.setdefault(_SYSTEMS_DIRECTORY, tempfile.gettempdir())
     multiprocessing_util.get_temp_dir()
+    tempfile.tempdir = None
     if not _leads(config):
         return
     run = uuid.uuid4().hex[:12]

@@ -308,6 +308,10 @@ class _RankCall:
         if not self.init_group:
             return fn(self.rank, self.world_size, *args)
         dist.init_process_group(self.backend, timeout=timedelta(seconds=self.group_timeout_s))
+        # Of two ranks that connect, the first to be done may leave before the other one is, which
+        # gloo then takes for a crash.
+        if self.backend == "gloo":
+            dist.barrier()
         try:
             return fn(self.rank, self.world_size, *args)
         finally:

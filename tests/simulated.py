@@ -14,7 +14,7 @@ from localckpt.ranks.job_store import Group
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Task
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class World:

@@ -21,7 +21,7 @@ from localckpt.threads import Task
 from tests.simulated import PATIENCE_S, World, outcome_of
 
 _WORLD = 72
-_PATIENT_S, _HURRIED_S = 30.0, 4.0
+_PATIENT_S, _HURRIED_S = 90.0, 4.0
 
 
 @pytest.fixture(scope="module")

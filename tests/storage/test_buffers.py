@@ -289,7 +289,9 @@ def test_a_pool_that_is_closed_while_it_prepares_frees_what_comes_last() -> None
 
     assert len(made) == 1
     assert len(made[0].view) == 0
-    assert not [t for t in threading.enumerate() if t.name == "localckpt-prepare"]
+    for preparing in [t for t in threading.enumerate() if t.name == "localckpt-prepare"]:
+        preparing.join(PATIENCE_S)
+        assert not preparing.is_alive()
     pool.prepare(0, 1000)
     assert pool_nbytes(pool) == 0
 

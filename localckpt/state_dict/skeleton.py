@@ -23,6 +23,7 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.failure_texts import with_class
+from localckpt.state_dict.call_check import check_calls
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
     is_data,
@@ -35,7 +36,6 @@ from localckpt.state_dict.pickles import Place, check_opcodes, place_at, unframe
 from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
-from localckpt.state_dict.stand_ins import check_calls
 
 __all__ = ["Taken", "check_skeleton", "collection_paused", "insert_tensors", "take_tensors"]
 

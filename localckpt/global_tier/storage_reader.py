@@ -6,34 +6,25 @@ verified block by block as they are read; the values go from there straight into
 
 from __future__ import annotations
 
-import ctypes
-import io
-import math
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-from itertools import groupby, pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo
 from localckpt.global_tier.metadata_pickle import read_metadata
-from localckpt.global_tier.read_files import READ_NBYTES, FileReads, Run
-from localckpt.global_tier.write_items import Frame, frame_of, load_object
+from localckpt.global_tier.read_files import FileReads
+from localckpt.global_tier.read_items import ItemRead, LoadContext, add_runs
 from localckpt.memory.gpu_copies import await_training
-from localckpt.memory.host_memory import address_of
-from localckpt.memory.tensor_bytes import copy_values
 from localckpt.ranks.deadline import within
 from localckpt.ranks.failure import Failure
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -122,54 +113,23 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             StorageError: A file cannot be read.
         """
         reads = FileReads(Path(self.path), self._concurrent_bytes, self._save_id)
-        lock = threading.Lock()
-        places = self._places(plan)
+        context = LoadContext(planner, self.read_metadata(), self.transforms, self.safe_globals)
         items = [
-            _ItemRead(self, planner, lock, request, info)
-            for request, info in zip(plan.items, places, strict=True)
+            ItemRead(context, request, info)
+            for request, info in zip(plan.items, self._places(plan), strict=True)
         ]
         runs = [(item, run) for item in items for run in item.runs()]
         # What training has queued on them must not come after what is loaded.
         await_training({item.device for item in items}, self._timeout_s)
-        _add_runs(reads, runs)
+        add_runs(reads, runs)
         reads.carry_out()
         # By another release of torch, or not contiguous: torch knows what they mean.
-        _add_runs(reads, [(item, item.whole()) for item in items if item.is_foreign])
+        add_runs(reads, [(item, item.whole()) for item in items if item.is_foreign])
         reads.carry_out()
         self.nbytes_read = reads.nbytes
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def saved_part(
-        self, request: ReadItem, nbytes: int
-    ) -> tuple[torch.dtype, torch.Size, Frame] | None:
-        """The part of a tensor that a request reads from, if torch would write it so here and now.
-
-        Args:
-            request: Reads from it.
-            nbytes: How long it is in its file.
-
-        Returns:
-            Its dtype, shape and frame; ``None`` if it is of another length.
-        """
-        index = request.storage_index
-        described = self.read_metadata().state_dict_metadata[index.fqn]
-        if not isinstance(described, TensorStorageMetadata):
-            return None
-        hint = index.index
-        chunks = described.chunks
-        if hint is None or not (0 <= hint < len(chunks) and chunks[hint].offsets == index.offset):
-            hint = next(i for i, chunk in enumerate(chunks) if chunk.offsets == index.offset)
-        dtype, shape = described.properties.dtype, chunks[hint].sizes
-        values_nbytes = math.prod(shape) * dtype.itemsize
-        if values_nbytes > nbytes:
-            # Before a frame is made, which takes a tensor of that shape.
-            return None
-        frame = frame_of(dtype, shape)
-        if nbytes != len(frame.head) + values_nbytes + len(frame.tail):
-            return None
-        return dtype, shape, frame
 
     def _places(self, plan: LoadPlan) -> list[StorageInfo]:
         """Places of a plan's items in their files.
@@ -252,223 +212,3 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             return read_metadata(data, SafeGlobals(self.safe_globals))
         except CorruptShardError as error:
             raise CorruptShardError(f"the metadata of {self.path} is damaged: {error}") from error
-
-
-# Rows that are not taken whole are read in pieces that do not end where blocks do.
-_ROWS_NBYTES = 4 * READ_NBYTES
-
-
-class _ItemRead:
-    """One request of a load, and how its bytes come to their tensor.
-
-    Attributes:
-        is_foreign: Its frame turned out not to be the one that its values were looked for in.
-        device: Where its values go.
-    """
-
-    def __init__(
-        self,
-        reader: CachedMetadataFileSystemReader,
-        planner: LoadPlanner,
-        lock: threading.Lock,
-        request: ReadItem,
-        info: StorageInfo,
-    ) -> None:
-        self.info = info
-        self.is_foreign = False
-        self.device = torch.device("cpu")
-        self._reader = reader
-        self._planner = planner
-        # Planners are not made for several threads.
-        self._lock = lock
-        self._request = request
-
-    def whole(self) -> Run:
-        """Read all of it, and leave it to torch."""
-        return Run(self.info.offset, self.info.offset + self.info.length, self._load)
-
-    def runs(self) -> list[Run]:
-        """Return the runs of the item, which may be read in any order."""
-        if self._request.type == LoadItemType.BYTE_IO or self.info.transform_descriptors:
-            return [self.whole()]
-        if 0 in self._request.lengths:
-            return []
-        part = self._reader.saved_part(self._request, self.info.length)
-        if part is None:
-            return [self.whole()]
-        dtype, shape, frame = part
-        target = self._target()
-        begin = self.info.offset + len(frame.head)
-
-        awaited = {"frame", "values"}
-
-        def arrived(what: str) -> None:
-            with self._lock:
-                awaited.discard(what)
-                if not awaited and not self.is_foreign:
-                    self._planner.commit_tensor(self._request, target)
-
-        def check(head: memoryview) -> None:
-            self.is_foreign = head != frame.head
-            arrived("frame")
-
-        values = _Values(dtype, shape, begin, self._request, target, partial(arrived, "values"))
-        return [Run(self.info.offset, begin, check), *values.runs()]
-
-    def _target(self) -> torch.Tensor:
-        with self._lock:
-            target = self._planner.resolve_tensor(self._request).detach()
-        self.device = target.device
-        return target
-
-    def _load(self, data: memoryview) -> None:
-        stream: IO[bytes] = io.BytesIO(data)
-        if self.info.transform_descriptors:
-            transformed = self._reader.transforms.transform_load_stream(
-                self._request, self.info.transform_descriptors, stream
-            )
-            stream = io.BytesIO(transformed.read(-1))
-        if self._request.type == LoadItemType.BYTE_IO:
-            with self._lock:
-                self._planner.load_bytes(self._request, cast(io.BytesIO, stream))
-            return
-        name = self._request.dest_index.fqn
-        saved = load_object(name, cast(io.BytesIO, stream), self._reader.safe_globals)
-        parts = zip(self._request.storage_offsets, self._request.lengths, strict=True)
-        for dim, (start, length) in enumerate(parts):
-            saved = saved.narrow(dim, start, length)
-        target = self._target()
-        _copy_part(target, saved)
-        with self._lock:
-            self._planner.commit_tensor(self._request, target)
-
-
-def _add_runs(reads: FileReads, runs: list[tuple[_ItemRead, Run]]) -> None:
-    """Have runs read, those that lie between the same two multiples of ``READ_NBYTES`` at once."""
-    by_file: dict[str, list[Run]] = {}
-    for item, run in runs:
-        by_file.setdefault(item.info.relative_path, []).append(run)
-    for name, of_file in by_file.items():
-        of_file.sort(key=lambda run: run.start)
-        groups = groupby(of_file, lambda run: (run.start // READ_NBYTES, run.stop > _end_of(run)))
-        reads.add(name, [joined for (_, alone), group in groups for joined in _join(group, alone)])
-
-
-def _end_of(run: Run) -> int:
-    return (run.start // READ_NBYTES + 1) * READ_NBYTES
-
-
-def _join(group: Iterable[Run], alone: bool) -> list[Run]:
-    runs = list(group)
-    if alone or len(runs) == 1:
-        return runs
-    start = runs[0].start
-
-    def use(data: memoryview) -> None:
-        for run in runs:
-            run.use(data[run.start - start : run.stop - start])
-
-    return [Run(start, max(run.stop for run in runs), use)]
-
-
-class _Values:
-    """The values that one request wants of a saved part, in runs that may be read in any order.
-
-    Args:
-        dtype, shape: Of what was saved, which lies contiguous in the file.
-        begin: Where it begins there.
-        request: What is wanted of it; nothing of it is empty.
-        target: Where that goes; of the shape that is wanted.
-        filled: Called when all of it is there.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        begin: int,
-        request: ReadItem,
-        target: torch.Tensor,
-        filled: Callable[[], None],
-    ) -> None:
-        self._dtype = dtype
-        self._target = target
-        self._filled = filled
-        # Rows are those of the first dimension that has several.
-        self._dim = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-        self._row_shape = shape[self._dim + 1 :]
-        self._row_nbytes = math.prod(self._row_shape) * dtype.itemsize
-        wanted = list(zip(request.storage_offsets, request.lengths, strict=True))
-        first, self._rows = wanted[self._dim] if shape else (0, 1)
-        self._inner = wanted[self._dim + 1 :]
-        self._begin = begin + first * self._row_nbytes
-        self._end = self._begin + self._rows * self._row_nbytes
-        self._missing = self._end - self._begin
-        self._lock = threading.Lock()
-
-    def runs(self) -> list[Run]:
-        """Return the runs to read."""
-        whole_rows = torch.Size(length for _, length in self._inner) == self._row_shape
-        target = self._target
-        if whole_rows and target.is_cpu and target.is_contiguous() and target.dtype is self._dtype:
-            ends = range(
-                self._begin // READ_NBYTES * READ_NBYTES + READ_NBYTES, self._end, READ_NBYTES
-            )
-            cuts = [self._begin, *ends, self._end]
-            return [Run(a, b, self._taking_bytes(a)) for a, b in pairwise(cuts)]
-        step = max(1, _ROWS_NBYTES // self._row_nbytes)
-        return [
-            Run(
-                self._begin + row * self._row_nbytes,
-                self._begin + min(row + step, self._rows) * self._row_nbytes,
-                self._taking_rows(row),
-            )
-            for row in range(0, self._rows, step)
-        ]
-
-    def _taking_bytes(self, start: int) -> Callable[[memoryview], None]:
-        def take(data: memoryview) -> None:
-            place = self._target.data_ptr() + start - self._begin
-            ctypes.memmove(place, address_of(data), len(data))
-            self._count(len(data))
-
-        return take
-
-    def _taking_rows(self, row: int) -> Callable[[memoryview], None]:
-        def take(data: memoryview) -> None:
-            count = len(data) // self._row_nbytes
-            values = torch.frombuffer(data, dtype=torch.uint8).view(self._dtype)
-            if self._target.dim() == 0:
-                _copy_part(self._target, values.view(()))
-            else:
-                rows = values.view(*([1] * self._dim), count, *self._row_shape)
-                for dim, (start, length) in enumerate(self._inner, self._dim + 1):
-                    rows = rows.narrow(dim, start, length)
-                _copy_part(self._target.narrow(self._dim, row, count), rows)
-            self._count(len(data))
-
-        return take
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._missing -= nbytes
-            is_filled = not self._missing
-        if is_filled:
-            self._filled()
-
-
-def _copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape, whatever the dtypes and the devices.
-
-    Raises:
-        CorruptShardError: What was saved has another shape than the metadata says.
-    """
-    if target.shape != source.shape:
-        raise CorruptShardError(
-            f"a part of shape {tuple(source.shape)} was saved where one of shape "
-            f"{tuple(target.shape)} is wanted"
-        )
-    if target.dtype is source.dtype:
-        copy_values(target, source)
-    else:
-        target.copy_(source)

@@ -23,26 +23,23 @@ from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.last_save import LastSave
 from localckpt.checkpointer.meter import Meter
-from localckpt.checkpointer.parts import RNG, RandomPart, parts_of
-from localckpt.checkpointer.private_rules import rules_of
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
+from localckpt.checkpointer.resume import Resumption
 from localckpt.checkpointer.schedule import Schedule
 from localckpt.checkpointer.shared import OnResize
+from localckpt.checkpointer.state import TrainingState
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.checkpointer.tiers import (
     Failures,
     NodeManager,
     NodeTier,
     SharedTier,
-    find_newest,
-    load_newest,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
-from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
@@ -181,13 +178,7 @@ class Checkpointer:
     ) -> None:
         check_arguments(local, memory, replication_factor, repl_strategy, on_error, max_failures)
         check_shared_arguments(shared_every, on_resize, shared_keep_last, shared_retention)
-        self._rng = rng
-        self._make_state = state if callable(state) else None
-        self._parts = {} if callable(state) else parts_of(state, rng=rng)
-        # Read at each load; parts that are made later are added.
-        self._rules: dict[str, PrivateRule] = {}
-        self._is_dropping, self._private = on_resize == "drop", dict(private or {})
-        self._note_rules()
+        self._state = TrainingState(state, rng=rng, private=private or {}, drop=on_resize == "drop")
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
         self.stopped: str | None = None
@@ -212,14 +203,14 @@ class Checkpointer:
                 "guard": guard,
                 "events": self._record.stream,
                 "max_attempts": max_attempts,
-                "check": combined_check(self._parts, check, finite=finite),
+                "check": combined_check(self._state.parts, check, finite=finite),
                 "check_replicas": check_replicas,
                 "divide_replicated": check is None
                 if divide_replicated is None
                 else divide_replicated,
                 "on_divergence": on_divergence,
                 "elastic": True,
-                "private": self._rules,
+                "private": self._state.rules,
             }
             if memory:
                 return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
@@ -229,14 +220,11 @@ class Checkpointer:
         with ExitStack() as undo:
             undo.callback(self._ranks.close)
             undo.callback(self._record.stream.close)
-            if repl_strategy is not None:
-                manager = make_manager(repl_strategy)
-            else:
-                is_alone = self._ranks.world_size == 1
-                manager, own_strategy = with_redundancy(make_manager, replication_factor, is_alone)
-                if own_strategy is not None:
-                    undo.callback(own_strategy.close)
-            self._nodes = NodeTier(manager, timeout_s, self._failures[0])
+            is_alone = self._ranks.world_size == 1
+            manager, made_strategy = with_redundancy(
+                make_manager, repl_strategy, replication_factor, is_alone
+            )
+            self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[0])
             undo.callback(self._nodes.close, is_in_step=False)
             self._shared: SharedTier | None = None
             if shared is not None:
@@ -252,15 +240,14 @@ class Checkpointer:
                     events=self._record.stream,
                 )
                 undo.callback(self._shared.close, is_in_step=False)
-                if self._make_state is None:
-                    self._shared.use(self._parts)
+                if self._state.parts:
+                    self._shared.use(self._state.parts)
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
                 self._take_back_attempt,
             )
             undo.pop_all()
         self._record.stream.release()
-        self._own_strategy = None if repl_strategy is not None else own_strategy
         self._meter = Meter()
         self._pulse = Pulse(
             every,
@@ -271,6 +258,7 @@ class Checkpointer:
         )
         self._schedule = Schedule(every, None if shared is None else shared_every)
         grace_s = timeout_s if grace_s is None else grace_s
+        self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
@@ -313,7 +301,7 @@ class Checkpointer:
             MismatchError, NoReplicasAvailableError, PeerLostError: As for :meth:`resume`.
         """
         self._require_open()
-        return find_newest(self._nodes, self._shared, elsewhere).step
+        return self._resumption.find(elsewhere)
 
     def resume(self, elsewhere: Elsewhere | None = None) -> int:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
@@ -340,19 +328,10 @@ class Checkpointer:
             PeerLostError: Some rank did not come in time.
         """
         self._require_open()
-        began = time.monotonic()
-        if self._make_state is not None:
-            self._take_state(self._make_state())
-        try:
-            # All ranks load the same, or none does.
-            known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
-            self._ranks.decide("compare checkpoints elsewhere", lambda: known, _judge_elsewhere)
-            loaded, source = load_newest(self._nodes, self._shared, self._parts, elsewhere)
-            job_run = self._say_what_was_loaded(loaded, source, time.monotonic() - began)
-        except BaseException as error:
-            self._record.resumed(began, None, "", "", error)
-            raise
-        self._record.resumed(began, loaded, source, job_run)
+        called = time.monotonic()
+        if self._state.make() and self._shared is not None:
+            self._shared.use(self._state.parts)
+        loaded = self._resumption.run(self._state.parts, elsewhere, called)
         self._last_step = loaded
         self._schedule.begin(loaded)
         return loaded + 1
@@ -397,9 +376,7 @@ class Checkpointer:
         iterator of a data loader, which draws the seed of its workers. Without a checkpoint, or
         with ``rng=False``, it does nothing.
         """
-        part = self._parts.get(RNG)
-        if isinstance(part, RandomPart):
-            part.rewind()
+        self._state.rewind_random()
 
     def save(
         self,
@@ -549,7 +526,7 @@ class Checkpointer:
             self._shared.look()
 
     def _begin_save(self, step: int) -> None:
-        self._nodes.save(self._parts, step)
+        self._nodes.save(self._state.parts, step)
         self._schedule.note_save(step)
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
@@ -609,30 +586,6 @@ class Checkpointer:
 
     # Beginning and end.
 
-    def _take_state(self, state: Mapping[str, Any]) -> None:
-        parts = parts_of(state, rng=self._rng)
-        # In place, since the check of captured states looks at it, too.
-        self._parts.clear()
-        self._parts.update(parts)
-        self._note_rules()
-        if self._shared is not None:
-            self._shared.use(self._parts)
-
-    def _note_rules(self) -> None:
-        """Set what becomes of values that differ between ranks, where another number loads them."""
-        self._rules.clear()
-        self._rules |= rules_of(self._parts, self._private, drop=self._is_dropping, rng=self._rng)
-
-    def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
-        """Have the root log where the parts of all ranks came from; a name of the job's run."""
-        mine = [source, self._record.stream.run]
-        told, job_run = self._ranks.decide("say what was loaded", lambda: mine, _judge_sources)
-        line = "no checkpoint is there: the job starts at step 0"
-        if step >= 0:
-            line = f"resumed after step {step} in {seconds:.2f} s: {told}"
-        logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
-        return str(job_run)
-
     def _shared_manager(self, what: str) -> GlobalCheckpointManager:
         self._require_open()
         if self._shared is None:
@@ -664,31 +617,8 @@ class Checkpointer:
         with ExitStack() as closing:
             closing.callback(self._record.end, step, outcome, error)
             closing.callback(self._ranks.close)
-            if self._own_strategy is not None:
-                closing.callback(self._own_strategy.close)
             closing.callback(self._nodes.close, is_in_step=is_in_step)
             if self._shared is not None:
                 closing.callback(self._shared.close, is_in_step=is_in_step)
             closing.callback(self._stop_requests.close)
             closing.callback(self._pulse.close, is_in_step=is_in_step)
-
-
-def _judge_sources(told_by: list[list[str]]) -> list[str]:
-    """A line that says from where the ranks have loaded, and the name of the run of the root."""
-    ranks_by_source: dict[str, list[int]] = {}
-    for rank, (source, _) in enumerate(told_by):
-        ranks_by_source.setdefault(source, []).append(rank)
-    told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
-    return [", ".join(told), told_by[0][1]]
-
-
-def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:
-    """Nothing; raises MismatchError if ranks know of different checkpoints elsewhere."""
-    steps = [None if known is None else known[0] for known in known_by]
-    for rank, known in enumerate(known_by):
-        if known != known_by[0]:
-            raise MismatchError(
-                f"the ranks know of different checkpoints elsewhere: rank 0 of step {steps[0]}, "
-                f"rank {rank} of step {steps[rank]}. Give all the same, from storage that all see. "
-                f"Nothing was loaded"
-            )

@@ -1,4 +1,4 @@
-"""Where a training loop's checkpoints are: on the nodes, and on shared storage."""
+"""The two tiers of a training loop's checkpoints: the nodes, and shared storage."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
-from localckpt.checkpointer.elsewhere import Elsewhere
-from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     DivergenceError,
     MismatchError,
-    NoReplicasAvailableError,
     PeerLostError,
     SameMachineReplicationException,
     SaveFailedError,
@@ -35,12 +31,9 @@ from localckpt.replication.strategies import CliqueReplicationStrategy, Replicat
 
 __all__ = [
     "Failures",
-    "Newest",
     "NodeManager",
     "NodeTier",
     "SharedTier",
-    "find_newest",
-    "load_newest",
     "with_redundancy",
 ]
 
@@ -98,17 +91,25 @@ class NodeTier:
     """Checkpoints on the nodes, saved behind training.
 
     Args:
-        manager: Keeps them.
+        manager: Manager of the checkpoints, closed with the tier.
+        strategy: Strategy that was made for the manager, closed with the tier; ``None`` for none.
         timeout_s: Deadline of waits for other ranks, in seconds.
-        failures: Counts those that fail.
+        failures: Counts failed saves.
 
     Attributes:
         begun: Step of the last save that was begun and has not failed; ``None`` for none.
         newest: Step of the newest save that is complete on all ranks; ``None`` for none.
     """
 
-    def __init__(self, manager: NodeManager, timeout_s: float, failures: Failures) -> None:
+    def __init__(
+        self,
+        manager: NodeManager,
+        strategy: ReplicationStrategy | None,
+        timeout_s: float,
+        failures: Failures,
+    ) -> None:
         self.manager = manager
+        self._strategy = strategy
         self.begun: int | None = None
         self.newest: int | None = None
         self._queue = AsyncCallsQueue(timeout_s=timeout_s)
@@ -148,6 +149,8 @@ class NodeTier:
             is_in_step: Whether the other ranks close theirs, too; else nobody is waited for.
         """
         with ExitStack() as closing:
+            if self._strategy is not None:
+                closing.callback(self._strategy.close)
             if is_in_step:
                 closing.callback(self.manager.close)
                 closing.callback(self._queue.close)
@@ -287,13 +290,15 @@ class SharedTier:
 
 def with_redundancy(
     make_manager: Callable[[ReplicationStrategy | None], NodeManager],
+    repl_strategy: ReplicationStrategy | None,
     replication_factor: int | None,
     is_alone: bool,
 ) -> tuple[NodeManager, ReplicationStrategy | None]:
-    """Make a manager with the copies that were asked for, or else with those that nodes allow.
+    """Make a manager with the redundancy that was asked for, or else what the nodes allow.
 
     Args:
         make_manager: Makes a manager that uses a strategy.
+        repl_strategy: The caller's strategy; ``None`` to make one.
         replication_factor: Number of nodes that each shard is to be on; ``None`` for 2 where there
             are as many nodes.
         is_alone: Whether the job has one rank.
@@ -304,6 +309,8 @@ def with_redundancy(
     Raises:
         SameMachineReplicationException: There are not as many nodes as asked for.
     """
+    if repl_strategy is not None:
+        return make_manager(repl_strategy), None
     if replication_factor == 1 or (replication_factor is None and is_alone):
         return make_manager(None), None
     strategy = CliqueReplicationStrategy.from_replication_params(
@@ -321,105 +328,3 @@ def with_redundancy(
     except BaseException:
         strategy.close()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """Newest checkpoint that can be had.
-
-    Attributes:
-        step: Its step; -1 if there is none.
-        is_on_nodes: Whether it is to be loaded from the nodes.
-        beside: Step of the newest that is not on the nodes; -1 for none.
-        is_elsewhere: Whether that one is not localckpt's.
-        given_up: Why none is taken from shared storage, though there are some.
-    """
-
-    step: int
-    is_on_nodes: bool
-    beside: int
-    is_elsewhere: bool
-    given_up: NoReplicasAvailableError | None
-
-
-def find_newest(
-    nodes: NodeTier, shared: SharedTier | None, elsewhere: Elsewhere | None = None
-) -> Newest:
-    """Find the newest checkpoint that can be had; all ranks do so. As for :func:`load_newest`."""
-    if elsewhere is not None and elsewhere.goes_back:
-        return Newest(elsewhere.step, False, elsewhere.step, True, None)
-    beside, given_up = -1, None
-    try:
-        if shared is not None:
-            beside = shared.manager.find_latest()
-    except NoReplicasAvailableError as error:
-        given_up = error
-    is_elsewhere = elsewhere is not None and elsewhere.step > beside
-    if elsewhere is not None:
-        beside = max(beside, elsewhere.step)
-    try:
-        newest = nodes.manager.find_latest()
-        has_better = beside >= 0 and nodes.manager.is_bad(newest)
-        if newest >= max(beside, 0) and not has_better:
-            return Newest(newest, True, beside, is_elsewhere, given_up)
-    except (MismatchError, NoReplicasAvailableError) as error:
-        _leave_nodes(error, beside, given_up)
-    if given_up is not None and not is_elsewhere:
-        raise given_up
-    return Newest(beside, False, beside, is_elsewhere, None)
-
-
-def load_newest(
-    nodes: NodeTier,
-    shared: SharedTier | None,
-    parts: Mapping[str, Any],
-    elsewhere: Elsewhere | None = None,
-) -> tuple[int, str]:
-    """Fill the state from the newest checkpoint that can be had; all ranks do so.
-
-    Args:
-        nodes: Checkpoints on the nodes.
-        shared: Checkpoints on shared storage, if the job has any.
-        parts: The state.
-        elsewhere: A checkpoint that is not localckpt's; the same on all ranks.
-
-    Returns:
-        Its step, -1 if there is none; and where this rank's part came from.
-
-    Raises:
-        MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
-            another number of ranks, and there is none beside them.
-        NoReplicasAvailableError: There were checkpoints on the nodes, all turned out damaged or
-            were given up, and there is none beside them that was not given up.
-    """
-    newest = find_newest(nodes, shared, elsewhere)
-    if newest.is_on_nodes:
-        try:
-            step = nodes.manager.load(into=parts)[1].iteration
-            # A damaged checkpoint makes way for the one before, which may be too old.
-            if step >= newest.beside:
-                report = nodes.manager.last_load
-                assert report is not None
-                return step, report.source
-        except (MismatchError, NoReplicasAvailableError) as error:
-            _leave_nodes(error, newest.beside, newest.given_up)
-    if newest.is_elsewhere:
-        assert elsewhere is not None, "it is the newest"
-        nodes.manager.begin(elsewhere.step)
-        elsewhere.load()
-        return elsewhere.step, ELSEWHERE_SOURCE
-    if newest.given_up is not None:
-        raise newest.given_up
-    if shared is None or newest.beside < 0:
-        return -1, ""
-    return shared.load(), SHARED_SOURCE
-
-
-def _leave_nodes(
-    error: CheckpointingException, beside: int, given_up: NoReplicasAvailableError | None
-) -> None:
-    """Go on to what is beside the nodes after an error, or raise it if there is nothing."""
-    if beside < 0:
-        # What is on shared storage was given up before.
-        raise error from given_up
-    logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)

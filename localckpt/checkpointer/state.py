@@ -1,0 +1,102 @@
+"""State of a training loop: its parts by name, and rules for values that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from localckpt.checkpointer.parts import (
+    RNG,
+    ModulePart,
+    OptimizerPart,
+    RandomPart,
+    ValuePart,
+    parts_of,
+)
+from localckpt.options import PrivateRule
+from localckpt.state_dict.replicated import without_marker
+
+__all__ = ["TrainingState"]
+
+
+class TrainingState:
+    """State of one rank's training loop.
+
+    Args:
+        given: Values by name, as for :func:`parts_of`; or a function that returns the values, which
+            is called by :meth:`make`.
+        rng: Whether the states of the random number generators are a part.
+        private: The caller's rules for values that differ between ranks, by key prefix.
+        drop: Whether values that differ are dropped where no other rule is given.
+
+    Attributes:
+        parts: Parts by name; always the same dict, which is empty before :meth:`make`.
+        rules: Rules for the parts by key prefix, for a load by another number of ranks; always the
+            same dict.
+
+    Raises:
+        CheckpointingException: A value cannot be a part, or a key is no name.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        *,
+        rng: bool,
+        private: Mapping[str, PrivateRule],
+        drop: bool,
+    ) -> None:
+        self._make = given if callable(given) else None
+        self._rng = rng
+        self._private = dict(private)
+        self._drop = drop
+        self.parts: dict[str, Any] = {}
+        self.rules: dict[str, PrivateRule] = {}
+        self._set({} if callable(given) else parts_of(given, rng=rng))
+
+    def make(self) -> bool:
+        """Make parts of what the given function returns; False if values were given.
+
+        Raises:
+            CheckpointingException: As for the class.
+        """
+        if self._make is None:
+            return False
+        self._set(parts_of(self._make(), rng=self._rng))
+        return True
+
+    def rewind_random(self) -> None:
+        """Set the random number generators to the states that were loaded last, if any were."""
+        part = self.parts.get(RNG)
+        if isinstance(part, RandomPart):
+            part.rewind()
+
+    def _set(self, parts: Mapping[str, Any]) -> None:
+        # In place, since managers read the rules, and the check of captured states the parts.
+        self.parts.clear()
+        self.parts.update(parts)
+        self.rules.clear()
+        self.rules.update(self._rules_of(parts))
+
+    def _rules_of(self, parts: Mapping[str, Any]) -> dict[str, PrivateRule]:
+        unmarked = {key: without_marker(part) for key, part in parts.items()}
+        rules: dict[str, PrivateRule] = {}
+        if self._drop:
+            whole = (ModulePart, OptimizerPart)
+            rules |= {k: "drop" for k, part in unmarked.items() if not isinstance(part, whole)}
+        if self._rng:
+            rules[RNG] = "keep"
+        for key, part in unmarked.items():
+            if isinstance(part, ModulePart):
+                # Such as the statistics of BatchNorm, which each rank has of its own data.
+                buffers = (f"{key}.{name}" for name, _ in part.module.named_buffers())
+                rules |= dict.fromkeys(buffers, _of_one_rank)
+        for key, rule in self._private.items():
+            # A pair of functions has a value, which its part has a key for.
+            rules[f"{key}.value" if isinstance(unmarked.get(key), ValuePart) else key] = rule
+        return rules
+
+
+def _of_one_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
+    """Return one saved rank's value of those that all ranks have."""
+    return values[rank % len(values)]

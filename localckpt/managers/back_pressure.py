@@ -77,7 +77,7 @@ class LimitedInFlight(InFlight):
     @property
     def _limited(self) -> list[Save]:
         """Saves that count; a foreign queue finalizes its own by itself."""
-        return [save for save in self if not save.is_handed_over]
+        return [save for save in self if not save.carrier.is_handed_over]
 
     @property
     def _is_full(self) -> bool:
@@ -88,7 +88,7 @@ class LimitedInFlight(InFlight):
         """Number of the oldest saves that are over on this rank."""
         count = 0
         for save in self._limited:
-            if save.ticket is None or not save.ticket.is_over():
+            if (ticket := save.carrier.ticket) is None or not ticket.is_over():
                 break
             count += 1
         return count
@@ -105,9 +105,9 @@ class LimitedInFlight(InFlight):
     def _finalize_oldest(self) -> bool:
         """Wait for the oldest save that a queue of ours carries out; whether it was that one."""
         oldest = self._limited[0]
-        if oldest.ticket is None:
+        if (ticket := oldest.carrier.ticket) is None:
             return False
-        oldest.ticket.finalize()
+        ticket.finalize()
         # A queue that was left with an error meanwhile has finalized nothing.
         return oldest not in list(self)
 

@@ -1,7 +1,7 @@
-"""The managers' public face: the calls that all ranks make, and the five hooks of a user's own.
+"""Public face of the managers: the calls that all ranks make.
 
-``save.py`` is the life of a save, ``look.py`` and ``load.py`` are a restart; ``parts.py`` puts
-together what they work with.
+``save.py`` is the life of a save, ``look.py`` and ``load.py`` are a restart. ``parts.py`` makes the
+objects that they work with; the five hooks are in ``storage/hooks.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, Self, SupportsIndex, overload
@@ -38,8 +37,8 @@ from localckpt.options import OnDivergence, SaveOptions
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
-from localckpt.state_dict.basic import TensorAwareStateDict, give_states, unwrapped
-from localckpt.storage.hooks import HookStore
+from localckpt.state_dict.basic import give_states, unwrapped
+from localckpt.storage.hooks import Hooks, HookStore
 from localckpt.trust import Mark, is_orderly
 
 __all__ = ["BaseCheckpointManager"]
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 _OF_THE_TRAINER = frozenset({"repl_strategy", "_parts", "_calls", "_finder"})
 
 
-class BaseCheckpointManager(ABC):
+class BaseCheckpointManager(Hooks):
     """Saves and loads this rank's state together with all other ranks of the job.
 
     Every rank makes its manager and calls its methods in the same order as the others. A subclass
@@ -128,34 +127,6 @@ class BaseCheckpointManager(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """All that a worker process needs to call the hooks, without the protocol's own objects."""
         return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINER}
-
-    # The five hooks.
-
-    @abstractmethod
-    def _my_ckpt_ids(self) -> Iterable[CkptID]:
-        """IDs of all shards that are kept here, replicas of other ranks' included."""
-
-    @abstractmethod
-    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
-        """Read a shard; raises CheckpointingException when it cannot.
-
-        The state that it returns belongs to the caller, who may train on with its tensors.
-        """
-
-    @abstractmethod
-    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
-        """Keep a shard. Its tensors are in host memory, and it belongs to the hook.
-
-        It may run in another thread, or process, while the other hooks are called.
-        """
-
-    @abstractmethod
-    def _cleanup(self, iteration: int) -> None:
-        """Prune older checkpoints: ``iteration`` is complete on all ranks."""
-
-    @abstractmethod
-    def _cleanup_failed_save(self, iteration: int) -> None:
-        """Remove what is here of ``iteration``, whose save failed."""
 
     # The protocol.
 

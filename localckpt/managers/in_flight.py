@@ -40,7 +40,7 @@ class InFlight:
 
     def not_scheduled(self) -> list[Save]:
         """Saves whose request was given to no queue, whether or not it is gone."""
-        return [save for save in self._saves if not save.is_scheduled]
+        return [save for save in self._saves if not save.carrier.is_scheduled]
 
     def give_up_forgotten(self, iteration: int) -> None:
         """Give up saves that no queue is going to finalize.
@@ -51,12 +51,12 @@ class InFlight:
         Raises:
             CheckpointingException: The request of some was never scheduled.
         """
-        gone = [save for save in self._saves if save.is_gone]
+        gone = [save for save in self._saves if save.carrier.is_gone]
         for save in gone:
-            if save.is_scheduled:
+            if save.carrier.is_scheduled:
                 # Its queue was left with an error. It may be complete: find_latest() will tell.
                 save.leave()
-        if never := [save for save in gone if not save.is_scheduled]:
+        if never := [save for save in gone if not save.carrier.is_scheduled]:
             for save in reversed(never):
                 save.roll_back()
             raise forgotten(

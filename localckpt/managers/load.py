@@ -165,15 +165,11 @@ class Load:
 
     def _protect(self) -> None:
         """Have made again what the loaded checkpoint lacks of its protection."""
-        recovery = self._recovery
         self._checkpoints.refresh(self._checkpoint, self._inventory)
         if self._parts.reprotection is not None:
-            self._parts.reprotection.begin(
-                *(self._checkpoint, self._inventory, recovery.nbytes, recovery.computed_by),
-                *(list(recovery.slots.values()), recovery.to_replace),
-            )
+            self._parts.reprotection.begin(self._recovery)
         else:
-            self._store.release(list(recovery.slots.values()))
+            self._store.release(list(self._recovery.slots.values()))
 
     def _choose(self, checkpoint: Checkpoint) -> None:
         """Begin with a checkpoint of which nothing is known to be bad."""

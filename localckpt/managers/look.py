@@ -1,6 +1,6 @@
-"""A look at all nodes: what they hold, and what a restart makes of it.
+"""Search of all nodes for checkpoints, and the choice that a restart makes among them.
 
-One rank of each node reports what its node holds. Only the root reads the reports, and judges.
+One rank of each node reports the node's pieces. Only the root reads the reports, and judges.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Look:
     Args:
         ranks: The ranks of the job.
         store: This rank's node.
-        nodes: For each rank the node that it is on, whose store it shares with others there.
-        strategy: Says which ranks are to keep copies.
-        resuming: Says which checkpoints are given up.
+        nodes: Node of each rank; the ranks of a node share a store.
+        strategy: Strategy that says which ranks keep copies.
+        resuming: Counter of starts, by which checkpoints are given up.
 
     Attributes:
-        found: The same on all ranks.
+        found: Checkpoints that were found; the same on all ranks.
 
     Raises:
-        MismatchError: What some rank tells cannot be understood; on all ranks.
+        MismatchError: The report of some rank cannot be read; on all ranks.
         CheckpointingException: Some node cannot be read; on all ranks.
         PeerLostError: A rank did not answer in time.
     """
@@ -66,7 +66,7 @@ class Look:
         self._inventory = Inventory(ranks_by_node(nodes), SCHEMES)
         mine = None
         with Attempt() as looking:
-            # On every rank: each is to find the files that it may have to read.
+            # On every rank, since each may have to read files of its node.
             found = store.list_stored()
             if self._inventory.is_leader(ranks.rank):
                 mine = _report(store, found)
@@ -120,7 +120,7 @@ class Finder:
         self.last: Look | None = None
 
     def look(self) -> Look:
-        """See what all nodes hold; raises as :class:`Look`."""
+        """Look at all nodes; raises as :class:`Look`."""
         parts = self._parts
         with parts.events.timed("find"):
             look = Look(parts.ranks, parts.store, parts.epoch.nodes, parts.strategy, parts.resuming)
@@ -139,11 +139,11 @@ class Finder:
             if not look.is_leader(parts.ranks.rank):
                 continue
             try:
-                # First: other nodes may be away, and come back with theirs.
+                # The mark first: nodes that are away now may come back with their pieces.
                 parts.store.claim.note_mark(Mark(checkpoint, "quarantined", why))
                 _quarantine_all(parts.store, checkpoint, why)
             except StorageError as error:
-                # Other nodes know of it, and a rank that raised here would leave theirs alone.
+                # Other nodes have the mark, and an error would be raised on this rank alone.
                 logger.error("that is not done on this node: %s", error)
 
     def newest(self) -> Checkpoint | None:
@@ -194,52 +194,40 @@ class Finder:
         return list(dict.fromkeys(checkpoint.iteration for checkpoint in complete))
 
     def explain(self) -> Explanation:
-        """See what all nodes have, and what a restart makes of it; the same on all ranks.
+        """Explain the pieces on all nodes, and the choice of a restart; the same on all ranks.
 
         Raises:
-            MismatchError: What some rank tells cannot be understood; on all ranks.
+            MismatchError: The report of some rank cannot be read; on all ranks.
             CheckpointingException: Some node cannot be read; on all ranks.
             PeerLostError: A rank did not answer in time.
         """
         parts = self._parts
-        # Any number of ranks can load what the nodes hold.
-        world_size = None if parts.options.elastic else parts.ranks.world_size
-        return _gather_explanation(
-            *(parts.ranks, parts.store, parts.epoch.nodes, parts.resuming, world_size)
+        ranks, store, resuming = parts.ranks, parts.store, parts.resuming
+        inventory = Inventory(ranks_by_node(parts.epoch.nodes), SCHEMES)
+        mine: list[Any] = [None, []]
+        with Attempt() as looking:
+            found = store.list_stored()
+            if inventory.is_leader(ranks.rank):
+                bad = [(s.name, s.problem) for s in found if s.problem is not None]
+                quarantined = ("damaged", "given up")
+                damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
+                mine = [_report(store, found), damaged]
+        gathered = unpacked(ranks.agree("explain what the nodes hold", looking, mine, packed))
+        inventory.merge_all([report for report, _ in gathered])
+        files = {
+            node: [
+                Stored(name, problem=Problem(kind, text, claim))
+                for name, kind, text, claim in gathered[inventory.leader(node)][1]
+            ]
+            for node in inventory.ranks_on
+        }
+        # Any number of ranks can load a checkpoint with elastic=True.
+        world_size = None if parts.options.elastic else ranks.world_size
+        return explain(
+            *(inventory, world_size, files),
+            max_attempts=resuming.max_attempts,
+            current=resuming.current,
         )
-
-
-def _gather_explanation(
-    ranks: Ranks,
-    store: Store,
-    nodes: Sequence[str],
-    resuming: Resuming,
-    world_size: int | None,
-) -> Explanation:
-    """Explain what all nodes have; all ranks call it."""
-    inventory = Inventory(ranks_by_node(nodes), SCHEMES)
-    mine: list[Any] = [None, []]
-    with Attempt() as looking:
-        found = store.list_stored()
-        if inventory.is_leader(ranks.rank):
-            bad = [(s.name, s.problem) for s in found if s.problem is not None]
-            quarantined = ("damaged", "given up")
-            damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
-            mine = [_report(store, found), damaged]
-    gathered = unpacked(ranks.agree("explain what the nodes hold", looking, mine, packed))
-    inventory.merge_all([report for report, _ in gathered])
-    files = {
-        node: [
-            Stored(name, problem=Problem(kind, text, claim))
-            for name, kind, text, claim in gathered[inventory.leader(node)][1]
-        ]
-        for node in inventory.ranks_on
-    }
-    return explain(
-        *(inventory, world_size, files),
-        max_attempts=resuming.max_attempts,
-        current=resuming.current,
-    )
 
 
 def _quarantine_all(store: Store, checkpoint: Checkpoint, why: str) -> None:
@@ -248,7 +236,7 @@ def _quarantine_all(store: Store, checkpoint: Checkpoint, why: str) -> None:
     while True:
         records = [stored.record for stored in store.list_stored() if stored.record is not None]
         here = [r.identity for r in records if r.identity.checkpoint == checkpoint]
-        # What cannot be renamed stays, and is logged.
+        # A piece that cannot be renamed stays, and is logged.
         if not here or here == before:
             return
         for identity in here:
@@ -259,7 +247,3 @@ def _quarantine_all(store: Store, checkpoint: Checkpoint, why: str) -> None:
 def _report(store: Store, found: Sequence[Stored]) -> list[list[Any]]:
     records = [stored.record for stored in found if stored.record is not None]
     return node_report(records, store.claim.noted_lineages(), store.claim.noted_trust())
-
-
-def _nothing() -> None:
-    """For ranks that have nothing to report."""

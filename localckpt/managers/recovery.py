@@ -43,8 +43,8 @@ class Recovery:
         self, parts: Parts, inventory: Inventory, checkpoint: Checkpoint, bad: list[BadCopy]
     ) -> None:
         self._parts = parts
-        self._inventory = inventory
-        self._checkpoint = checkpoint
+        self.inventory = inventory
+        self.checkpoint = checkpoint
         self._bad = bad
         self.groups: dict[int, Group] = {}
         self.hopeless: set[int] = set()
@@ -63,7 +63,7 @@ class Recovery:
             NoReplicasAvailableError: A shard cannot be computed.
         """
         self.groups = groups_to_compute(
-            self._checkpoint, self._inventory, self.damaged, self.hopeless
+            self.checkpoint, self.inventory, self.damaged, self.hopeless
         )
         return self.groups
 
@@ -78,9 +78,9 @@ class Recovery:
             wanted = {shard: group for shard, group in self.groups.items() if group.kind == kind}
             recovered = SCHEMES[kind].recover(
                 Lost(
-                    self._checkpoint,
+                    self.checkpoint,
                     self._parts.session_id,
-                    self._inventory,
+                    self.inventory,
                     wanted,
                     self.damaged,
                     computed_by={shard: computed_by[shard] for shard in wanted},
@@ -110,34 +110,34 @@ class Recovery:
     def give_up_damaged_pieces(self) -> None:
         """Take pieces that are good in part out of the inventory: they are to be made anew."""
         for piece, node in self._damaged_pieces:
-            self._inventory.remove(self._checkpoint, piece, node)
+            self.inventory.remove(self.checkpoint, piece, node)
 
     def may_be_mended(self, shard: int) -> bool:
         """True if a shard is in a group with pieces from which it may be computed."""
-        return shard in self._inventory.groups_of(self._checkpoint)
+        return shard in self.inventory.groups_of(self.checkpoint)
 
     def _take_out(self, problems: Sequence[PieceProblem]) -> None:
         """Let what is damaged not be read again as if it were good."""
         # What was damaged may have failed altogether since.
         gone = {(problem.piece, problem.reader) for problem in problems if problem.is_gone}
         for piece, reader, why in ((p.piece, p.reader, p.why) for p in problems):
-            node = self._inventory.node_of(reader)
+            node = self.inventory.node_of(reader)
             identity = self._identity(piece.rank).of_kind(piece.kind)
             if piece.is_shard:
-                if piece.rank in self._inventory.shards_on(self._checkpoint, node):
+                if piece.rank in self.inventory.shards_on(self.checkpoint, node):
                     self._bad.append(BadCopy(identity, reader, why))
-                self._inventory.remove(self._checkpoint, piece, node)
+                self.inventory.remove(self.checkpoint, piece, node)
                 if (piece, reader) in gone:
                     self.damaged.get(piece.rank, {}).pop(node, None)
                 else:
                     self.damaged.setdefault(piece.rank, {}).setdefault(node, why)
                 continue
             if (piece, reader) in gone:
-                self._inventory.remove(self._checkpoint, piece, node)
+                self.inventory.remove(self.checkpoint, piece, node)
             else:
                 self._damaged_pieces.append((piece, node))
             if reader == self._parts.ranks.rank:
                 self.to_replace[identity] = Problem("damaged", why)
 
     def _identity(self, shard: int) -> ShardIdentity:
-        return self._checkpoint.shard(shard, self._parts.session_id)
+        return self.checkpoint.shard(shard, self._parts.session_id)

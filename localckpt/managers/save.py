@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 from torch.profiler import record_function
 
-from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket, runs_in_trainer
+from localckpt.async_save.request import AsyncRequest, runs_in_trainer
 from localckpt.availability.coverage import SaveOutcome
 from localckpt.availability.durability import Durability, SaveVerdict, judge_save
 from localckpt.errors import (
@@ -31,7 +29,7 @@ from localckpt.events.event import Tier
 from localckpt.events.saves import SaveRecord
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import CkptID, ShardIdentity
-from localckpt.managers.handed_over import HandedOver
+from localckpt.managers.carrier import Carrier
 from localckpt.managers.parts import Parts
 from localckpt.managers.replicator import Replication
 from localckpt.managers.reports import SaveReport
@@ -42,7 +40,6 @@ from localckpt.state_dict.replica_digests import PartDigest, replica_digests
 from localckpt.state_dict.views import tensor_views
 from localckpt.storage.hooks import commit_here
 from localckpt.storage.slot import Slot
-from localckpt.storage.store import run_commit
 from localckpt.trust import Mark
 
 __all__ = ["Save"]
@@ -53,22 +50,20 @@ _KEPT = "Older checkpoints are as they were; training can go on and save again"
 
 
 class Save:
-    """One save; times by ``time.monotonic()``.
+    """One save of one rank. Times are those of ``time.monotonic()``.
 
     Args:
-        parts: Of the manager.
+        parts: Parts of the manager.
         identity: Identity of this rank's shard.
-        called: When the trainer called ``save``.
-        waited_s: How long it has waited for older saves since, in seconds.
+        called: Time of the trainer's call of ``save``.
+        waited_s: Seconds that the call has waited for older saves since.
 
     Attributes:
-        slots: Slots of what this rank keeps, its own first.
-        error: What went wrong on this rank, which is reported when the save is finalized.
-        bad: Why the state of this rank is bad, according to its check.
-        ticket: Place of the save in a queue of ours; ``None`` in no queue, or in a foreign one.
-        is_scheduled: Whether somebody carries it out.
-        is_handed_over: Whether that is a foreign queue.
-        is_complete: Whether all ranks have agreed that it is complete.
+        slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
+        error: Text of this rank's first error, which is reported when the save is finalized.
+        bad: Reason why the state of this rank is bad, according to its check.
+        carrier: Carrier of the save.
+        is_complete: True once all ranks have agreed that the save is complete.
     """
 
     def __init__(
@@ -79,19 +74,17 @@ class Save:
         self.slots: list[Slot] = []
         self.error: str | None = None
         self.bad: str | None = None
-        self.ticket: Ticket | None = None
         self._compares_replicas = parts.replica_check.is_due(identity.generation)
         self._replicas: list[PartDigest] | None = None
         self._divided: tuple[Agreed, ...] = ()
-        self.is_scheduled = self.is_handed_over = self.is_complete = False
+        self.carrier = Carrier(parts)
+        self.is_complete = False
         self._is_returned = False
-        # Whether other ranks may have learned how it ended here.
+        # True if other ranks may know how the save ended on this rank.
         self._is_reported = False
         self._previous_iteration = parts.epoch.newest_iteration
         self._replication = Replication(identity)
-        self._handed_over: HandedOver | None = None
         self._verdict: SaveVerdict | None = None
-        self._finalizer: weakref.ref[Callable[[], None]] | None = None
         self._called = self._captured = self._returned = called
         self._durable: float | None = None
         self._record = SaveRecord(parts.events, identity.iteration, called)
@@ -115,7 +108,7 @@ class Save:
             if not self._replication.comes_later:
                 self._take_copies()
         except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            self._note(error)
+            self.note_error(error)
         self._returned = time.monotonic()
 
     def _capture(self, state: Any) -> None:
@@ -134,7 +127,7 @@ class Save:
             raise
         self.slots.append(own)
         self._captured = time.monotonic()
-        # Also for a buffer that an older save has.
+        # The wait for a buffer that an older save has counts as well.
         self._record.waited_s += own.reserved_at - began
         self._record.copied = own.reserved_at, self._captured
         self._record.nbytes = own.nbytes
@@ -143,23 +136,26 @@ class Save:
                 parts.replicator.begin(self._replication, parts.store, own)
 
     def _neighbours(self) -> tuple[int, ...]:
-        """Ranks that this save divides what they have equal among; replicas are compared whole."""
+        """Return the ranks that this save divides equal tensors among.
+
+        A save that compares replicas divides nothing, since whole tensors are compared.
+        """
         if self._compares_replicas:
             return ()
         parts = self._parts
         return parts.capture.neighbours(parts.epoch.nodes, self.identity.rank)
 
-    # Who carries it out.
+    # Carried out at once, or by a queue behind training.
 
     def run(self) -> None:
-        """Carry the save out here and now, and agree with the other ranks on its outcome.
+        """Carry the save out at once, and agree with the other ranks on its outcome.
 
         Raises:
             CheckpointingException: Writing failed on some rank; the same on every rank.
             PeerLostError: A rank did not answer in time. The save is rolled back, unless its
                 outcome is unknown here.
         """
-        self.is_scheduled = True
+        self.carrier.is_scheduled = True
         outcome = None
         with Attempt() as keeping:
             self.keep_local()
@@ -168,7 +164,7 @@ class Save:
         try:
             self._agree("save", keeping, outcome)
         except PeerLostError as error:
-            self._fail(error)
+            self.fail(error)
             raise
         except CheckpointingException as error:
             self.roll_back(error)
@@ -178,68 +174,18 @@ class Save:
             self._record.note_blocking()
 
     def request(self, finalize: Callable[[], None]) -> AsyncRequest:
-        """A request that carries the save out behind training.
-
-        A queue of ours has the outcomes of all ranks judged together with the ends of the call.
-
-        Args:
-            finalize: Finalizes the save. Whoever carries out a request keeps this function to the
-                end, so a save whose function is gone is one that nobody finalizes.
-        """
-        self._finalizer = weakref.ref(finalize)
-        work = self._work()
-        # A user's hooks are asked what they hold in the trainer's thread only.
-        is_judged = self._parts.store.keeps_images
-        call = AsyncCall(
-            work.func,
-            then_fn=self.protect,
-            report_fn=(lambda: self.outcome().to_json()) if is_judged else None,
-            judge_fn=judge_save if is_judged else None,
-            verdict_fn=self._take_verdict if is_judged else None,
-            failure_fns=[self._fail],
-            stop_fns=[self._stop_waiting],
-            waits_for_fn=self._waits_for,
-            scheduled_fn=self._take_ticket,
-            # A request that is frozen twice is written once.
-            hand_over=cache(lambda: self._hand_over(work)),
-        )
+        """Return a request that carries the save out behind training; see :class:`Carrier`."""
+        request = self.carrier.request(self, finalize)
         self._is_returned = True
         self._record.note_blocking()
-        return AsyncRequest(call, work.args, [finalize])
-
-    def _work(self) -> partial[Any]:
-        if not self._parts.options.by_process:
-            return partial(self.keep_local)
-        try:
-            return partial(run_commit, self._parts.store.commit(self.slots))
-        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            self._note(error)
-            return partial(run_commit, self._parts.store.commit([]))
-
-    def _take_ticket(self, ticket: Ticket) -> None:
-        self.ticket, self.is_scheduled = ticket, True
-
-    def _hand_over(self, work: partial[Any]) -> Callable[[], None]:
-        self.is_scheduled = self.is_handed_over = True
-        self._handed_over = self._parts.foreign.hand_over(work, self._finish_here)
-        return self._handed_over.function
-
-    def _finish_here(self, work: Callable[[], Any] | None) -> str | None:
-        """Do in a thread what a foreign queue cannot do; what went wrong."""
-        try:
-            if work is not None:
-                work()
-            self.protect()
-        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            self._note(error)
-        return self.error
+        return request
 
     # Local.
 
     @runs_in_trainer
     def keep_local(self) -> None:
-        """Commit what is captured; raises what the store, or the user's hook, raises."""
-        self.is_scheduled = True
+        """Commit the captured state; raises what the store, or the user's hook, raises."""
+        self.carrier.is_scheduled = True
         for slot in self.slots:
             slot.await_digests()
         try:
@@ -247,14 +193,14 @@ class Save:
             commit_here(self._parts.store, self._parts.hooks, self.slots)
         except BaseException as error:
             if not isinstance(error, Exception):
-                # An interrupt: nothing is waited for that other ranks are to do.
-                self._stop_waiting()
-            # This save is not over while others send to it.
+                # After an interrupt this rank waits for no other rank.
+                self.stop_waiting()
+            # The save is not over while other ranks send to it.
             self._await_exchanged()
             raise
 
     def _check(self) -> None:
-        """Have the captured state judged; if it is bad, note that before it is committed."""
+        """Run the user's check on the captured state, and note a bad state before its commit."""
         check = self._parts.options.check
         if check is None or not self.slots:
             return
@@ -276,7 +222,7 @@ class Save:
     # Protected.
 
     def protect(self) -> None:
-        """Commit what comes from other ranks; then this rank's part is over. May be repeated."""
+        """Commit the pieces of other ranks, which ends this rank's part. May be called twice."""
         if self._durable is not None:
             return
         self._digest_replicas()
@@ -285,29 +231,32 @@ class Save:
             try:
                 self._take_copies()
             except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-                self._note(error)
+                self.note_error(error)
             commit_here(self._parts.store, self._parts.hooks, self.slots[captured:])
         self._durable = time.monotonic()
 
     def _digest_replicas(self) -> None:
-        """Compute the digests of what other ranks have as well, if this save compares them."""
+        """Compute the digests of replicated tensors, if this save compares replicas."""
         if self._compares_replicas and self._replicas is None and self.slots:
             self._replicas = replica_digests(self.slots[0].image)
 
     def _take_copies(self) -> None:
         if self._parts.replicator is not None:
             self.slots += self._parts.replicator.finish(self._replication)
-        # All slots that this rank is to commit are reserved now.
+        # Now that all slots of this rank are reserved.
         if self._parts.space is not None:
             self._parts.space.check(self._parts.epoch.nodes)
 
     def outcome(self) -> SaveOutcome:
-        """Outcome on this rank, for all ranks."""
+        """Return the outcome of the save on this rank, for the verdict of all ranks."""
         missing: list[CkptID] = []
         parts, identity = self._parts, self.identity
         with Attempt() as finishing:
-            self._take_back()
-            # A queue that is neither ours nor froze the request has not run it.
+            if (handed_over := self.carrier.take_handed_over()) is not None:
+                self.error = self.error or handed_over.await_error()
+                # The other process may have ended after the thread.
+                self._durable = time.monotonic()
+            # A foreign queue that did not freeze the request has not called protect().
             self.protect()
             missing += [s.identity.ckpt_id for s in self.slots if not parts.store.holds(s.identity)]
         return SaveOutcome(
@@ -323,36 +272,28 @@ class Save:
             self._divided,
         )
 
-    def _take_back(self) -> None:
-        """Learn what came of a save that was handed over, if it was."""
-        handed_over, self._handed_over = self._handed_over, None
-        if handed_over is not None:
-            self.error = self.error or handed_over.await_error()
-            # The other process may have ended after the thread.
-            self._durable = time.monotonic()
-
     # Complete, or failed.
 
     def finalize(self) -> Durability:
         """Complete the save, or roll it back, as all ranks do; all ranks call it.
 
         Returns:
-            How far it has climbed.
+            The durability that the save has reached.
 
         Raises:
-            SaveFailedError: It failed on some rank; the same on every rank.
+            SaveFailedError: The save failed on some rank; the same on every rank.
             DivergenceError: Replicas differ, and that is an error; the same on every rank.
             PeerLostError: A rank did not answer in time. The save is rolled back, unless its
                 outcome is unknown here.
         """
         identity = self.identity
         if (verdict := self._verdict) is None:
-            # Its queue is of another library, or has not asked the other ranks.
+            # The queue is a foreign one, or has not asked the other ranks.
             outcome = self.outcome().to_json()
             try:
                 verdict = self._agree("finalize", Attempt(), outcome)
             except CheckpointingException as error:
-                self._fail(error)
+                self.fail(error)
                 raise
         self._parts.checkpoints.remove(identity.checkpoint)
         if not verdict.parts_fit:
@@ -361,21 +302,21 @@ class Save:
         if isinstance(failed, DivergenceError) and not self._parts.replica_check.is_error:
             bad, failed = str(failed), None
         if failed is not None:
-            # Not below its own count: a later save may be under way, and no number is used twice.
+            # Never lowered: a later save may be under way, and no number is used twice.
             epoch = self._parts.epoch
             epoch.generation = max(epoch.generation, verdict.generation)
             try:
                 self.roll_back(failed)
                 raise failed
             finally:
-                # Else the error would keep itself by this variable.
+                # Else this variable would keep the error, and the error its frames, alive.
                 del failed
         assert verdict.reached is not None, "without a failure the save is complete"
         self._complete(verdict.reached, bad)
         return verdict.reached
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
-        """The error of a save that failed, or whose replicas differ; ``None`` for no error."""
+        """Make the error of a save that failed, or whose replicas differ; ``None`` for neither."""
         iteration, check = self.identity.iteration, self._parts.replica_check
         if verdict.reached is None:
             return SaveFailedError(
@@ -390,11 +331,12 @@ class Save:
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
         self._is_reported = ranks.world_size > 1
-        self._take_verdict(ranks.agree(phase, attempt, outcome, judge_save, kind=step))
+        self.take_verdict(ranks.agree(phase, attempt, outcome, judge_save, kind=step))
         assert self._verdict is not None
         return self._verdict
 
-    def _take_verdict(self, fields: Any) -> None:
+    def take_verdict(self, fields: Any) -> None:
+        """Take the verdict on the save, as JSON fields; the same on all ranks."""
         self._verdict = SaveVerdict.from_json(fields)
 
     def _complete(self, reached: Durability, bad: str | None) -> None:
@@ -408,15 +350,15 @@ class Save:
         parts.checkpoints.add(self.identity.checkpoint, reached)
         try:
             if bad is not None:
-                # On all nodes: that of the rank that found it may be lost.
+                # On all nodes, since the node of the rank that found it may be lost.
                 self._mark_bad(bad)
             parts.store.release(self._all_slots())
             parts.hooks._cleanup(iteration)
             if not parts.store.keeps_images:
-                # The hooks know what they have kept of older ones.
+                # Hooks keep older checkpoints as they choose.
                 del parts.checkpoints.complete[1:]
         except Exception:
-            # The save is complete on all ranks, whatever becomes of older ones on this.
+            # The save is complete on all ranks, whatever becomes of older ones on this rank.
             logger.exception("rank %d could not mark or prune checkpoints", self.identity.rank)
         if bad is None:
             parts.resuming.note_progress(iteration)
@@ -426,10 +368,10 @@ class Save:
         self._record.note_end(durable=self._durable, tier=tier)
 
     def roll_back(self, error: BaseException | None = None) -> None:
-        """Remove what this rank has written, and let the iteration be saved again.
+        """Remove what this rank has written, so that the iteration can be saved again.
 
         Args:
-            error: Why; ``None`` if nobody carries it out.
+            error: Error of the save; ``None`` for a save that nobody carries out.
         """
         parts, identity = self._parts, self.identity
         self._await_exchanged()
@@ -441,17 +383,17 @@ class Save:
             parts.store.discard(self._all_slots())
             parts.hooks._cleanup_failed_save(identity.iteration)
         except Exception:
-            # Every rank is about to raise why the save failed; this must not take its place.
+            # Every rank is about to raise the error of the save, which this one must not replace.
             logger.exception(
                 "rank %d could not remove iteration %d", identity.rank, identity.iteration
             )
         self._record.note_end(durable=None, tier=None, outcome="failed", error=error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the save after an error that all ranks raise, or this one alone.
 
-        A failure that the ranks have agreed on cannot become another verdict, so what was written
-        is removed. Where this rank does not know the verdict, it may be that the save is complete.
+        A failure that the ranks have agreed on is final, so what was written is removed. If this
+        rank does not know the verdict, the save may be complete, and everything stays.
         """
         if isinstance(error, PeerLostError) and error.outcome_unknown:
             self.leave()
@@ -459,7 +401,7 @@ class Save:
             self.roll_back(error)
 
     def leave(self) -> None:
-        """Leave the save as it is: other ranks may have found it complete. Nobody finalizes it."""
+        """End the save and keep what was written: other ranks may have found it complete."""
         self._await_exchanged()
         self._end()
         self._parts.store.release(self._all_slots())
@@ -472,15 +414,10 @@ class Save:
             self.leave()
         elif not self._is_returned:
             self.roll_back()
-        # One that was returned is for its queue to finalize.
-
-    @property
-    def is_gone(self) -> bool:
-        """True once nobody has the request any more."""
-        return self._finalizer is None or self._finalizer() is None
+        # The queue finalizes a save whose request was returned.
 
     def report(self) -> SaveReport:
-        """Report of the save so far."""
+        """Return a report of the save so far."""
         return SaveReport(
             self.identity.iteration,
             self.slots[0].nbytes if self.slots else 0,
@@ -492,42 +429,42 @@ class Save:
         )
 
     def _all_slots(self) -> list[Slot]:
-        """Slots of this save, also those in which nothing has come."""
+        """Return all slots of this save, filled or not."""
         checkpoint = self.identity.checkpoint
         return [s for s in self._parts.store.slots if s.identity.checkpoint == checkpoint]
 
     def _end(self) -> None:
         self._parts.in_flight.remove(self)
-        # Its queue keeps the error of its last call, whose frames keep the save.
-        self.ticket = None
+        self.carrier.end()
 
     def _await_exchanged(self) -> None:
-        """Return when nothing is sent or received for this save, or the deadlines are past."""
+        """Wait until nothing is sent or received for this save, or the deadlines have passed."""
         if self._parts.replicator is not None:
             self._parts.replicator.await_exchanged(self._replication)
 
-    def _stop_waiting(self) -> None:
-        """End what is under way between ranks; the others may not come any more."""
+    def stop_waiting(self) -> None:
+        """End the exchange with other ranks, which may not come any more."""
         if self._parts.replicator is not None:
             self._parts.replicator.cancel()
 
-    def _waits_for(self) -> str:
-        """Describe which other ranks the save waits for here; empty if for none."""
+    def waits_for(self) -> str:
+        """Describe which other ranks this rank's save waits for; empty for none."""
         if self._parts.replicator is None:
             return ""
         return self._parts.replicator.waits_for(self._replication)
 
-    def _note(self, error: Exception) -> None:
+    def note_error(self, error: Exception) -> None:
+        """Log an error of this rank, and keep its text for the outcome; the first one counts."""
         logger.error(
             "rank %d cannot save iteration %d: %s",
             self.identity.rank,
             self.identity.iteration,
-            # Its text alone: handlers may keep it, and with the exception the memory of the image.
+            # The text alone, since a handler that keeps the exception keeps the image's memory.
             str(error),
             exc_info=not isinstance(error, CheckpointingException),
         )
         # What went wrong first is why; what follows from it says less.
         self.error, self.slots = self.error or with_class(error), []
         if self._replication.task is not None and self._replication.task.done():
-            # It may hold this error, and what that came through, this save included.
+            # The task may hold this error, whose frames hold this save.
             self._replication.task = None

@@ -65,17 +65,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         parts.in_flight = LimitedInFlight(self.store, parts.ranks, options)
         parts.space = SpaceCheck(self.store, options.keep_last)
         if not self.read_only:
-            parts.reprotection = Reprotection(
-                *(
-                    self.store,
-                    parts.strategy,
-                    session_id,
-                    self._reprotecting,
-                    self,
-                    parts.checkpoints,
-                ),
-                parts.events,
-            )
+            parts.reprotection = Reprotection(parts, self.store, self._reprotecting)
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
             # A placement that protects from nothing is an error now, not at the first save.

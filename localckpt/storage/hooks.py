@@ -5,8 +5,8 @@ Hooks save and load states, and other ranks exchange images, so the store conver
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from localckpt.errors import MismatchError, RestoreError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
@@ -23,18 +23,34 @@ from localckpt.storage.store import Claim, CommitJob, Store, Stored
 __all__ = ["HookStore", "Hooks", "commit_here"]
 
 
-class Hooks(Protocol):
-    """The five hooks of a manager."""
+class Hooks(ABC):
+    """The five hooks by which a manager keeps states in a storage of the user's own."""
 
-    def _my_ckpt_ids(self) -> Iterable[CkptID]: ...
+    @abstractmethod
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        """Return the IDs of all shards that are kept here, replicas of other ranks' included."""
 
-    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict: ...
+    @abstractmethod
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        """Read a shard; raises CheckpointingException when it cannot.
 
-    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None: ...
+        The state that it returns belongs to the caller, who may train on with its tensors.
+        """
 
-    def _cleanup(self, iteration: int) -> None: ...
+    @abstractmethod
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        """Keep a shard. Its tensors are in host memory, and it belongs to the hook.
 
-    def _cleanup_failed_save(self, iteration: int) -> None: ...
+        It may run in another thread, or process, while the other hooks are called.
+        """
+
+    @abstractmethod
+    def _cleanup(self, iteration: int) -> None:
+        """Prune older checkpoints: ``iteration`` is complete on all ranks."""
+
+    @abstractmethod
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        """Remove what is here of ``iteration``, whose save failed."""
 
 
 def commit_here(store: Store, hooks: Hooks, slots: Sequence[Slot]) -> None:

@@ -246,6 +246,7 @@ class _SimulatedRanks(Ranks):
         *,
         kind: str = "",
         timeout_s: float | None = None,
+        in_vain: Callable[[], None] | None = None,
     ) -> Any:
         began = time.perf_counter()
         said: Message = work()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from localckpt import CheckpointingException, PeerLostError, StorageError
 from localckpt.ranks.job_store import default_store
@@ -155,6 +159,72 @@ def test_of_two_errors_all_ranks_raise_the_first_though_the_root_is_at_work() ->
     told = run_ranks(_fail_on_two, 3)
 
     assert told == ["StorageError: could not try: rank 2: the first"] * 3
+
+
+def _end_work_in_vain(rank: int, world_size: int, failing: int) -> list[str]:
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    told = []
+    for _ in range(2):
+        in_vain = threading.Event()
+
+        def work(in_vain: threading.Event = in_vain) -> None:
+            if rank == failing:
+                raise StorageError("full")
+            # Far longer than the test has.
+            in_vain.wait(10 * _TIMEOUT_S)
+            raise ValueError("ended")
+
+        told.append(
+            _told_at_once(
+                lambda work=work, in_vain=in_vain: ranks.act(
+                    "write", work, list, in_vain=in_vain.set
+                ),
+                StorageError,
+            )
+        )
+        assert ranks.act("go on", lambda: 1, sum, in_vain=in_vain.set) == world_size
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_at_work_is_told_that_another_has_failed_and_raises_the_same(failing: int) -> None:
+    told = run_ranks(_end_work_in_vain, 3, failing)
+
+    assert told == [[f"StorageError: could not write: rank {failing}: full"] * 2] * 3
+
+
+def _lose_the_store(rank: int, world_size: int, told: Path) -> str:
+    """The first rank hosts the job's store, and dies."""
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        told.write_text(str(store.port))
+        announce("port")
+    else:
+        await_announced("port")
+        port = int(told.read_text())
+        store = TCPStore("127.0.0.1", port, world_size, False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ranks = Ranks("test", timeout_s=_TIMEOUT_S)
+    in_vain = threading.Event()
+
+    def work() -> None:
+        announce(f"at work {rank}")
+        for other in range(world_size):
+            await_announced(f"at work {other}")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        in_vain.wait(10 * _TIMEOUT_S)
+        raise ValueError("ended")
+
+    return _told_at_once(lambda: ranks.act("write", work, list, in_vain=in_vain.set), PeerLostError)
+
+
+@pytest.mark.fault("silent-peer")
+def test_a_rank_at_work_is_told_that_the_store_has_died_with_its_host(tmp_path: Path) -> None:
+    told = run_ranks(_lose_the_store, 3, tmp_path / "port", init_group=False, expect_dead=[0])
+
+    for text in told[1:]:
+        assert "the job's key-value store does not answer" in text
 
 
 class Unforeseen(BaseException):

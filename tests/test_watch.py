@@ -260,13 +260,19 @@ def test_a_rank_that_dies_at_any_message_is_named_by_all_others_or_has_had_its_s
     record_property("cases", cases)
 
 
-def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(world: World) -> None:
+@pytest.mark.parametrize("when", ["it waits for others", "its call is not over", "not followed"])
+def test_a_rank_that_leaves_ends_the_wait_of_all_others_at_once(when: str, world: World) -> None:
+    rounds = max(ranks.rounds for ranks in world.ranks)
+    for ranks in world.ranks:
+        ranks.rounds = ranks._deciding._forgotten = rounds
     watches = [Watch(ranks, PATIENCE_S) for ranks in world.ranks]
     leaving = watches[7]
-    leaving.follow(_call(0))
+    call = _call(0, ends_after_s=0.0 if when == "it waits for others" else 2 * PATIENCE_S)
+    if when != "not followed":
+        leaving.follow(call)
     time.sleep(0.2)
 
-    leaving.leave()
+    leaving.leave([call] if when == "not followed" else [])
     began = time.monotonic()
 
     def agree(ranks: Ranks) -> Any:

@@ -111,7 +111,7 @@ class Agreement:
     def leave(self) -> None:
         """Let the other ranks not wait for this one any more."""
         if self._watch is not None:
-            self._watch.leave()
+            self._watch.leave(self._not_watched)
 
     def close(self) -> None:
         """End the thread and give back what is in the job's store."""

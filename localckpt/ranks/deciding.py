@@ -36,6 +36,8 @@ T = TypeVar("T")
 # others wait for what it finds.
 _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
+# While a rank does its part, which may take hours, it asks less often whether another has failed.
+_PAUSE_OF_HEARING_S, _HEARING_S = 0.25, 10.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
 _SEE_OFF_S = 2.0
 
@@ -238,7 +240,30 @@ class Deciding:
             round_.drop_data(len(call.data))
         return verdict
 
-    # Rounds in a thread of their own, with no deadline.
+    # In a thread of its own, with no deadline.
+
+    def hear(self, number: int, what: str, over: Latch) -> bool:
+        """Wait for the verdict on a round in which this rank has not reported yet: a failure.
+
+        Args:
+            number: Of the round.
+            what: What the ranks do together.
+            over: Ends the wait: this rank is about to report.
+
+        Returns:
+            Whether there is a verdict; False if ``over`` is set.
+
+        Raises:
+            PeerLostError: The store cannot be reached.
+        """
+        with store_errors(what):
+            store, fetch = self._part.listener(over, _PAUSE_OF_HEARING_S)
+            round_ = Round(store, number, self._rank, len(self._ranks), fetch)
+            while not over.is_set():
+                if round_.await_verdict(time.monotonic() + _HEARING_S) is not None:
+                    # Had this rank reported, the verdict may be any.
+                    return not over.is_set()
+        return False
 
     def attend(self, number: int, call: Call) -> Verdict:
         """As :meth:`meet`; see :meth:`localckpt.ranks.ranks.Ranks.attend`."""
@@ -269,12 +294,15 @@ class Deciding:
             number, what = attended
             self._ask(number, what, lambda round_: self._give_up(round_, what, waited_s))
 
-    def leave(self) -> None:
-        """End an :meth:`attend` in another thread, on all ranks."""
+    def leave(self, next_number: int, next_what: str) -> None:
+        """End an :meth:`attend` in another thread, on all ranks; else the next one of the others.
+
+        Args:
+            next_number: Of the round that this rank would attend next.
+            next_what: What the ranks do together there.
+        """
         self.stopped.set()
-        if (attended := self._attended) is None:
-            return
-        number, what = attended
+        number, what = self._attended or (next_number, next_what)
 
         def decide() -> None:
             round_ = self._round(self.open(), number, StoreWait(_LEAVING_S))

@@ -268,7 +268,12 @@ class StorePart:
         return value
 
     def _poll(
-        self, key: str, until: float, stopped: Latch, heard: Callable[[], None] | None = None
+        self,
+        key: str,
+        until: float,
+        stopped: Latch,
+        heard: Callable[[], None] | None = None,
+        longest_pause_s: float = _LONGEST_PAUSE_OF_FEW_S,
     ) -> bytes | None:
         """Ask again and again; in a world of some size first when the usual wait is almost over.
 
@@ -276,10 +281,10 @@ class StorePart:
         """
         assert self._store is not None
         began = time.monotonic()
-        pause_s, pauses = 0.0, back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S)
+        pause_s, pauses = 0.0, back_off(longest_s=longest_pause_s)
         if len(self._group.ranks) > _VERY_FEW_RANKS and self._waits_s:
             pause_s = min(_SLEPT * median(self._waits_s), _LONGEST_FIRST_PAUSE_S)
-            pauses = back_off(longest_s=_LONGEST_PAUSE_OF_FEW_S, share=1 / 2)
+            pauses = back_off(longest_s=longest_pause_s, share=1 / 2)
         while not stopped.wait(min(pause_s, max(0.0, until - time.monotonic()))):
             value = if_there(self._store, key)
             if heard is not None:
@@ -292,17 +297,23 @@ class StorePart:
             pause_s = next(pauses)
         return None
 
-    def listener(self, stopped: Latch) -> tuple[Store, Callable[[str, float], bytes | None]]:
+    def listener(
+        self, stopped: Latch, longest_pause_s: float = _LONGEST_PAUSE_OF_FEW_S
+    ) -> tuple[Store, Callable[[str, float], bytes | None]]:
         """The part for a thread that waits without a deadline, and how that thread waits.
 
         Args:
-            stopped: Ends the wait; looked at when a value is there.
+            stopped: Ends the wait; in a large world it is looked at when a value is there, or a
+                wait has reached its deadline.
+            longest_pause_s: Longest pause before a small world asks again, in seconds.
         """
         assert self._store is not None
         if self._is_large and self._listener is None:
             self._listener = self._take_client()
         if (client := self._listener) is None:
-            return self._store, lambda key, until: self._poll(key, until, stopped)
+            return self._store, lambda key, until: self._poll(
+                key, until, stopped, longest_pause_s=longest_pause_s
+            )
 
         def fetch(key: str, until: float) -> bytes | None:
             value = None

@@ -19,6 +19,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
+from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
 from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.verdict import Call, PerRank, Verdict
@@ -236,6 +237,7 @@ class Ranks:
         *,
         kind: str = "",
         timeout_s: float | None = None,
+        in_vain: Callable[[], None] | None = None,
     ) -> V:
         """Do a part on each rank, and then one thing on the root for all, such as a commit.
 
@@ -251,13 +253,19 @@ class Ranks:
             kind: As for :meth:`agree`.
             timeout_s: Time that the other ranks get once this one has done its part, in seconds;
                 ``None`` for :attr:`timeout_s`.
+            in_vain: For work that waits long: called in another thread once some rank has failed,
+                or the job's store cannot be reached. It makes ``work`` raise anything; this rank
+                raises what the others do.
         """
         self._part.require_same_world()
         if not self._part.is_alone:
             self._deciding.note(self.rounds, what)
         result: T | None = None
+        hearing: Hearing | None = None
         try:
             with Attempt() as attempt:
+                if in_vain is not None and not self._part.is_alone:
+                    hearing = Hearing(self._deciding, self.rounds, what, in_vain)
                 result = work()
         except BaseException as error:
             # Others need not wait for a rank that was interrupted. A fork that ends has not failed.
@@ -265,6 +273,12 @@ class Ranks:
                 with suppress(PeerLostError):
                     self.post_failure(what, error)
             raise
+        finally:
+            if hearing is not None:
+                hearing.end()
+        if hearing is not None and not attempt.succeeded:
+            # With a verdict there is nothing to report.
+            attempt.failure = None if hearing.has_verdict else hearing.error or attempt.failure
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         verdict: V = self._agree(what, attempt, result, act, deadline, 0.0, acts=True, kind=kind)
         return verdict
@@ -307,9 +321,13 @@ class Ranks:
         """
         self._deciding.give_up(waited_s)
 
-    def leave(self) -> None:
-        """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks."""
-        self._deciding.leave()
+    def leave(self, what: str) -> None:
+        """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks.
+
+        Args:
+            what: What this rank would attend next: other ranks that do are told at once.
+        """
+        self._deciding.leave(self.rounds, what)
 
     def _agree(
         self,

@@ -200,11 +200,15 @@ class Watch:
             continue
         return verdict
 
-    def leave(self) -> None:
-        """Take part in nothing any more; who waits for this rank gets an error."""
+    def leave(self, not_followed: Sequence[Watched] = ()) -> None:
+        """Take part in nothing any more; who waits for this rank, or will, gets an error.
+
+        Args:
+            not_followed: Calls that other ranks may agree on, and this one does not yet.
+        """
         self._has_left = True
-        if self._thread is not None:
-            self._ranks.leave()
+        if calls := (*self._calls, *not_followed):
+            self._ranks.leave(f"{_AGREE} {calls[0].number}")
 
     def close(self) -> None:
         """End the thread. No rank watches anything any more, or this one has left."""

@@ -28,6 +28,11 @@ class Pacer:
         self._stopped.wait(max(0.0, self._next_at - time.monotonic()))
         self._next_at = max(self._next_at, time.monotonic()) + nbytes / self._rate
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopped.is_set()
+
     def stop(self) -> None:
         """End all pauses, from another thread too: who sends then finds its connections cut."""
         self._stopped.set()

@@ -179,6 +179,7 @@ class Drain:
         ranks.wait_again()
         if self._stopped.is_set():
             ranks.stop_waiting()
+        fails_again = False
         try:
             ranks.rounds = _DECISIONS * self._number
             items: list[ImageItems] = []
@@ -187,6 +188,7 @@ class Drain:
                 lambda: self._plan(items),
                 self._merge,
                 kind="plan a drain",
+                in_vain=self._pacer.stop,
             )
             (epoch, save_id, is_there, nbytes), part = planned
             if is_there:
@@ -204,18 +206,19 @@ class Drain:
                 self._commit,
                 kind="drain",
                 timeout_s=ranks.timeout_s + slower_s,
+                in_vain=self._pacer.stop,
             )
             self.committed = True
         except BaseException as error:
             # Ranks that were lost, or stopped, come again; anything else would fail again.
-            comes_again = isinstance(error, PeerLostError) or self._stopped.is_set()
-            is_over = self.committed or comes_again or not ranks.is_root
-            if self._drain is not None and not is_over:
-                self._root.roll_back(self._drain)
+            fails_again = not (isinstance(error, PeerLostError) or self._stopped.is_set())
             raise
         finally:
+            # The others write no more once they have read the verdict.
             ranks.see_off()
             if self._drain is not None and ranks.is_root:
+                if fails_again and not self.committed:
+                    self._root.roll_back(self._drain)
                 self._root.end_drain(self._drain)
         if ranks.is_root and self._drain is not None:
             self._prune(self._drain)
@@ -234,7 +237,7 @@ class Drain:
         def list_items(image: LazyImage) -> tuple[ImageItems, RankPlan]:
             self._lineage = image.identity.lineage
             found = ImageItems(image)
-            return found, found.rank_plan(image)
+            return found, found.rank_plan(image, self._check)
 
         self._check()
         found, mine = self._shard.use(list_items)
@@ -312,7 +315,7 @@ class Drain:
         self._check()
 
     def _check(self) -> None:
-        if self._stopped.is_set():
+        if self._pacer.is_stopped:
             raise PeerLostError(
                 f"the drain of iteration {self.iteration} was stopped: promote it again, and it "
                 f"goes on where it was. The checkpoint on the nodes is as it was"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -107,10 +107,16 @@ class ImageItems:
             self._add(key, value, image)
         self.plan = SavePlan(self._items, planner_data=self.planner.mappings)
 
-    def rank_plan(self, image: LazyImage) -> RankPlan:
-        """The items with the digests of their values, read from the image."""
-        alone = self._world_size == 1
-        own = {} if alone else {index: self._digest(index, image) for index in self._own}
+    def rank_plan(self, image: LazyImage, before_read: Callable[[], None]) -> RankPlan:
+        """The items with the digests of their values, read from the image.
+
+        Args:
+            image: The image.
+            before_read: Called before each piece is read: may raise what ends the drain.
+        """
+        own = {}
+        if self._world_size > 1:
+            own = {index: self._digest(index, image, before_read) for index in self._own}
         return RankPlan(self.plan, own, self._ranks)
 
     # The state, with values for what is saved as an object.
@@ -203,7 +209,10 @@ class ImageItems:
 
     # What a rank holds alone.
 
-    def _digest(self, index: MetadataIndex, image: LazyImage) -> str:
+    def _digest(
+        self, index: MetadataIndex, image: LazyImage, before_read: Callable[[], None]
+    ) -> str:
+        before_read()
         place = self.places.get(index)
         if place is None:
             # It has its tensors, and nothing stands for others.
@@ -215,6 +224,7 @@ class ImageItems:
         else:
             for part in image.read(*run):
                 hasher.update(part)
+                before_read()
         return hasher.hexdigest()
 
 

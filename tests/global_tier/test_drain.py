@@ -752,38 +752,99 @@ def test_what_a_drain_left_goes_once_something_newer_is_there(tmp_path: Path) ->
     assert manager_on(root).find_latest() == 6
 
 
-def _abort(rank: int, world_size: int, root: Path) -> tuple[str, float]:
+# Far more than it takes to hear of another rank, far less than a drain at this rate.
+_AT_ONCE_S, _SLOW_RATE = 10.0, 2e5
+
+
+def _leave(rank: int, world_size: int, root: Path, leaves: str) -> tuple[str, float]:
+    """The first rank leaves a drain on which all are at work, or its queue alone does."""
     with make_manager("disk", root / f"node{rank}") as nodes:
-        with manager_on(root / "shared", timeout=5.0) as shared:
+        with manager_on(root / "shared", timeout=_WAIT_S) as shared:
             nodes.save(_large(rank), 5)
-            # A rank that keeps to its rate hears of the abort at this deadline, and the others wait
-            # for it in the save below.
-            queue = AsyncCallsQueue(timeout_s=MAX_S / 4)
-            queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=1e5))
-            await_announced("abort", _WAIT_S)
+            queue = AsyncCallsQueue(timeout_s=_WAIT_S)
+            queue.schedule_async_request(nodes.promote(5, to=shared, rate_limit=_SLOW_RATE))
+            await_announced("leave", _WAIT_S)
             began = time.monotonic()
-            if rank == 0:
+            text = ""
+            if rank > 0:
+                text = error_of(queue.wait_until_finished, PeerLostError)
+            elif leaves == "the queue":
                 queue.close(abort=True)
-                text = ""
             else:
-                text = error_of(queue.close, PeerLostError)
+                # As when the training loop raises.
+                shared.__exit__(CheckpointingException, CheckpointingException(), None)
+                text = error_of(queue.wait_until_finished, PeerLostError)
             seconds = time.monotonic() - began
-        nodes.save({"a": torch.ones(2)}, 6)
-        assert [d.iteration for d in nodes.status()] == [6, 5]
+        if leaves == "the queue":
+            nodes.save({"a": torch.ones(2)}, 6)
+            assert [d.iteration for d in nodes.status()] == [6, 5]
     return text, seconds
 
 
-def test_an_abort_on_one_rank_ends_the_drain_on_all(tmp_path: Path) -> None:
-    with start_ranks(_abort, 2, tmp_path) as group:
-        deadline = time.monotonic() + _WAIT_S
-        while not list(tmp_path.glob("shared/.iteration*/*.distcp")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        group.announce("abort")
-        (_, aborted_s), (text, _) = group.join(_WAIT_S)
+@pytest.mark.parametrize("leaves", ["the queue", "the manager"])
+def test_a_drain_that_one_rank_leaves_ends_on_all_at_once(leaves: str, tmp_path: Path) -> None:
+    with start_ranks(_leave, 3, tmp_path, leaves) as group:
+        _await_files(tmp_path / "shared", 3)
+        group.announce("leave")
+        (_, first_s), (text, second_s), (same, third_s) = group.join(_WAIT_S)
 
-    assert aborted_s < 5.0
-    assert "rank 0" in text or "left" in text
+    assert max(first_s, second_s, third_s) < _AT_ONCE_S
+    assert "the drain of iteration 5 was stopped: promote it again" in text or "left" in text
+    assert text == same
+
+
+def _await_files(root: Path, count: int) -> None:
+    """Wait until so many data files of a drain are there, whole or not."""
+    deadline = time.monotonic() + _WAIT_S
+    while len(list(root.glob(".iteration*/*.distcp"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def _small_pieces() -> Iterator[None]:
+    before = drain_files._PIECE_NBYTES
+    drain_files._PIECE_NBYTES = 1 << 20
+    try:
+        yield
+    finally:
+        drain_files._PIECE_NBYTES = before
+
+
+def _damaged_on_one(rank: int, world_size: int, root: Path) -> tuple[str, float]:
+    numel = 1_000_000 if rank == 1 else 12_000_000
+    with _small_pieces(), _Job(root, on_shared={"timeout": 2 * _WAIT_S}) as job:
+        job.nodes.save({f"of {rank}": torch.ones(numel)}, 5)
+        job.begin(5, rate_limit=1e6)
+        await_announced("planned", _WAIT_S)
+        began = time.monotonic()
+        if rank == 1:
+            damage(next((root / "node1").rglob("*.safetensors")), 0.9)
+        text = error_of(job.queue.wait_until_finished, CorruptShardError)
+        seconds = time.monotonic() - began
+        assert job.shared.find_latest() == -1
+        dist.barrier()
+        assert leftovers_in(root / "shared") == []
+        # Training, and the next drain, go on.
+        job.nodes.save({f"of {rank}": torch.zeros(10)}, 6)
+        job.promote(6)
+        assert job.shared.find_latest() == 6
+    return text, seconds
+
+
+def test_ranks_that_keep_to_their_rate_hear_at_once_of_an_image_that_another_finds_damaged(
+    tmp_path: Path,
+) -> None:
+    with start_ranks(_damaged_on_one, 3, tmp_path) as group:
+        _await_files(tmp_path / "shared", 3)
+        group.announce("planned")
+        (text, first_s), (same, _), (again, third_s) = group.join(2 * _WAIT_S)
+
+    # What they have takes 48 s at this rate.
+    assert max(first_s, third_s) < 2 * _AT_ONCE_S
+    assert text == same == again
+    assert "could not drain iteration 5: rank 1: " in text
+    assert "was put in quarantine" in text
 
 
 def test_close_ends_a_drain_that_is_under_way(

@@ -1,63 +1,71 @@
-"""One drain of one rank: a shard that the node keeps becomes a part of a shared checkpoint.
+"""One drain of one rank: shards that the nodes keep become a shared checkpoint.
 
-    planned -> written -> committed | failed
+    chosen -> planned -> written -> committed | failed
 
-All of it is done behind training, from the image on the node, by a thread of each rank. The methods
-of :class:`Drain` stand in this order. What a drain that was cut off has written is not written
-again by the next attempt.
+All of it is done behind training, from the images on the nodes, by a thread of each rank. Each rank
+drains its own shard. One that its node lacks, or whose copy there is damaged, is drained by a rank
+whose node has a copy. The methods of :class:`Drain` stand in this order. What a drain that was cut
+off has written is not written again by the next attempt.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.profiler import record_function
 
-from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    NoReplicasAvailableError,
+    PeerLostError,
+    StorageError,
+)
 from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.drain_files import FILE_NBYTES, DrainFiles, lay_out_in_order
+from localckpt.failure_texts import ranks_named, said_by
+from localckpt.global_tier.drain_files import FILE_NBYTES, DrainFiles
 from localckpt.global_tier.drain_plan import (
-    ImageItems,
     Merged,
     RankPlan,
+    choose_readers,
     fingerprint,
     merge_plans,
     own_key,
 )
-from localckpt.global_tier.metadata import FORMAT_VERSION, StorageInfo
+from localckpt.global_tier.drain_shard import DrainedShard
+from localckpt.global_tier.metadata import FORMAT_VERSION
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import Written, require_same
-from localckpt.global_tier.staging import FileLayout, Slot, item_nbytes
-from localckpt.global_tier.write_items import ItemReader, frame_of
+from localckpt.global_tier.staging import item_nbytes
+from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
-from localckpt.memory.host_memory import memory_at
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
-from localckpt.state_dict.lazy_image import LazyImage
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.write import sync_folder
-from localckpt.threads import Latch, SerialThread, Task
+from localckpt.threads import Latch, Task
 
-__all__ = ["Drain", "Drains"]
+__all__ = ["Drain"]
 
 logger = logging.getLogger(__name__)
 
-# Each drain takes two decisions: one on the plan, one on the commit.
-_DECISIONS = 2
+# Each attempt takes four decisions at most: whose shards are where, who reads those that are not on
+# their own nodes, the plan, and the commit.
+_DECISIONS = 4
+# After each attempt but the last one a damaged copy is in quarantine.
+_ATTEMPTS = 4
 # Shared storage may be slower than the rate that is asked for.
 _SLOWER = 2.0
 
@@ -106,7 +114,8 @@ class Drain:
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
         self._is_running = False
-        self._lineage: Lineage | None = None
+        # On the first rank: why nodes cannot give the shards of their ranks, and the plans.
+        self._lacking: dict[int, str] = {}
         self._merged: Merged | None = None
         self._drain: BegunSave | None = None
         self.task: Task[None] = Task(self._run)
@@ -179,36 +188,10 @@ class Drain:
         ranks.wait_again()
         if self._stopped.is_set():
             ranks.stop_waiting()
+        ranks.rounds = _ATTEMPTS * _DECISIONS * self._number
         fails_again = False
         try:
-            ranks.rounds = _DECISIONS * self._number
-            items: list[ImageItems] = []
-            planned: Any = ranks.act(
-                f"plan the drain of iteration {self.iteration}",
-                lambda: self._plan(items),
-                self._merge,
-                kind="plan a drain",
-                in_vain=self._pacer.stop,
-            )
-            (epoch, save_id, is_there, nbytes), part = planned
-            if is_there:
-                self.committed = True
-                return
-            if self._drain is None:
-                self._drain = self._root.drain(self.iteration, epoch, save_id)
-            plan: SavePlan = pickle.loads(part.data)
-            ranks.rounds = _DECISIONS * self._number + 1
-            # Ranks write different numbers of bytes, at one rate.
-            slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
-            ranks.act(
-                f"drain iteration {self.iteration}",
-                lambda: self._write(items[0], plan),
-                self._commit,
-                kind="drain",
-                timeout_s=ranks.timeout_s + slower_s,
-                in_vain=self._pacer.stop,
-            )
-            self.committed = True
+            self._attempt()
         except BaseException as error:
             # Ranks that were lost, or stopped, come again; anything else would fail again.
             fails_again = not (isinstance(error, PeerLostError) or self._stopped.is_set())
@@ -223,6 +206,28 @@ class Drain:
         if ranks.is_root and self._drain is not None:
             self._prune(self._drain)
 
+    def _attempt(self) -> None:
+        """Drain from the copies that are good; all ranks begin the same attempts."""
+        damage = ""
+        for left in reversed(range(_ATTEMPTS)):
+            self._pacer = Pacer(self._rate_limit)
+            # In this order: stop() in another thread stops this pacer, or was called before.
+            if self._stopped.is_set():
+                self._pacer.stop()
+            try:
+                self._drain_shards(self._choose_shards())
+                return
+            except CorruptShardError as error:
+                # That copy is in quarantine now.
+                if not left:
+                    raise
+                damage = str(error)
+                logger.warning("iteration %d: looking for another copy", self.iteration)
+            except NoReplicasAvailableError as error:
+                if not damage:
+                    raise
+                raise CorruptShardError(f"{damage} Also: {error}") from error
+
     def _prune(self, drain: BegunSave) -> None:
         began = time.monotonic()
         if removed := self._root.prune(drain):
@@ -231,28 +236,113 @@ class Drain:
                 "pruned", began=began, step=self.iteration, tier="shared", details=details
             )
 
-    # Planned.
+    # Chosen.
 
-    def _plan(self, items: list[ImageItems]) -> Message:
-        def list_items(image: LazyImage) -> tuple[ImageItems, RankPlan]:
-            self._lineage = image.identity.lineage
-            found = ImageItems(image)
-            return found, found.rank_plan(image, self._check)
+    def _choose_shards(self) -> dict[int, DrainedShard]:
+        """The shards that this rank drains, by the ranks that saved them."""
+        ranks = self._ranks
+        lacking: list[int] = ranks.decide(
+            f"look for the shards of iteration {self.iteration}", self._look, self._find_lacking
+        )
+        mine = [] if ranks.rank in lacking else [ranks.rank]
+        if lacking:
+            found: Any = ranks.decide(
+                f"find copies of the shards of iteration {self.iteration}",
+                lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
+                lambda readable: self._choose_readers(lacking, readable),
+            )
+            mine += found[1] or []
+        return {
+            owner: DrainedShard(self._shard_of(owner), ranks.rank, self._objects) for owner in mine
+        }
 
+    def _look(self) -> list[Any]:
         self._check()
-        found, mine = self._shard.use(list_items)
-        items.append(found)
         identity = self._shard.identity
         tag = [
             *(identity.session_id, identity.iteration, list(identity.generation)),
             *(identity.world_size, self._rate_limit),
         ]
-        return Message(tag, pickle.dumps(mine))
+        return [tag, self._why_unreadable(self._ranks.rank)]
+
+    def _why_unreadable(self, owner: int) -> str | None:
+        """Why this node cannot give a shard, with those that hold parts of its tensors."""
+        try:
+            self._shard_of(owner).use(lambda image: None)
+        except StorageError as error:
+            return str(error)
+        except CorruptShardError as error:
+            if owner == self._ranks.rank:
+                raise
+            return str(error)
+        return None
+
+    def _shard_of(self, owner: int) -> KeptShard:
+        identity = self._shard.identity
+        return replace(self._shard, identity=identity.checkpoint.shard(owner, identity.session_id))
+
+    def _find_lacking(self, reports: list[Any]) -> list[int]:
+        """On the first rank: the ranks whose nodes cannot give their shards."""
+        require_same([tag for tag, _ in reports], self._ranks.global_ranks)
+        self._lacking = {rank: why for rank, (_, why) in enumerate(reports) if why is not None}
+        return list(self._lacking)
+
+    def _choose_readers(self, lacking: list[int], readable: list[list[int]]) -> PerRank:
+        readers = choose_readers(lacking, readable)
+        if gone := sorted(set(lacking).difference(*readers.values())):
+            why = said_by({self._ranks.global_ranks[rank]: self._lacking[rank] for rank in gone})
+            raise NoReplicasAvailableError(
+                f"iteration {self.iteration} was not drained: no node can give the shards of "
+                f"{ranks_named(self._ranks.global_ranks[rank] for rank in gone)} ({why}). "
+                f"Shards are not computed from parity for this: load() this checkpoint first, "
+                f"which puts them on their nodes again, or promote another"
+            )
+        for reader, owners in readers.items():
+            logger.info("rank %d drains the shards of %s, whose nodes lack them", reader, owners)
+        return PerRank(None, readers)
+
+    def _drain_shards(self, shards: dict[int, DrainedShard]) -> None:
+        ranks = self._ranks
+        planned: Any = ranks.act(
+            f"plan the drain of iteration {self.iteration}",
+            lambda: self._plan(shards),
+            self._merge,
+            kind="plan a drain",
+            in_vain=self._pacer.stop,
+        )
+        (epoch, save_id, is_there, nbytes), part = planned
+        if is_there:
+            self.committed = True
+            return
+        if not ranks.is_root:
+            self._drain = self._root.drain(self.iteration, epoch, save_id)
+        plans: dict[int, SavePlan] = pickle.loads(part.data)
+        # Ranks write different numbers of bytes, at one rate.
+        slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
+        ranks.act(
+            f"drain iteration {self.iteration}",
+            lambda: self._write(shards, plans),
+            self._commit,
+            kind="drain",
+            timeout_s=ranks.timeout_s + slower_s,
+            in_vain=self._pacer.stop,
+        )
+        self.committed = True
+
+    # Planned.
+
+    def _plan(self, shards: dict[int, DrainedShard]) -> Message:
+        plans = {owner: shard.plan(self._check) for owner, shard in shards.items()}
+        lineage = shards[0].lineage if 0 in shards else None
+        return Message(None, pickle.dumps((plans, lineage)))
 
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: divide what is to be written, and begin or go on."""
-        require_same([report.record for report in reports], self._ranks.global_ranks)
-        merged = merge_plans([pickle.loads(report.data) for report in reports])
+        told: list[tuple[dict[int, RankPlan], Lineage | None]] = [
+            pickle.loads(report.data) for report in reports
+        ]
+        by_owner = {owner: plan for plans, _ in told for owner, plan in plans.items()}
+        merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
         if merged.unequal:
             self.unequal = merged.unequal
             logger.warning(
@@ -260,26 +350,30 @@ class Drain:
                 "rank (as %s), and as the first rank has them: %s",
                 *(self.iteration, own_key(merged.unequal[0], 1), ", ".join(merged.unequal[:10])),
             )
+        lineage = next(lineage for plans, lineage in told if 0 in plans)
         save_id = _save_id(self._shard.identity, merged)
-        drain, is_there = self._root.begin_drain(self.iteration, save_id, self._lineage)
-        most = max(_nbytes(plan) for plan in merged.plans)
+        drain, is_there = self._root.begin_drain(self.iteration, save_id, lineage)
+        parts = {
+            rank: {owner: merged.plans[owner] for owner in plans}
+            for rank, (plans, _) in enumerate(told)
+        }
+        most = max(sum(map(_nbytes, plans.values())) for plans in parts.values())
         common = [drain.folder.epoch, save_id, is_there, most]
         if is_there:
             logger.info("%s is there: nothing is drained", drain.folder.path)
             return PerRank(common, {})
         self._drain, self._merged = drain, merged
-        plans = {rank: Message(None, pickle.dumps(p)) for rank, p in enumerate(merged.plans)}
-        return PerRank(common, plans)
+        return PerRank(common, {r: Message(None, pickle.dumps(p)) for r, p in parts.items()})
 
     # Written.
 
-    def _write(self, items: ImageItems, plan: SavePlan) -> Message:
+    def _write(self, shards: dict[int, DrainedShard], plans: dict[int, SavePlan]) -> Message:
         assert self._drain is not None, "it is planned"
         began = time.monotonic()
         files = DrainFiles(self._drain.path, self._drain.save_id, self._before_write)
         try:
-            written = self._shard.use(lambda image: _Writing(image, items, plan, self).run(files))
-            if written.files:
+            written = [shard.write(plans[owner], files) for owner, shard in shards.items()]
+            if any(part.files for part in written):
                 with storage_errors("make durable", self._drain.path):
                     sync_folder(self._drain.path)
         finally:
@@ -291,23 +385,6 @@ class Drain:
             *(self._drain.path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
         return Message(None, pickle.dumps(written))
-
-    def file_prefix(self) -> str:
-        """Beginning of the names of this rank's files."""
-        return f"__{self._ranks.rank}_"
-
-    def read_object(self, item: WriteItem, items: ImageItems) -> memoryview:
-        """Bytes of an object, as a save of the state would write them."""
-        planner, key = items.planner, item.index.fqn
-        plain = key.removesuffix(own_key("", self._ranks.rank))
-        if key not in planner.state_dict and plain in planner.state_dict:
-            planner.state_dict[key] = planner.state_dict[plain]
-        value = self._objects.read(item, planner)
-        if isinstance(value, torch.Tensor):
-            head, tail = frame_of(value.dtype, value.shape)
-            data = value.contiguous()
-            return memoryview(head + bytes(_memory_of(data)) + tail)
-        return value
 
     def _before_write(self, nbytes: int) -> None:
         self._check()
@@ -327,7 +404,7 @@ class Drain:
         """On the first rank: make it a checkpoint."""
         assert self._merged is not None, "it is planned"
         assert self._drain is not None, "it is planned"
-        written: list[Written] = [pickle.loads(report.data) for report in reports]
+        written: list[Written] = [part for report in reports for part in pickle.loads(report.data)]
         metadata = self._merged.metadata
         metadata.version = FORMAT_VERSION
         metadata.storage_data = {
@@ -336,85 +413,6 @@ class Drain:
         files = {name: nbytes for part in written for name, nbytes in part.files.items()}
         self._root.commit(self._drain, pickle.dumps(metadata), files, self._ranks.world_size)
         self.committed = True
-
-
-class _Writing:
-    """The writing of one rank's part, from one copy of its shard."""
-
-    def __init__(self, image: LazyImage, items: ImageItems, plan: SavePlan, drain: Drain) -> None:
-        self._image = image
-        self._items = items
-        self._plan = plan
-        self._drain = drain
-        self._suffix = own_key("", image.identity.rank)
-
-    def run(self, files: DrainFiles) -> Written:
-        starts = {
-            number: self._start(item)
-            for number, item in enumerate(self._plan.items)
-            if self._place_key(item) is not None
-        }
-        results: list[WriteResult] = []
-        sizes: dict[str, int] = {}
-        for file in lay_out_in_order(self._plan, starts, self._drain.file_prefix()):
-            if file.slots:
-                sizes[file.name] = files.write_tensors(file, self._values)
-                places = [(slot.number, slot.offset, slot.end - slot.offset) for slot in file.slots]
-            else:
-                places = self._write_objects(files, file, sizes)
-            results += [
-                WriteResult(
-                    self._plan.items[number].index, nbytes, StorageInfo(file.name, at, nbytes)
-                )
-                for number, at, nbytes in places
-            ]
-        return Written(results, sizes)
-
-    def _write_objects(
-        self, files: DrainFiles, file: FileLayout, sizes: dict[str, int]
-    ) -> list[tuple[int, int, int]]:
-        others = [
-            self._drain.read_object(self._plan.items[number], self._items) for number in file.others
-        ]
-        sizes[file.name] = files.write_objects(file, others)
-        places, end = [], 0
-        for number, content in zip(file.others, others, strict=True):
-            places.append((number, end, len(content)))
-            end += len(content)
-        return places
-
-    def _place_key(self, item: WriteItem) -> MetadataIndex | None:
-        """Index under which the place of an item's tensor is known; ``None`` for an object."""
-        places, index = self._items.places, item.index
-        if index in places:
-            return index
-        plain = MetadataIndex(index.fqn.removesuffix(self._suffix), index.offset)
-        return plain if plain in places and index.fqn.endswith(self._suffix) else None
-
-    def _start(self, item: WriteItem) -> int:
-        key = self._place_key(item)
-        assert key is not None
-        return self._image.start_of(self._items.places[key].number)
-
-    def _values(self, slot: Slot) -> Iterator[memoryview]:
-        key = self._place_key(self._plan.items[slot.number])
-        assert key is not None
-        number, part = self._items.places[key]
-        if not slot.nbytes:
-            return
-        run = self._image.run_of(number)
-        if run is not None and part is None:
-            yield from self._image.read(*run)
-            return
-        tensor = self._image.tensor(number).detach()
-        for dim, (start, end) in enumerate(part or ()):
-            tensor = tensor.narrow(dim, start, end - start)
-        tensor = tensor.contiguous()
-        yield _memory_of(tensor)
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
 def _nbytes(plan: SavePlan) -> int:
@@ -428,76 +426,3 @@ def _save_id(identity: ShardIdentity, merged: Merged) -> str:
         *(fingerprint(merged), FILE_NBYTES, torch.__version__),
     )
     return xxhash.xxh3_128_hexdigest(repr(what).encode())
-
-
-class Drains:
-    """Drains of one manager, carried out one after another; all ranks begin the same ones.
-
-    Args:
-        ranks: The ranks of the job; used by nobody else.
-        root: The checkpoints.
-        safe_globals: As for :class:`Drain`.
-        events: Is told of each drain.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        root: CheckpointRoot,
-        safe_globals: Iterable[Any],
-        events: EventStream,
-    ) -> None:
-        self._ranks = ranks
-        self._root = root
-        self._safe_globals = tuple(safe_globals)
-        self._events = events
-        self._thread = SerialThread("localckpt-drain")
-        self._process = os.getpid()
-        self._begun = 0
-        self._under_way: list[Drain] = []
-
-    def begin(self, shard: KeptShard, rate_limit: float | None) -> Drain:
-        """Begin a drain, or put it behind those that are not over.
-
-        Raises:
-            CheckpointingException: No thread can be had.
-        """
-        self._under_way = [drain for drain in self._under_way if not drain.task.done()]
-        drain = Drain(
-            *(shard, self._begun, rate_limit, self._ranks, self._root, self._safe_globals),
-            events=self._events,
-        )
-        self._begun += 1
-        self._under_way.append(drain)
-        try:
-            self._thread.submit(drain.task)
-        except RuntimeError as error:
-            drain.stop()
-            raise CheckpointingException(
-                f"this process cannot start a thread ({error}): nothing was drained"
-            ) from error
-        return drain
-
-    def close(self, *, is_in_step: bool) -> None:
-        """End what is under way, and free everything. May be called twice.
-
-        Args:
-            is_in_step: Whether the other ranks close theirs, too.
-        """
-        if os.getpid() != self._process:
-            return
-        for drain in self._under_way:
-            if not drain.task.done():
-                logger.error("the drain of iteration %d is ended by close()", drain.iteration)
-                drain.stop()
-        # Whatever ends a drain is looked at before each piece that it writes.
-        until = time.monotonic() + self._ranks.timeout_s
-        if all(drain.task.wait(until - time.monotonic()) for drain in self._under_way):
-            self._thread.close()
-        else:
-            logger.error("a drain does not end: is %s stuck?", self._root.path)
-        self._under_way = []
-        if is_in_step:
-            self._ranks.close()
-        else:
-            self._ranks.abandon()

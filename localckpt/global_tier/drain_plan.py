@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -40,7 +40,16 @@ from localckpt.state_dict.lazy_image import LazyImage
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.value_digests import digest_of
 
-__all__ = ["ImageItems", "Merged", "Place", "RankPlan", "fingerprint", "merge_plans", "own_key"]
+__all__ = [
+    "ImageItems",
+    "Merged",
+    "Place",
+    "RankPlan",
+    "choose_readers",
+    "fingerprint",
+    "merge_plans",
+    "own_key",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # Values that need no walk through what they hold.
@@ -79,9 +88,11 @@ class ImageItems:
 
     Args:
         image: The image; not used after the constructor, but for its digests.
+        is_own: Whether this rank has saved it.
 
     Raises:
-        MismatchError: The state is no dict, so DCP has no keys for it.
+        MismatchError: The state is no dict, so DCP has no keys for it. Or only the rank that saved
+            it can tell which part of a DTensor it has.
         CorruptShardError, RestoreError, UnsafeGlobalError: As for :class:`LazyImage`.
 
     Attributes:
@@ -92,7 +103,8 @@ class ImageItems:
         plan: The items.
     """
 
-    def __init__(self, image: LazyImage) -> None:
+    def __init__(self, image: LazyImage, *, is_own: bool) -> None:
+        self._saved_by = None if is_own else image.identity.rank
         self.planner = DefaultSavePlanner()
         self.places: dict[MetadataIndex, Place] = {}
         self._world_size = image.identity.world_size
@@ -179,6 +191,12 @@ class ImageItems:
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
                 return
+            if self._saved_by is not None:
+                raise MismatchError(
+                    f"{key} of rank {self._saved_by} is a DTensor whose part only that rank can "
+                    f"tell, and its node lacks the shard: load() this checkpoint first, which puts "
+                    f"it there again. Nothing was drained"
+                )
             if value.device_mesh.get_coordinate() is None:
                 return
         items = create_write_items(key, value)
@@ -267,6 +285,30 @@ class Merged(NamedTuple):
     plans: list[SavePlan]
     metadata: Metadata
     unequal: list[str]
+
+
+def choose_readers(
+    lacking: Sequence[int], readable: Sequence[Collection[int]]
+) -> dict[int, list[int]]:
+    """Choose ranks to read the shards that the nodes of their own ranks lack.
+
+    Args:
+        lacking: Ranks that saved these shards.
+        readable: For each rank those of the shards that its node can give.
+
+    Returns:
+        For each reader its shards; those that nobody can read are left out.
+    """
+    # The others have a shard of their own to read.
+    loads = [int(rank not in lacking) for rank in range(len(readable))]
+    chosen: dict[int, list[int]] = {}
+    for owner in lacking:
+        able = [rank for rank, shards in enumerate(readable) if owner in shards]
+        if able:
+            reader = min(able, key=lambda rank: (loads[rank], rank))
+            loads[reader] += 1
+            chosen.setdefault(reader, []).append(owner)
+    return chosen
 
 
 def own_key(key: str, rank: int) -> str:

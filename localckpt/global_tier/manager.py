@@ -24,7 +24,8 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
-from localckpt.global_tier.drain import Drain, Drains
+from localckpt.global_tier.drain import Drain
+from localckpt.global_tier.drains import Drains
 from localckpt.global_tier.load import Loads
 from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot, Found

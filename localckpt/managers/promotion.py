@@ -160,8 +160,7 @@ def promotable(iteration: int, checkpoints: JobCheckpoints, world_size: int) -> 
     if checkpoint.world_size != world_size:
         raise MismatchError(
             f"iteration {iteration} was saved by {checkpoint.world_size} ranks, and this job has "
-            f"{world_size}: each shard is drained by the rank that saved it, so promote it with as "
-            f"many. Nothing was drained"
+            f"{world_size}: promote it with as many. Nothing was drained"
         )
     mark = checkpoints.marks.get(checkpoint)
     if mark is not None and mark.kind == "bad":

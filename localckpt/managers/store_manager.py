@@ -104,7 +104,8 @@ class StoreCheckpointManager(BaseCheckpointManager):
         """Drain a complete checkpoint to shared storage, behind training; all ranks call it.
 
         It is written from the images on the nodes, so training neither copies its state once more
-        nor waits. Each rank drains its own shard; what several ranks have alike is written once.
+        nor waits. Each rank drains its own shard; one that its node lacks is drained from a copy by
+        a rank whose node has it. What several ranks have alike is written once.
         The nodes keep the checkpoint until the promotion is finalized. A drain that was cut off
         goes on where it was when the same checkpoint is promoted again.
 

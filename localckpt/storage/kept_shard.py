@@ -23,11 +23,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_REMEDY = (
-    "Copies on other nodes are not fetched for this: use a later checkpoint, or load() this one "
-    "first, which puts a copy here"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class KeptShard:
@@ -57,34 +52,38 @@ class KeptShard:
         """
         damage: CorruptShardError | None = None
         while True:
-            try:
-                source = self.store.open(self.identity)
-            except StorageError as error:
-                if damage is None:
-                    raise StorageError(f"{error}. {_REMEDY}") from error
-                raise CorruptShardError(
-                    f"{damage}. It was put in quarantine, and this node holds no other copy. "
-                    f"{_REMEDY}",
-                ) from error
-            opened = [self.identity]
+            opened: list[ShardIdentity] = []
             with ExitStack() as sources:
-                sources.callback(source.close)
-
-                def open_mate(
-                    rank: int,
-                    opened: list[ShardIdentity] = opened,
-                    sources: ExitStack = sources,
-                ) -> ShardSource:
-                    opened.append(self.identity.checkpoint.shard(rank, self.identity.session_id))
-                    mate = self.store.open(opened[-1])
-                    sources.callback(mate.close)
-                    return mate
-
                 try:
-                    return work(LazyImage(source, self.allowed, self.identity, open_mate))
+                    image = self._open(opened, sources)
+                except StorageError as error:
+                    if damage is None:
+                        raise
+                    raise CorruptShardError(
+                        f"{damage}. It was put in quarantine, and this node holds no other copy"
+                    ) from error
                 except CorruptShardError as error:
                     damage = error
+                else:
+                    try:
+                        return work(image)
+                    except CorruptShardError as error:
+                        damage = error
             self._quarantine(damage, opened)
+
+    def _open(self, opened: list[ShardIdentity], sources: ExitStack) -> LazyImage:
+        """Open the image, and those that hold parts of its tensors; notes which."""
+
+        def open_here(identity: ShardIdentity) -> ShardSource:
+            source = self.store.open(identity)
+            sources.callback(source.close)
+            opened.append(identity)
+            return source
+
+        def open_mate(rank: int) -> ShardSource:
+            return open_here(self.identity.checkpoint.shard(rank, self.identity.session_id))
+
+        return LazyImage(open_here(self.identity), self.allowed, self.identity, open_mate)
 
     def _quarantine(self, damage: CorruptShardError, opened: Sequence[ShardIdentity]) -> None:
         """Put the copies in quarantine that are bad when they are read by themselves, too."""

@@ -1,91 +1,371 @@
-"""A shard that its node lacks cannot be drained; a load puts it there again, and then it can."""
+"""A shard that its own node lacks is drained from a copy that another node holds."""
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from localckpt import (
     AsyncCallsQueue,
-    CheckpointingException,
     CliqueReplicationStrategy,
+    GlobalCheckpointManager,
     LocalCheckpointManager,
+    NoReplicasAvailableError,
     ParityReplicationStrategy,
+    replicated,
 )
-from tests.global_tier.models import manager_on
-from tests.managers.jobs import MAX_S, damage, error_of
-from tests.ranks import run_ranks
+from localckpt.global_tier import drain_files
+from localckpt.global_tier.drain_plan import choose_readers
+from tests.global_tier.models import checkpoints_in, leftovers_in, run_sharded
+from tests.managers.jobs import MAX_S, assert_same, damage, error_of
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
-Redundancy = Literal["copies", "parity"]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
-
-def _state_of(rank: int, iteration: int) -> dict[str, torch.Tensor]:
-    return {f"of {rank}": torch.full((300_000,), float(10 * iteration + rank))}
-
-
-def _strategy(kind: Redundancy) -> CliqueReplicationStrategy | ParityReplicationStrategy:
-    if kind == "parity":
-        return ParityReplicationStrategy(1, 3)
-    return CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=MAX_S)
+_WAIT_S = 60.0
 
 
-def _spoil(node: Path, what: str) -> None:
-    # The second rank's own shard, by its iteration and rank.
-    (path,) = (p for p in node.rglob("*5.1.*.safetensors") if "parity" not in p.name)
-    if what == "damaged":
-        damage(path, 0.3)
-    else:
-        path.unlink()
+class _Job:
+    """Managers of both tiers of one rank, each on a node of its own; copies on two nodes."""
+
+    def __init__(
+        self, root: Path, strategy: Any = None, node: str | None = None, **options: Any
+    ) -> None:
+        self._open = ExitStack()
+        strategy = strategy or CliqueReplicationStrategy.from_replication_params(
+            1, 2, timeout_s=MAX_S
+        )
+        self._open.enter_context(strategy)
+        self.nodes: LocalCheckpointManager = self._open.enter_context(
+            LocalCheckpointManager(
+                *(root / (node or f"node{dist.get_rank()}"), "", strategy),
+                timeout=MAX_S,
+                keep_last=3,
+                **options,
+            )
+        )
+        self.shared: GlobalCheckpointManager = self._open.enter_context(
+            GlobalCheckpointManager(root / "shared", timeout=_WAIT_S, local=self.nodes)
+        )
+        self.queue = self._open.enter_context(AsyncCallsQueue(timeout_s=_WAIT_S))
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def promote(self, iteration: int, **options: Any) -> None:
+        request = self.nodes.promote(iteration, to=self.shared, **options)
+        self.queue.schedule_async_request(request)
+        self.queue.wait_until_finished()
 
 
-def _drain(rank: int, world_size: int, root: Path, kind: Redundancy, what: str) -> str:
-    node = root / f"node{rank}"
-    with (
-        _strategy(kind) as strategy,
-        LocalCheckpointManager(node, "", strategy, timeout=MAX_S, keep_last=2) as nodes,
-        manager_on(root / "shared", local=nodes) as shared,
-        AsyncCallsQueue(timeout_s=MAX_S) as queue,
-    ):
+def _state_of(rank: int, iteration: int, numel: int = 300_000) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(100 * iteration + rank)
+    return {
+        f"of {rank}": torch.randn(numel, generator=random),
+        "rng": torch.full((3 + rank,), rank, dtype=torch.uint8),
+        "loader": {"position": 10 * rank, "iteration": iteration},
+        "all": torch.full((1000,), float(iteration)),
+    }
 
-        def promote(iteration: int) -> None:
-            queue.schedule_async_request(nodes.promote(iteration, to=shared))
-            queue.wait_until_finished()
 
-        nodes.save(_state_of(rank, 5), 5)
+def _assert_drained(root: Path, iteration: int, world_size: int, numel: int = 300_000) -> None:
+    """What plain ``dcp.load`` reads is what all ranks had saved."""
+    (folder,) = (root / name for name in checkpoints_in(root) if f"{iteration:08d}" in name)
+    for rank in range(world_size):
+        state = _state_of(rank, iteration, numel)
+        found = {
+            f"of {rank}": torch.zeros(numel),
+            f"rng.of_rank_{rank}": torch.zeros(3 + rank, dtype=torch.uint8),
+            f"loader.position.of_rank_{rank}": -1,
+            "loader": {"iteration": -1},
+            "all": torch.zeros(1000),
+        }
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        assert_same(found[f"of {rank}"], state[f"of {rank}"])
+        assert_same(found[f"rng.of_rank_{rank}"], state["rng"])
+        assert found[f"loader.position.of_rank_{rank}"] == 10 * rank
+        assert found["loader"]["iteration"] == iteration
+        assert_same(found["all"], state["all"])
+
+
+def _save(rank: int, world_size: int, root: Path, numel: int = 300_000) -> None:
+    with _Job(root) as job:
+        for iteration in (5, 6):
+            job.nodes.save(_state_of(rank, iteration, numel), iteration)
+
+
+def _drain_older(rank: int, world_size: int, root: Path, lost: int) -> None:
+    """A rank that came back on an empty node has the newest one from a peer, and no older one."""
+    with _Job(root) as job:
+        state, ckpt_id = job.nodes.load()
+        assert ckpt_id.iteration == 6
+        assert_same(state, _state_of(rank, 6))
+        assert bool(_shards(root / f"node{rank}", 5, rank)) == (rank != lost)
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+        job.promote(6)
+        assert job.shared.all_iterations() == [6, 5]
+
+
+def _shards(node: Path, iteration: int, rank: int) -> list[Path]:
+    return list(node.rglob(f"{iteration:012d}.{rank}.*.safetensors"))
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_checkpoint_is_drained_though_a_node_was_replaced_by_an_empty_one(
+    lost: int, tmp_path: Path
+) -> None:
+    run_ranks(_save, 3, tmp_path)
+    shutil.rmtree(tmp_path / f"node{lost}")
+
+    run_ranks(_drain_older, 3, tmp_path, lost)
+
+    for iteration in (5, 6):
+        _assert_drained(tmp_path / "shared", iteration, 3)
+    assert leftovers_in(tmp_path / "shared") == []
+
+
+def _drain_with_nothing_loaded(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.promote(6)
+        assert not _shards(root / "node1", 6, 1)
+
+
+def test_what_nobody_has_loaded_is_drained_and_the_empty_node_stays_empty(tmp_path: Path) -> None:
+    run_ranks(_save, 3, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+
+    run_ranks(_drain_with_nothing_loaded, 3, tmp_path)
+
+    _assert_drained(tmp_path / "shared", 6, 3)
+
+
+# Killed, and gone on with.
+
+
+@contextmanager
+def _small_files() -> Iterator[None]:
+    before = drain_files.FILE_NBYTES
+    drain_files.FILE_NBYTES = 1 << 20  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        drain_files.FILE_NBYTES = before  # type: ignore[misc]
+
+
+def _large_state(rank: int, count: int = 6) -> dict[str, Any]:
+    return {f"{n} of {rank}": torch.full((250_000,), 10.0 * n + rank) for n in range(count)}
+
+
+def _save_large(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.nodes.save(_large_state(rank), 5)
+
+
+def _drain_until_killed(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
+        announce(f"begun {rank}")
+        await_announced("never", _WAIT_S)
+
+
+def _drain_again(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.promote(5)
+        found = {key: torch.zeros(250_000) for r in range(world_size) for key in _large_state(r)}
+        job.shared.load(into=found)
+        assert_same(found, {k: v for r in range(world_size) for k, v in _large_state(r).items()})
+
+
+@pytest.mark.fault("kill-save")
+def test_a_killed_drain_of_copies_goes_on_whichever_nodes_have_them_then(tmp_path: Path) -> None:
+    run_ranks(_save_large, 3, tmp_path)
+    lost = tmp_path / "lost"
+    (tmp_path / "node1").rename(lost)
+    with start_ranks(_drain_until_killed, 3, tmp_path) as group:
+        deadline = time.monotonic() + _WAIT_S
+        # Of the shard that its own node lacks, too.
+        while len(list((tmp_path / "shared").glob(".iteration*/__1_*.distcp"))) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for rank in range(3):
+            group.kill(rank)
+        group.join(_WAIT_S, expect_dead=range(3))
+    (half,) = leftovers_in(tmp_path / "shared")
+    first = tmp_path / "shared" / half / "__1_0.distcp"
+    stamp = first.stat().st_ino
+    # The node comes back, and its rank goes on with what a peer has written.
+    shutil.rmtree(tmp_path / "node1")
+    lost.rename(tmp_path / "node1")
+
+    run_ranks(_drain_again, 3, tmp_path)
+
+    (folder,) = checkpoints_in(tmp_path / "shared")
+    assert (tmp_path / "shared" / folder / first.name).stat().st_ino == stamp
+
+
+# Damage.
+
+
+def _damage_own(rank: int, world_size: int, root: Path, at: float) -> None:
+    with _Job(root) as job:
+        job.nodes.save(_state_of(rank, 5), 5)
         if rank == 1:
-            _spoil(node, what)
+            (path,) = _shards(root / "node1", 5, 1)
+            damage(path, at)
+        dist.barrier()
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+
+
+# In the header, and in a tensor, which is read for the plan.
+@pytest.mark.parametrize("at", [0.0001, 0.3])
+def test_a_damaged_image_is_drained_from_a_copy_on_another_node(at: float, tmp_path: Path) -> None:
+    run_ranks(_damage_own, 3, tmp_path, at)
+
+    _assert_drained(tmp_path / "shared", 5, 3)
+    (bad,) = tmp_path.rglob("*.corrupt")
+    assert bad.is_relative_to(tmp_path / "node1")
+
+
+def _damage_while_drained(rank: int, world_size: int, root: Path) -> None:
+    with _small_files(), _Job(root) as job:
+        job.nodes.save({k: replicated(v) for k, v in _large_state(0, 30).items()}, 5)
+        job.queue.schedule_async_request(job.nodes.promote(5, to=job.shared, rate_limit=1e6))
+        await_announced("written", _WAIT_S)
+        if rank == 1:
+            for path in _shards(root / "node1", 5, 1):
+                for tenth in range(2, 9):
+                    damage(path, tenth / 10)
+        job.queue.wait_until_finished()
+        found = {key: torch.zeros(250_000) for key in _large_state(0, 30)}
+        job.shared.load(into=found)
+        assert_same(found, _large_state(0, 30))
+
+
+def test_damage_that_is_found_while_a_drain_writes_makes_it_go_on_with_another_copy(
+    tmp_path: Path,
+) -> None:
+    with start_ranks(_damage_while_drained, 3, tmp_path) as group:
+        deadline = time.monotonic() + _WAIT_S
+        while not list((tmp_path / "shared").glob(".iteration*/__1_*.distcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        group.announce("written")
+        group.join(2 * _WAIT_S)
+
+    assert len(list(tmp_path.rglob("*.corrupt"))) == 1
+    assert leftovers_in(tmp_path / "shared") == []
+
+
+# Tensors of meshes.
+
+
+def _save_sharded(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.nodes.save(_sharded(), 5)
+
+
+def _sharded() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (3,))
+    wholes = {"rows": torch.arange(40.0).reshape(8, 5), "short": torch.arange(2.0)}
+    state: dict[str, Any] = {
+        key: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        for key, whole in wholes.items()
+    }
+    state["same"] = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
+    torch.manual_seed(5)
+    fsdp1 = FullyShardedDataParallel(torch.nn.Linear(6, 10), device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(fsdp1, StateDictType.SHARDED_STATE_DICT):
+        state["fsdp1"] = fsdp1.state_dict()
+    return state
+
+
+def _drain_sharded(rank: int, world_size: int, root: Path) -> None:
+    with _Job(root) as job:
+        job.promote(5)
+
+
+def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_them(
+    tmp_path: Path,
+) -> None:
+    run_sharded(_save_sharded, 3, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+
+    run_sharded(_drain_sharded, 3, tmp_path)
+
+    (folder,) = checkpoints_in(tmp_path / "shared")
+    torch.manual_seed(5)
+    linear = dict(torch.nn.Linear(6, 10).state_dict())
+    found: dict[str, Any] = {
+        "rows": torch.zeros(8, 5),
+        "short": torch.zeros(2),
+        "same": torch.zeros(4),
+        "fsdp1": {key: torch.zeros_like(value) for key, value in linear.items()},
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "shared" / folder, no_dist=True)
+    assert_same(found["rows"], torch.arange(40.0).reshape(8, 5))
+    assert_same(found["short"], torch.arange(2.0))
+    assert_same(found["same"], torch.ones(4))
+    assert_same(found["fsdp1"], linear)
+
+
+# What cannot be had.
+
+
+def _drain_of_parity(rank: int, world_size: int, root: Path) -> str:
+    with _Job(root, ParityReplicationStrategy(1, 3)) as job:
+        job.nodes.save(_state_of(rank, 5), 5)
+        if rank == 1:
+            for path in _shards(root / "node1", 5, 1):
+                path.unlink()
         dist.barrier()
 
-        text = error_of(lambda: promote(5), CheckpointingException)
-        assert shared.find_latest() == -1
+        text = error_of(lambda: job.promote(5), NoReplicasAvailableError)
+        assert job.shared.find_latest() == -1
         assert not list((root / "shared").rglob("*.partial"))
 
-        state, ckpt_id = nodes.load()
-        assert ckpt_id.iteration == 5
-        promote(5)
-        blank = _state_of(rank, 0)
-        assert shared.load(into=blank, iteration=5)[1].iteration == 5
-        assert torch.equal(blank[f"of {rank}"], state[f"of {rank}"])
-        assert torch.equal(state[f"of {rank}"], _state_of(rank, 5)[f"of {rank}"])
-
-        nodes.save(_state_of(rank, 6), 6)
-        promote(6)
-        assert shared.find_latest() == 6
+        assert job.nodes.load()[1].iteration == 5
+        job.promote(5)
+        job.nodes.save(_state_of(rank, 6), 6)
+        job.promote(6)
+        assert job.shared.find_latest() == 6
     return text
 
 
-@pytest.mark.parametrize(("kind", "what"), [("copies", "damaged"), ("parity", "missing")])
-def test_a_shard_that_is_lost_on_its_node_is_drained_once_a_load_has_repaired_it(
-    kind: Redundancy, what: str, tmp_path: Path
+def test_a_shard_that_no_node_holds_is_named_and_a_load_computes_it_for_the_next_drain(
+    tmp_path: Path,
 ) -> None:
-    world_size = 3 if kind == "parity" else 2
-    first, *others = run_ranks(_drain, world_size, tmp_path, kind, what, timeout_s=120.0)
+    first, *others = run_ranks(_drain_of_parity, 3, tmp_path, timeout_s=120.0)
 
-    assert others == [first] * (world_size - 1)
-    assert "rank 1" in first
-    assert ("was put in quarantine" in first) == (what == "damaged")
-    assert "load() this one first" in first
+    assert others == [first] * 2
+    assert "no node can give the shards of rank 1 (rank 1: " in first
+    assert "load() this checkpoint first" in first
+    _assert_drained(tmp_path / "shared", 5, 3)
+
+
+# Who reads what.
+
+
+def test_shards_are_divided_evenly_among_ranks_that_can_read_them() -> None:
+    # Two nodes of four ranks, the first of them empty: each of the others reads one more.
+    copies = [[]] * 4 + [[0, 1, 2, 3]] * 4
+    assert choose_readers([0, 1, 2, 3], copies) == {4: [0], 5: [1], 6: [2], 7: [3]}
+    # A rank without a shard of its own reads before others.
+    assert choose_readers([0, 1], [[1], [], [0, 1]]) == {2: [0], 0: [1]}
+    assert choose_readers([1], [[], [], []]) == {}

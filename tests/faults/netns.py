@@ -15,8 +15,8 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ _LINES = (CONTROL, DATA)
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 _PATIENCE_S = 30.0
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _OURS = Path("/proc/thread-self/ns/net")
 
 
@@ -44,12 +45,12 @@ class Network:
     """
 
     def __init__(self, nodes: int) -> None:
-        self._ip = shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-        if self._ip is None:
+        if shutil.which("ip", path=_PATH) is None:
             pytest.skip("needs ip, of iproute2")
         if os.geteuid() != 0:
             pytest.skip("needs root, to make network namespaces")
         self._descriptors: list[int] = []
+        self._slow: set[str] = set()
         self._socket: socket.socket | None = None
         try:
             self._hub, *self._nodes = [self._new() for _ in range(nodes + 1)]
@@ -76,10 +77,24 @@ class Network:
         for line in lines:
             self._plug(f"{line}{node}", False)
 
-    def mend(self, node: int, lines: Sequence[str]) -> None:
-        """Plug it in again."""
+    def slow(self, node: int, line: str, nbytes_per_s: int) -> None:
+        """Let no more than so much come to a node.
+
+        It stays as fast where the kernel has no token buckets: then who cuts must be quick.
+        """
+        # No less than a packet at once, and no packet dropped.
+        limits = f"rate {8 * nbytes_per_s}bit burst 256kb limit 256mb"
+        with suppress(OSError):
+            self._run(self._hub, "tc", [f"qdisc replace dev {line}{node} root tbf {limits}"])
+            self._slow.add(f"{line}{node}")
+
+    def mend(self, node: int, lines: Collection[str]) -> None:
+        """Plug it in again, at full speed."""
         for line in lines:
             self._plug(f"{line}{node}", True)
+            if (name := f"{line}{node}") in self._slow:
+                self._run(self._hub, "tc", [f"qdisc del dev {name} root"])
+                self._slow.remove(name)
 
     def close(self) -> None:
         if self._socket is not None:
@@ -121,17 +136,18 @@ class Network:
                 peer = f"peer name {line} netns {self._path(node)}"
                 hub += [f"link add {line}{place} type veth {peer}"]
                 hub += [f"link set {line}{place} master {line} up"]
-        self._configure(self._hub, hub)
+        self._run(self._hub, "ip", hub)
         for place, node in enumerate(self._nodes):
             own = ["link set lo up"]
             for number, line in enumerate(_LINES):
                 own += [f"addr add 10.77.{number}.{place + 1}/24 dev {line}", f"link set {line} up"]
-            self._configure(node, own)
+            self._run(node, "ip", own)
 
-    def _configure(self, namespace: int, commands: Sequence[str]) -> None:
+    def _run(self, namespace: int, program: str, commands: Sequence[str]) -> None:
         with _inside(namespace):
             done = subprocess.run(
-                [str(self._ip), "-batch", "-"],
+                [program, "-batch", "-"],
+                env={"PATH": _PATH},
                 input="\n".join(commands),
                 capture_output=True,
                 text=True,

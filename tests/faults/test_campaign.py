@@ -46,14 +46,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if seed is not None:
         courses = [_Course(seed, steps or _LONG_STEPS)]
     elif option("--faults"):
-        courses = [_Course(secrets.randbelow(1_000_000), steps)]
+        courses = [_Course(None, steps)]
     else:
         courses = [_Course(seed, steps or _STEPS) for seed in _SEEDS]
     limit_s = _LIMIT_S if seed is steps is None else 0
     metafunc.parametrize(
         "course",
         [
-            pytest.param(course, id=f"seed {course.seed}", marks=pytest.mark.timeout(limit_s))
+            pytest.param(course, id=str(course), marks=pytest.mark.timeout(limit_s))
             for course in courses
         ],
     )
@@ -61,10 +61,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """Without a number of steps it goes on for ten minutes."""
+    """Without a seed it draws one; without a number of steps it goes on for ten minutes."""
 
-    seed: int
+    seed: int | None
     steps: int | None
+
+    def __str__(self) -> str:
+        # Every process that runs tests must give them the same names.
+        return "any seed" if self.seed is None else f"seed {self.seed}"
 
 
 @pytest.mark.fault("random-sequence")
@@ -79,14 +83,15 @@ def test_all_guarantees_hold_in_random_sequences_of_faults(
     record_property: Callable[[str, object], None],
 ) -> None:
     end = time.monotonic() + _LONG_S if course.steps is None else float("inf")
-    setup = choose_setup(course.seed)
+    seed = secrets.randbelow(1_000_000) if course.seed is None else course.seed
+    setup = choose_setup(seed)
     home = (node_dirs if setup.kind == "disk" else shm_roots)(1)[0]
     homes = [small_home() or home, *[home] * (setup.world_size - 1)]
     nodes = [Node(f"node{n}", at, tmp_path, at != home) for n, at in enumerate(homes)]
     with capsys.disabled() if long_form else nullcontext():
-        print(f"\nseed {course.seed}: {setup}")
+        print(f"\nseed {seed}: {setup}")
 
-    taken = _run(Campaign(setup, nodes), course.seed, course.steps, end)
+    taken = _run(Campaign(setup, nodes), seed, course.steps, end)
 
     record_property("cases", taken)
 

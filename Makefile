@@ -18,6 +18,8 @@ help:
 	@echo 'make test-matrix  the tests on each Python and torch that is supported, and a table of how'
 	@echo '              they did; MATRIX="3.12:2.8.0 3.13:newest" or TESTS=tests/storage: only these'
 	@echo 'make faults   the long forms of all tests of faults, and the table of what was run;'
+	@echo '              GO_ON=1: only what has not held in the run before, and the table of both;'
+	@echo '              TESTS=tests/storage: only these;'
 	@echo '              SEED= or STEPS=: the random campaign alone, for as long as it takes'
 	@echo 'make lint     ruff, ruff format --check, mypy --strict'
 	@echo 'make format   let ruff rewrite what it can'
@@ -53,14 +55,18 @@ test-matrix: test-tools
 	$(PYTHON) tests/matrix.py $(MATRIX) -- $(SIDE_BY_SIDE) $(TESTS)
 
 faults: $(STAMP) $(UPSTREAM) test-tools
-	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD))
+	$(if $(SEED)$(STEPS)$(GO_ON),,rm -f $(RESULTS))
+	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD)) $(NO_STACKS)
 
-# Some files have an hour of long forms, so every worker takes the next test, one at a time.
-SPREAD = --numprocesses 4 --dist load --maxschedchunk 1
+RESULTS = build/faults.jsonl
 
-# It may take hours, in which the stacks of all threads after minutes would tell of nothing.
-CAMPAIGN = --override-ini=faulthandler_timeout=0 \
-  $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/faults/test_campaign.py
+# Every worker takes the next test, one at a time: most of a file may be one long form.
+SPREAD = --numprocesses 4 --dist load --maxschedchunk 1 --results $(RESULTS) $(TESTS)
+
+CAMPAIGN = $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/faults/test_campaign.py
+
+# Long forms take minutes or hours, in which the stacks of all threads would tell of nothing.
+NO_STACKS = --override-ini=faulthandler_timeout=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -73,6 +73,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="only tests of faults and long forms, and their table",
     )
+    group.addoption(
+        "--results",
+        type=Path,
+        help="with --faults: keep what came of each test in this file, leave out what held before "
+        "according to it, and count that in the table",
+    )
     group.addoption("--seed", type=int, help="of the random campaign of faults")
     group.addoption("--steps", type=int, help="how many steps the random campaign takes")
 
@@ -86,7 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*names): makes these faults of tests/faults/table.py")
     config.addinivalue_line("markers", "long: run with --faults only")
-    config.pluginmanager.register(FaultTable(alone=config.getoption("--faults")))
+    option = config.getoption
+    config.pluginmanager.register(
+        FaultTable(option("--faults"), option("--results"), leads=_leads(config))
+    )
     # torch's stores look up a name for the address of each connection, for log messages only. It
     # takes seconds where no name server answers.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")

@@ -1,15 +1,16 @@
 """The faults that must be survived; a test says by ``@pytest.mark.fault(...)`` which it makes.
 
 ``make faults`` prints the table of faults, what happens, and how many cases were run, counted in
-that run and nowhere else.
+that run, and in those that it goes on with, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+
+from tests.faults.results import Outcome, Result, Results, version_of
 
 __all__ = ["FAULTS", "FaultTable"]
 
@@ -155,13 +156,17 @@ class FaultTable:
 
     Args:
         alone: Run the tests of faults and the long forms of others, and print the table.
+        path: Where results are kept. Tests that held according to this file are not run, and the
+            table counts them.
+        leads: It is the process that hears of all tests.
     """
 
-    def __init__(self, alone: bool) -> None:
+    def __init__(self, alone: bool, path: Path | None, leads: bool) -> None:
         self._alone = alone
-        self._passed: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._skipped: Counter[str] = Counter()
+        self._leads = leads
+        self._results = Results(path)
+        self._version = version_of(Path(__file__).parent) if alone and leads else ""
+        self._not_held: set[str] = set()
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
@@ -180,29 +185,29 @@ class FaultTable:
     def _is_run(self, item: pytest.Item) -> bool:
         is_long = item.get_closest_marker("long") is not None
         makes_faults = bool(dict(item.user_properties)[_FAULTS_MADE])
-        return is_long or makes_faults if self._alone else not is_long
+        is_ours = is_long or makes_faults if self._alone else not is_long
+        return is_ours and not self._results.held(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not (self._alone and self._leads):
+            return
+        if not report.passed:
+            self._not_held.add(report.nodeid)
+            self._add(report, "FAILED" if report.failed else "skipped")
+        elif report.when == "teardown" and report.nodeid not in self._not_held:
+            self._add(report, "held")
+
+    def _add(self, report: pytest.TestReport, outcome: Outcome) -> None:
         properties = dict(report.user_properties)
-        faults = properties.get(_FAULTS_MADE, [])
-        if report.when == "call" and report.passed:
-            self._count(self._passed, faults, int(str(properties.get("cases", 1))))
-        elif report.failed:
-            self._count(self._failed, faults)
-        elif report.skipped:
-            self._count(self._skipped, faults)
+        faults = tuple(str(fault) for fault in properties.get(_FAULTS_MADE, ()))
+        cases = int(str(properties.get("cases", 1)))
+        self._results.add(Result(report.nodeid, outcome, faults, cases, self._version))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._alone:
             return
         terminalreporter.section("faults")
         for name, (what, then) in FAULTS.items():
-            counts = f"{self._passed[name]} held"
-            counts += f", {n} FAILED" if (n := self._failed[name]) else ""
-            counts += f", {n} skipped" if (n := self._skipped[name]) else ""
-            terminalreporter.write_line(f"{counts:>24}  {what}: {then}")
-
-    @staticmethod
-    def _count(counter: Counter[str], faults: Iterable[str], cases: int = 1) -> None:
-        for fault in faults:
-            counter[fault] += cases
+            terminalreporter.write_line(f"{self._results.counts(name):>24}  {what}: {then}")
+        for told in self._results.told():
+            terminalreporter.write_line(told)

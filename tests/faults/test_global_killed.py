@@ -284,11 +284,12 @@ def test_a_job_killed_anywhere_in_a_global_save_finds_the_older_checkpoint_or_th
 
 
 def _faults(long_form: bool, job: _Job) -> Iterator[Fault]:
-    """Killed before every call; in short, before some of those that change something."""
+    """Killed before every call that changes something; in short, before some of those.
+
+    Between two of them the root is the same.
+    """
     if long_form:
-        # Calls that only look cost the large one as much as any.
-        only = _CHANGES if job.numel > _NUMEL else ()
-        yield from (Fault(nth, "kill job", only=only) for nth in itertools.count(1))
+        yield from (Fault(nth, "kill job", only=_CHANGES) for nth in itertools.count(1))
     elif job.victim:
         yield Fault(4, "kill job", only=_CHANGES)
     elif job.ranks > 1:
@@ -332,7 +333,7 @@ _STOPPED_AFTER = {
 
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("names", "atomic_rename"),
     [
@@ -449,11 +450,12 @@ def test_a_writer_killed_over_a_checkpoint_leaves_the_old_one_or_the_new(
     template = tmp_path / "root"
     _save_over(template, _OLDEST)
     in_short = {"kill": (10, 22), "kill job": (4, 14)}[how]
+    only = _CHANGES if long_form else ()
     killed = 0
 
     for nth in itertools.count(1) if long_form else in_short:
         with _copy(template) as (folder, _):
-            section, survived = _run_over_once(folder, Fault(nth, how))
+            section, survived = _run_over_once(folder, Fault(nth, how, only=only))
             loaded = _loaded(folder)
             if survived:
                 assert loaded == (_OLDER if section.hit is None else _NEWER), section.hit
@@ -466,7 +468,7 @@ def test_a_writer_killed_over_a_checkpoint_leaves_the_old_one_or_the_new(
         killed += 1
 
     record_property("cases", killed)
-    assert killed >= (20 if long_form else len(in_short))
+    assert killed >= (10 if long_form else len(in_short))
 
 
 def _run_over_once(folder: Path, fault: Fault) -> tuple[Section, bool]:

@@ -56,7 +56,7 @@ test-matrix: test-tools
 
 faults: $(STAMP) $(UPSTREAM) test-tools
 	$(if $(SEED)$(STEPS)$(GO_ON),,rm -f $(RESULTS))
-	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD)) $(NO_STACKS)
+	$(BIN)/python -m pytest --faults $(if $(SEED)$(STEPS),$(CAMPAIGN),$(SPREAD)) $(PATIENCE)
 
 RESULTS = build/faults.jsonl
 
@@ -66,7 +66,7 @@ SPREAD = --numprocesses 4 --dist load --maxschedchunk 1 --results $(RESULTS) $(T
 CAMPAIGN = $(if $(SEED),--seed=$(SEED)) $(if $(STEPS),--steps=$(STEPS)) tests/faults/test_campaign.py
 
 # Long forms take minutes or hours, in which the stacks of all threads would tell of nothing.
-NO_STACKS = --override-ini=faulthandler_timeout=0
+PATIENCE = --timeout=1800 --override-ini=faulthandler_timeout=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -113,7 +113,7 @@ def _flipped(node: _Node, chosen: list[tuple[str, int, int]]) -> Cases:
 
 
 @pytest.mark.fault("flipped-bit")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_flipped_bit_is_seen_wherever_it_is(
     node: _Node, long_form: bool, record_property: Any
 ) -> None:
@@ -224,14 +224,14 @@ def _copies(root: Path, owner: int, iteration: int) -> list[Path]:
 
 
 @pytest.mark.fault("flipped-bit", "torn-file", "wrong-place", "bad-copies")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["disk", pytest.param("memory", marks=pytest.mark.long)])
 def test_the_replica_is_taken_whatever_is_wrong_with_the_own_copy(
     kind: str, node_dirs: Dirs, shm_roots: Dirs, long_form: bool, record_property: Any
 ) -> None:
     base = (node_dirs if kind == "disk" else shm_roots)(1)[0]
 
-    zero, one = run_ranks(_play_together, 2, kind, base, long_form, timeout_s=500.0)
+    zero, one = run_ranks(_play_together, 2, kind, base, long_form, timeout_s=1200.0)
 
     for (what, place, *at_zero), (_, _, *at_one) in zip(zero, one, strict=True):
         loaded = _OLDER if place == "both" else _NEWEST

@@ -153,6 +153,7 @@ def _interrupt_often(
     return trainer.interrupter.interrupts, dict(trainer.refused)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kind", "worker", "again_s"),
     [
@@ -174,7 +175,7 @@ def test_a_rank_that_is_interrupted_in_any_call_goes_on(
     record_property: Callable[[str, object], None],
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(1)
-    rounds = 60 if long_form else 6
+    rounds = 30 if long_form else 6
 
     ((interrupts, refused),) = run_ranks(
         _interrupt_often,
@@ -228,6 +229,7 @@ def _interrupt_global_saves(
     return interrupter.interrupts, refused
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("again_s", [0.0, pytest.param(0.003, marks=pytest.mark.long)])
 def test_a_rank_that_is_interrupted_in_the_global_tier_goes_on(
     again_s: float,
@@ -235,7 +237,7 @@ def test_a_rank_that_is_interrupted_in_the_global_tier_goes_on(
     long_form: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    rounds = 100 if long_form else 8
+    rounds = 60 if long_form else 8
 
     ((interrupts, refused),) = run_ranks(
         *(_interrupt_global_saves, 1, tmp_path, rounds, again_s),
@@ -347,6 +349,7 @@ def _find_after(rank: int, world_size: int, kind: str, redundancy: str) -> int:
         return newest
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queued", [False, True], ids=["at once", "behind training"])
 @pytest.mark.parametrize("redundancy", ["replicas", "parity"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -361,7 +364,7 @@ def test_the_first_ctrl_c_ends_a_job_within_two_seconds(
 ) -> None:
     world_size = 3 if redundancy == "parity" else 2
     moments = random.Random(f"{kind} {redundancy} {queued}")
-    rounds = 25 if long_form else 1
+    rounds = 10 if long_form else 1
     slowest_s = 0.0
     for _ in range(rounds):
         nodes = (node_dirs if kind == "disk" else shm_roots)(world_size)

@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.fault("power-cut")
 @pytest.mark.usefixtures("can_attach")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_what_was_saved_when_the_power_went_is_there_and_else_the_one_before(
     how: str,
     keep_last: int,

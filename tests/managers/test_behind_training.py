@@ -685,10 +685,12 @@ def test_saves_after_a_queue_that_was_given_up_are_whole(node_dirs: Dirs) -> Non
 
 
 def _close_with_saves_under_way(rank: int, world_size: int, worker: str, closes: bool) -> None:
-    repl = cliques(1, 2, timeout_s=1.0)
-    options = {"timeout": 1.0, "async_worker": worker}
+    # In which a worker process starts, on a machine that is busy.
+    timeout_s = 4.0
+    repl = cliques(1, 2, timeout_s)
+    options = {"timeout": timeout_s, "async_worker": worker}
     manager = make_manager("disk", node_store(), "job", repl, **options)
-    queue = localckpt.AsyncCallsQueue(timeout_s=2.0)
+    queue = localckpt.AsyncCallsQueue(timeout_s=2 * timeout_s)
     save(manager, state_of(rank, 0), 0, queue)
     if rank == 1:
         manager.close()

@@ -541,7 +541,9 @@ def test_whenever_a_worker_is_killed_all_ranks_have_the_checkpoint_or_none_has(
     assert told[0] == told[1]
 
 
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 5.0
+# What a call may take beside waiting, on a machine that is busy.
+_WORK_S = 15.0
 
 
 def _die_at(rank: int, world_size: int, kind: str, point: str, victim: int) -> tuple[str, float]:
@@ -610,7 +612,7 @@ def test_a_rank_that_dies_is_named_by_the_others_in_time_and_the_next_start_is_g
             lost, took_s = outcome
             assert f"rank {victim}" in lost
             # A save meets the others twice: to replicate, and to agree that it failed.
-            assert took_s < (2 if point == "save" else 1) * _TIMEOUT_S + 2.0
+            assert took_s < (2 if point == "save" else 1) * _TIMEOUT_S + _WORK_S
 
     latest = [0, 1] if point == "finalize" else [0]
     found = run_ranks(_resume_after_a_death, 3, kind, latest, store_per_node=nodes)

@@ -37,7 +37,7 @@ def _wrong(seed: int) -> str | None:
     return None
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, _BLOCKS))]
 )

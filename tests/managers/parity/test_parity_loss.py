@@ -65,10 +65,12 @@ def _lose(
             for g in range(3, 9)
             for m in (1, 2)
             if g >= m + 2 and (kind, g, m) not in (("disk", 3, 1), ("memory", 4, 2))
+            # Large groups differ in what is computed alone, not in what is read and sent.
+            if g <= 5 or kind == KINDS[g % 2]
         ),
     ],
 )
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_any_nodes_up_to_the_parities_may_be_lost_and_no_more(
     kind: str,
     world_size: int,
@@ -82,7 +84,7 @@ def test_any_nodes_up_to_the_parities_may_be_lost_and_no_more(
     sets = [s for size in range(parity + 2) for s in combinations(range(world_size), size)]
     sets = sets[:: 1 if long_form or world_size == 3 else 2]
 
-    told = run_ranks(_lose, world_size, kind, base, parity, sets, timeout_s=500.0)
+    told = run_ranks(_lose, world_size, kind, base, parity, sets, timeout_s=1200.0)
 
     for rank in range(world_size):
         for lost, (empty, older) in zip(sets, told[rank], strict=True):

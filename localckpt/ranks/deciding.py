@@ -37,7 +37,8 @@ T = TypeVar("T")
 _AFTER_ROOT, _AFTER_FIRST_S = 0.1, 2.0
 _LEAVING_S = 1.0
 # While a rank does its part, which may take hours, it asks less often whether another has failed.
-_PAUSE_OF_HEARING_S, _HEARING_S = 0.25, 10.0
+# In a large world it waits instead, and torch prints two warnings for each wait that ends in vain.
+_PAUSE_OF_HEARING_S, _HEARING_S = 0.25, 600.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
 _SEE_OFF_S = 2.0
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from localckpt.async_save.agreement import Agreement
@@ -52,7 +51,7 @@ class _Entry:
     caller: AsyncCaller | None
     watched: Watched
     finalize_fns: deque[Callable[[], Any]] | None = None
-    """Those that have not run yet, once all ranks have agreed that they are to run."""
+    """Finalize functions that have not run yet; ``None`` before the verdict of all ranks."""
 
     @property
     def name(self) -> str:
@@ -104,12 +103,7 @@ class AsyncCallsQueue:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

@@ -219,7 +219,6 @@ class _Sources:
         readers: Mapping[int, int],
         nodes: Sequence[str],
     ) -> None:
-        self._holders: dict[str, dict[Region, _Holders]] = {}
         self._merged: dict[tuple[str, ...], dict[Region, _Holders]] = {}
         self._args = saved, readers, nodes
         self.holding: dict[tuple[str, tuple[int, ...], str], list[str]] = {}

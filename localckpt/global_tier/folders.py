@@ -117,8 +117,8 @@ class CommitRecord:
         save_id: Stands in the trailer of each of its files.
         world_size: How many ranks saved it.
         files: The bytes of each data file.
-        metadata_digest: Of the metadata file.
-        lineage: Of the epoch of the job that saved it; earlier versions recorded none.
+        metadata_digest: Digest of the metadata file.
+        lineage: Lineage of the epoch that saved it; earlier versions recorded none.
         metrics: Values that were given with the save.
         retention: Rules by which the job that saved it keeps checkpoints.
     """
@@ -238,7 +238,7 @@ class CommitRecord:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file is there.
+    """Return whether a file is there.
 
     Raises:
         OSError: That cannot be seen. ``Path.exists`` of some versions of Python takes it for no.

@@ -52,7 +52,7 @@ class Loads:
         session_id: The training run.
         root: Its checkpoints, which the first rank sees for all.
         ranks: Those of the job.
-        open_reader: Gives the storage reader of a checkpoint.
+        open_reader: Returns the storage reader of a checkpoint.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ __all__ = [
     "DATA_SUFFIX",
     "FORMAT_VERSION",
     "METADATA_NAME",
-    "MemoryFormat",
     "PickledObjects",
     "StorageInfo",
     "StoragePrefix",
@@ -98,7 +97,7 @@ class _Name:
     """A class or function that the pickle names.
 
     Attributes:
-        kind: Of what objects may be made without calling it.
+        kind: Class of the objects that may be made without calling it.
         make: What calling it does here.
     """
 

@@ -38,7 +38,7 @@ class LoadContext:
     """Objects that all items of one load share.
 
     Attributes:
-        planner: Gives the tensors.
+        planner: Planner of the load, which knows the tensors.
         metadata: Metadata of the checkpoint.
         transforms: torch's stream transforms, as compression.
         safe_globals: Classes that tensors of other classes than torch's may name.

@@ -107,7 +107,7 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no rule was given."""
+        """True if no rule was given."""
         return self == Retention()
 
     def to_json(self) -> dict[str, Any]:

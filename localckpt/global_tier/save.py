@@ -48,7 +48,7 @@ class Save:
     Args:
         begun: The save, as the first rank has begun it.
         planned: What this rank writes, and on the first rank what the checkpoint will hold.
-        number: Of the decision of ``ranks`` in which it ends.
+        number: Number of the decision of ``ranks`` in which it ends.
         ranks: Those of the job. Nothing else is decided with them.
         root: The checkpoints.
         writer: Stages what this rank writes.
@@ -56,7 +56,7 @@ class Save:
         on_over: Called on each rank when everybody can know that the save is over.
         began: When the trainer asked for it, by ``time.monotonic()``.
         called: When the save before was over, by the same clock.
-        events: Is told how it went.
+        events: Stream for the end of the save.
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.

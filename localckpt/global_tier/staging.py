@@ -49,10 +49,10 @@ class Slot(NamedTuple):
     """One tensor in a file.
 
     Attributes:
-        number: Of its item in the plan.
+        number: Number of its item in the plan.
         offset: Where its frame begins in the file.
         data: Where its values begin.
-        nbytes: Of its values.
+        nbytes: Size of its values.
         frame: What stands around them.
     """
 
@@ -72,10 +72,10 @@ class FileLayout:
     """One file of a rank.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
         slots: The tensors, by offset.
         others: Numbers of the items that follow them, whose sizes are known when they are saved.
-        nbytes: Of the slots together.
+        nbytes: Size of all slots together.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Region(NamedTuple):
     """Place of one file in a buffer.
 
     Attributes:
-        start: Of the file in the buffer, on a page.
+        start: Offset of the file in the buffer, on a page.
         covered: Bytes of its content; its trailer follows.
         streams: Where its items are, in the order of its layout.
     """

@@ -333,7 +333,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             metadata: What planning made.
-            results: Of all ranks.
+            results: Results of all ranks.
 
         Raises:
             StorageError: The file system refused.

@@ -264,7 +264,7 @@ def write_preloaded_data_multiproc(
     Args:
         transforms: As for :func:`write_files`.
         outcome: The file that :func:`read_outcome` reads.
-        rank: Whose files they are, for messages.
+        rank: Rank whose files they are, for messages.
         writes: The files.
     """
     try:

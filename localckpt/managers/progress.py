@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from localckpt.state_dict.source import Filled, Places, ShardSource
+from localckpt.state_dict.source import Filled, Places, ShardSource, views_last
 
 __all__ = ["CountedSource", "ReadProgress"]
 
@@ -60,7 +60,7 @@ class CountedSource:
     def __init__(self, source: ShardSource, progress: ReadProgress) -> None:
         self._source = source
         self._progress = progress
-        self.views_last = getattr(source, "views_last", False)
+        self.views_last = views_last(source)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,8 @@ __all__ = ["BounceBuffers", "CopiesUnderWay", "SideStreams", "await_training", "
 
 logger = logging.getLogger(__name__)
 
+_TIMEOUT_S = 300.0
+
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
@@ -63,13 +65,13 @@ class CopiesUnderWay:
 
 
 class SideStreams:
-    """One side stream for each GPU, made at its first use.
+    """Side streams, one for each GPU, made at the first use.
 
     Args:
         timeout_s: Deadline of each wait for copies, in seconds.
     """
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._streams: dict[torch.device, Any] = {}
 
@@ -107,14 +109,10 @@ class BounceBuffers:
     Args:
         devices: The GPUs. Copies to them wait for the work that training has queued by now.
         nbytes: Size of each thread's buffer.
-        timeout_s: Deadline of each wait for copies, in seconds.
     """
 
-    def __init__(
-        self, devices: Iterable[torch.device], nbytes: int, timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, devices: Iterable[torch.device], nbytes: int) -> None:
         self._nbytes = nbytes
-        self._timeout_s = timeout_s
         self._mine = threading.local()
         self._begun: dict[torch.device, Any] = {}
         for device in set(devices):
@@ -147,7 +145,7 @@ class BounceBuffers:
                     if target.device == device:
                         source = torch.frombuffer(data, dtype=torch.uint8)
                         target.copy_(source, non_blocking=True)
-            _await([stream], self._timeout_s)
+            _await([stream], _TIMEOUT_S)
 
     def _stream(self, device: torch.device) -> Any:
         if not hasattr(self._mine, "streams"):

@@ -1,1 +1,1 @@
-"""How the ranks of a job decide together, over the job's key-value store."""
+"""Decisions of the ranks of a job, over the job's key-value store."""

@@ -91,7 +91,7 @@ class StoreThreads:
         *,
         answer_s: float,
     ) -> T | None:
-        """As :func:`ask_store`, for a call that waits for other ranks at the store.
+        """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
         A store that is silent ends the call long before other ranks are given up.
 

@@ -44,27 +44,18 @@ class Deadline:
         return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
 
 
-def within(timeout_s: float, call: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
+def within(timeout_s: float, call: Callable[[], T]) -> T:
     """Return what ``call()`` returns, or raise what it raises, in a thread of its own.
 
     Args:
         timeout_s: The longest wait for it, in seconds.
         call: What is called.
-        stop: Makes it end sooner; called when the wait for it fails, or is interrupted, as by
-            Ctrl-C.
 
     Raises:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
         CheckpointingException: No thread can be had.
     """
-    task = begin(call)
-    try:
-        return task.take_result(timeout_s)
-    except BaseException:
-        # For a call that is over, there is nothing to stop.
-        if stop is not None:
-            stop()
-        raise
+    return begin(call).take_result(timeout_s)
 
 
 def begin(call: Callable[[], T]) -> Task[T]:

@@ -47,7 +47,7 @@ class Deciding:
     """One rank's part in rounds, one after another.
 
     Args:
-        part: Of the job's store.
+        part: Part of the job's store.
         group: The ranks.
         root: The rank of the group that judges.
         timeout_s: The time that the store has to answer, in seconds.
@@ -73,7 +73,7 @@ class Deciding:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the one that judges."""
+        """True if this rank is the one that judges."""
         return self._rank == self._root
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class Deciding:
         return reports
 
     def _all_reports(self, round_: Round) -> list[Any]:
-        """What all ranks have reported; what is left of the rounds before is deleted."""
+        """Read the reports of all ranks, and delete what is left of earlier rounds."""
         round_.forget_before(self._forgotten)
         self._forgotten = round_.number
         return round_.reports()
@@ -267,7 +267,7 @@ class Deciding:
         return False
 
     def attend(self, number: int, call: Call) -> Verdict:
-        """As :meth:`meet`; see :meth:`localckpt.ranks.ranks.Ranks.attend`."""
+        """Take part as in :meth:`meet`; see :meth:`localckpt.ranks.ranks.Ranks.attend`."""
         with store_errors(call.what):
             store, fetch = self._part.listener(self.stopped)
             round_ = Round(store, number, self._rank, len(self._ranks), fetch)
@@ -353,7 +353,7 @@ class Deciding:
         return self._in_thread(number, what, call, 0.0, Latch())  # type: ignore[return-value]
 
     def _wait(self, number: int, what: str, call: Callable[[Round], T], waits_s: float) -> T | None:
-        """As :meth:`_ask`, for a call that waits; ``None`` once this rank stops waiting."""
+        """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
         return self._in_thread(number, what, call, waits_s, self.stopped)
 
     def _in_thread(

@@ -21,7 +21,7 @@ class CallEnd:
     """The end of one call on one rank.
 
     Attributes:
-        number: Of the call in its queue.
+        number: Number of the call in its queue.
         name: What the call does, for messages.
         failure: What it failed with; ``None`` if it did not.
         value: What came of it; anything that JSON can carry.
@@ -62,7 +62,7 @@ class CallEnd:
 
 
 def failure_of(ends: Sequence[CallEnd], ranks: Sequence[int]) -> Failure | None:
-    """What every rank raises, or ``None`` when the call stands.
+    """Return the failure that every rank raises; ``None`` if the call succeeded.
 
     Args:
         ends: One of each rank.

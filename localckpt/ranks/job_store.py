@@ -139,19 +139,19 @@ class StorePart:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has no store, since there is nobody to talk to."""
+        """True if there is no store, because the rank is alone."""
         return len(self._group.ranks) == 1
 
     @property
     def is_open(self) -> bool:
-        """Whether :meth:`open` returns, or raises, without waiting for other ranks."""
+        """True if :meth:`open` returns, or raises, without waiting for other ranks."""
         if self.is_alone or self._store is not None:
             return True
         return self._opening is not None and self._opening.done()
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process is a fork of the rank, and shares its connection to the store."""
+        """True if this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
 
     def open(self, stopped: Latch) -> Store:
@@ -330,7 +330,7 @@ class StorePart:
 
     @property
     def _is_large(self) -> bool:
-        """Whether ranks wait on connections of their own; the root's process serves them all."""
+        """True if ranks wait on connections kept for that, and do not poll the root's process."""
         return len(self._group.ranks) > _FEW_RANKS
 
     def _take_client(self) -> Store | None:

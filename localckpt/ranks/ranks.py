@@ -1,6 +1,6 @@
-"""How the ranks of a job decide together: each reports, one of them judges, all have the verdict.
+"""Decisions of a job's ranks: each reports, one of them judges, and all get the verdict.
 
-Reports and verdicts travel over the key-value store that the process group was made with, never
+Reports and verdicts are sent over the key-value store that the process group was made with, never
 over a device, so deciding costs no GPU synchronisation and needs no gloo group. This is not a
 transport for shards.
 """
@@ -62,7 +62,7 @@ class Ranks:
         ranks: Those that take part, where they have no process group.
         group: The ranks and the store, where they are known already.
         root: The rank of the group that judges.
-        hint: Gives what to look at first when ranks do not come, as the end of the error message.
+        hint: Returns the end of the error message for ranks that do not come: a likely cause.
 
     Attributes:
         rank: This process's rank in the group.
@@ -96,12 +96,12 @@ class Ranks:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the one that judges."""
+        """True if this rank is the one that judges."""
         return self._deciding.is_root
 
     @property
     def is_open(self) -> bool:
-        """Whether a call need not wait until all ranks have created theirs."""
+        """True if a call need not wait until all ranks have created their ``Ranks``."""
         return self._part.is_open
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Ranks:
 
     @property
     def in_a_hurry(self) -> bool:
-        """Whether no call waits; see :meth:`stop_waiting`."""
+        """True if no call waits; see :meth:`stop_waiting`."""
         return self._deciding.stopped.is_set()
 
     def stop_waiting(self) -> None:
@@ -138,7 +138,6 @@ class Ranks:
         judge: Callable[[list[T]], V],
         *,
         deadline: Deadline | None = None,
-        grace_s: float = GRACE_S,
     ) -> V:
         """Do a part on each rank, and have one verdict on all parts on every rank.
 
@@ -148,8 +147,8 @@ class Ranks:
                 :class:`Message`, goes to the root.
             judge: A pure function, called on the root with the results in rank order. What it
                 returns is JSON, or :class:`PerRank`.
-            deadline: Of the wait for other ranks; ``None`` for :attr:`timeout_s` after the work.
-            grace_s: Once some rank has failed, how long the others are waited for, in seconds.
+            deadline: Deadline of the wait for other ranks; by default :attr:`timeout_s` from the
+                end of the work on.
 
         Returns:
             What ``judge`` returned. Of a :class:`PerRank` it is a list of two: what is common to
@@ -166,7 +165,7 @@ class Ranks:
         result: T | None = None
         with Attempt() as attempt:
             result = work()
-        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline, grace_s=grace_s)
+        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline)
         return verdict
 
     def agree(
@@ -180,13 +179,14 @@ class Ranks:
         grace_s: float = GRACE_S,
         kind: str = "",
     ) -> Any:
-        """As :meth:`decide`, for work that is done.
+        """Decide as in :meth:`decide`, about work that is done.
 
         Args:
-            what, deadline, grace_s: As for :meth:`decide`.
+            what, deadline: As for :meth:`decide`.
+            grace_s: The longest wait for other ranks once some rank has failed, in seconds.
             judge: As for :meth:`decide`; by default there is nothing to judge.
-            attempt: How it ended here.
-            result: What came of it, if it succeeded.
+            attempt: End of this rank's work.
+            result: Result of this rank's work, if it succeeded.
             kind: What all ranks must do alike, where that is less than ``what``.
         """
         return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind)
@@ -200,7 +200,7 @@ class Ranks:
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
     ) -> dict[int, Any]:
-        """As :meth:`agree`, and every rank gets the reports that are not empty, by rank.
+        """Give the reports that are not empty to every rank, by rank.
 
         For what few ranks have to report, such as what went wrong.
         """
@@ -302,7 +302,7 @@ class Ranks:
     def attend(
         self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
     ) -> Any:
-        """As :meth:`agree`, for work that is done, in a thread of its own and with no deadline.
+        """Decide as in :meth:`agree`, in a thread of its own and with no deadline.
 
         It waits on a connection of its own, until all ranks have reported, or another thread, of
         whichever rank, calls :meth:`give_up` or :meth:`leave`.

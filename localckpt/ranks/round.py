@@ -48,7 +48,7 @@ class Round:
 
     Args:
         store: The group's part of the job's store.
-        number: Of the round, from 0; the same on all ranks. It is an attribute, too.
+        number: Number of the round, from 0; the same on all ranks. It is an attribute, too.
         rank, world_size: This rank's place in the group, and the number of ranks.
         fetch: Waits for a value.
     """
@@ -141,11 +141,11 @@ class Round:
         self._store.set(f"{self.number}/look", _THERE)
 
     def is_complete(self) -> bool:
-        """Whether all ranks have reported."""
+        """Return whether all ranks have reported."""
         return bool(self._store.check([f"{self.number}/complete"]))
 
     def reports(self) -> list[Any]:
-        """What each rank has reported, by rank.
+        """Read the report of each rank, by rank.
 
         It is ``None`` for ranks that have not, and for those that know the verdict, which another
         rank gave, and have reported two rounds later since.
@@ -204,7 +204,7 @@ class Round:
         put_all(self._store, messages)
 
     def part(self) -> Any:
-        """This rank's part of a verdict that has parts; ``None`` if it has none for this rank."""
+        """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
         key = _part_key(self._rank, self.number)
         value = look_if_there(self._store, key)
         if value is None:
@@ -234,7 +234,7 @@ class Round:
         return None if value is None else self._read(value)
 
     def is_first_to_ask(self) -> bool:
-        """Whether no other rank has waited in vain for the verdict: the first one looks why."""
+        """Return whether this rank is the first that waited in vain, which looks for the reason."""
         return int(self._store.add(f"{self.number}/asked", 1)) == 1
 
     def forget_before(self, first: int) -> None:

@@ -29,7 +29,7 @@ _ABSENT = "\0absent"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A record, and bytes of any size beside it, which travel as they are.
+    """Record, and bytes of any size beside it, which are sent as they are.
 
     Attributes:
         record: Anything that JSON can carry.
@@ -58,7 +58,7 @@ def put(store: Store, key: str, value: bytes) -> None:
 
 
 def put_all(store: Store, values: Mapping[str, bytes]) -> None:
-    """As :func:`put`, for many values; few messages where the store takes it."""
+    """Set many values as :func:`put` does; in few messages if the store can."""
     together: dict[str, bytes] = {}
     nbytes, extended = 0, store.has_extended_api()  # type: ignore[attr-defined]
     for key, value in values.items():
@@ -75,25 +75,25 @@ def put_all(store: Store, values: Mapping[str, bytes]) -> None:
 
 
 def look(store: Store, key: str) -> bytes:
-    """What :func:`put` has set. Waits for the key, as long as the store waits."""
+    """Read a value that :func:`put` has set; waits for the key as long as the store waits."""
     return _whole(store, key, store.get(key))
 
 
 def look_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """As :func:`look`, for keys that are all there; one message where the store takes it."""
+    """Read values whose keys are all there; in one message if the store can."""
     extended = store.has_extended_api()  # type: ignore[attr-defined]
     heads = store.multi_get(list(keys)) if extended else [store.get(key) for key in keys]
     return [_whole(store, key, head) for key, head in zip(keys, heads, strict=True)]
 
 
 def look_if_there(store: Store, key: str) -> bytes | None:
-    """As :func:`look`, for a key that may not be there: then ``None``. Never waits."""
+    """Read a value without waiting; ``None`` if the key is not there."""
     head = if_there(store, key)
     return None if head is None else _whole(store, key, head)
 
 
 def take(store: Store, key: str) -> bytes:
-    """As :func:`look`, and delete the value."""
+    """Read a value as :func:`look` does, and delete it."""
     value = look(store, key)
     drop(store, key, len(value))
     return value
@@ -123,7 +123,7 @@ def if_there(store: Store, key: str) -> bytes | None:
 
 
 def _head(more: int) -> bytes:
-    """What stands before a value: under how many further keys it goes on."""
+    """Make the head of a value: the number of further keys that hold the rest of it."""
     return more.to_bytes(4, "little")
 
 

@@ -1,4 +1,4 @@
-"""Reports of single ranks, and the verdict that the root makes of them: plain data.
+"""Reports of ranks, and the root's verdict on them: plain data.
 
 Reports and verdicts are JSON; nothing that a peer sends is executed.
 """
@@ -41,10 +41,10 @@ class Verdict:
     """The end of a round: a value, or an error, which late ranks raise as well.
 
     Attributes:
-        value: What was decided.
-        failure: Why nothing was.
+        value: Value that was decided.
+        failure: Failure in place of a value.
         late: The ranks that were not waited for any longer.
-        parts: Parts of single ranks, which travel apart; ``None`` for a verdict without any.
+        parts: Parts of single ranks, which are sent apart; ``None`` for a verdict without parts.
     """
 
     value: Any = None
@@ -72,8 +72,8 @@ class Call:
         what: What the ranks do together.
         failure: The error of this rank's work.
         result: The result of this rank's work.
-        judge: Gives the verdict.
-        deadline: Of the wait for other ranks.
+        judge: Returns the verdict.
+        deadline: Deadline of the wait for other ranks.
         grace_s: The longest wait for them once some rank has failed, in seconds.
         acts: Whether ``judge`` does what is decided, too.
         kind: What all ranks must do alike; empty for ``what``. Where that has numbers in it which

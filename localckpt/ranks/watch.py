@@ -1,4 +1,4 @@
-"""How all ranks agree, behind training, on the ends of calls, and act on them in the same poll.
+"""Agreement of all ranks, behind training, on the ends of calls, which take effect in one poll.
 
 A thread of each rank reports the calls that are over there, in two rounds. In the first the root
 judges how they ended. In the second each rank promises not to pass a certain poll before it has
@@ -53,11 +53,11 @@ class Watched:
     """A call whose end all ranks agree on.
 
     Attributes:
-        number: Of the call in its queue.
+        number: Number of the call in its queue.
         name: What the call does, for messages.
         ending: The call on this rank.
-        report: Gives what came of it, for ``judge``; anything that JSON can carry.
-        judge: A pure function of what came of it on each rank, called on the root.
+        report: Returns the call's result for ``judge``: anything that JSON can carry.
+        judge: A pure function of the reports of all ranks, called on the root.
         since: The poll since which it is watched.
         may_stand: Whether other ranks may act on it without this one.
     """
@@ -71,19 +71,19 @@ class Watched:
     may_stand: bool = False
 
     def end(self) -> CallEnd:
-        """How it ended on this rank."""
+        """Return the end of the call on this rank."""
         return CallEnd.of(self.number, self.name, self.ending.error, self.report)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks have agreed on for one call.
+    """Verdict of all ranks on one call.
 
     Attributes:
-        number: Of the call, on this rank.
+        number: Number of the call, on this rank.
         due: The poll in which all ranks act on it.
-        failure: What all ranks raise; ``None`` when the call stands.
-        value: What the judge made of the reports.
+        failure: Failure that all ranks raise; ``None`` if the call succeeded.
+        value: Result of the judge.
         is_ahead: The others are at an earlier call, which failed; this one is still to come.
         is_lost: The ranks did not come together.
         is_own: No other rank was asked, so nothing was judged.
@@ -101,7 +101,7 @@ class Verdict:
 def judge_ends(
     watched: Watched, ends: Sequence[CallEnd], ranks: Sequence[int]
 ) -> tuple[Failure | None, Any]:
-    """What all ranks raise, and else what they get, for one call that is over on all.
+    """Judge one call that is over on all ranks: the failure that all raise, or the value.
 
     Args:
         watched: The call.
@@ -185,7 +185,7 @@ class Watch:
         All ranks do so in the same poll, and act on it in that one.
 
         Args:
-            number: Of the call.
+            number: Number of the call.
             start: When the waits for it began, by the monotonic clock.
 
         Raises:

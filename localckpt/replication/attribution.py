@@ -60,10 +60,10 @@ def ask_whom_to_blame(
     """Read the accounts of other ranks, until it is known who is to blame or a grace is over.
 
     Args:
-        store: Where accounts were left.
-        ranks: Who may have left one.
+        store: Store of the accounts.
+        ranks: Ranks that may have left an account.
         rank: This rank.
-        own: Why it gives up.
+        own: Account of this rank.
         grace_s: How long to wait for the accounts of ranks that are only late, in seconds.
 
     Returns:
@@ -97,7 +97,7 @@ def whom_to_blame(rank: int, accounts: Mapping[int, GivenUp]) -> tuple[list[int]
     Ranks that all wait for each other are all to blame.
 
     Args:
-        rank: Who asks.
+        rank: The rank that asks.
         accounts: By rank, with that of the one that asks.
 
     Returns:

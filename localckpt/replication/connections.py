@@ -25,10 +25,9 @@ from localckpt.ranks.job_store import default_store
 from localckpt.ranks.values import if_there
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.progress import Progress, first_line
-from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.waiting import back_off, wait_until
 
-__all__ = ["NEVER", "HostConnections", "as_tensor", "nothing", "views_last"]
+__all__ = ["NEVER", "HostConnections", "as_tensor", "nothing"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _GIVEN_UP = "given-up"
 
 
 class HostConnections:
-    """This rank's connections to others.
+    """Connections of this rank to others.
 
     Args:
         ways: For each peer a process group of torch's that both are in, and the peer's place there.
@@ -334,8 +333,3 @@ def as_tensor(view: memoryview) -> torch.Tensor:
 def nothing() -> torch.Tensor:
     """An empty message, which cannot arrive in part."""
     return torch.empty(0, dtype=torch.uint8)
-
-
-def views_last(source: ShardSource) -> bool:
-    """True if what a source has read stays valid when it reads on."""
-    return isinstance(source, MemorySource) or getattr(source, "views_last", False)

@@ -25,7 +25,7 @@ _POLL_S = 5e-5
 class DeviceTransport:
     """Images from device memory, over NCCL, through buckets on the device.
 
-    Each image has two buckets on the device on either side: while one travels, the other is filled
+    Each image has two buckets on the device on either side: while one is sent, the other is filled
     or copied to host memory. A source that has ``fill(bucket, start, stop)`` packs its bytes on the
     device; of others the host bytes are copied up. Works with a CPU device over gloo, too.
 

@@ -21,7 +21,7 @@ NodeT = TypeVar("NodeT", bound=Hashable)
 
 @dataclass(frozen=True)
 class ExchangePlanEntry(Generic[IdT]):
-    """One shard for one rank. A rank that is its own sender reads its own copy."""
+    """Shard for one rank. A rank that is its own sender reads its own copy."""
 
     sender: int
     receiver: int
@@ -30,30 +30,30 @@ class ExchangePlanEntry(Generic[IdT]):
 
 @dataclass(frozen=True)
 class ExchangePlan(Generic[IdT]):
-    """Every shard that is wanted, once for each rank that wants it; the same on all ranks."""
+    """Plan of all wanted shards, once for each rank that wants one; the same on all ranks."""
 
     entries: tuple[ExchangePlanEntry[IdT], ...]
 
     @property
     def transfers(self) -> list[ExchangePlanEntry[IdT]]:
-        """The entries that go from one rank to another."""
+        """Entries whose shard goes from one rank to another."""
         return list(self._transfers)
 
     def sends(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Entries that ``rank`` sends to others."""
+        """Return the entries that ``rank`` sends to others."""
         return list(self._by_sender.get(rank, ()))
 
     def receives(self, rank: int) -> list[ExchangePlanEntry[IdT]]:
-        """Entries that ``rank`` gets from others."""
+        """Return the entries that ``rank`` receives from others."""
         return list(self._by_receiver.get(rank, ()))
 
     def peers(self, rank: int) -> set[int]:
-        """The ranks that ``rank`` sends to or gets something from."""
+        """Return the ranks that ``rank`` sends to or receives from."""
         senders = {entry.sender for entry in self.receives(rank)}
         return senders | {entry.receiver for entry in self.sends(rank)}
 
     def required_ids(self, rank: int) -> list[IdT]:
-        """Shards that ``rank`` must be able to read, for itself or for others."""
+        """Return the shards that ``rank`` must be able to read, for itself or for others."""
         return list(dict.fromkeys(entry.id_ for entry in self.entries if entry.sender == rank))
 
     # Looked through once, not once for every question: there is an entry for each rank of the job.
@@ -98,7 +98,7 @@ def plan_among_nodes(
     ranks_on: Mapping[NodeT, Sequence[int]],
     wanted: Mapping[int, Sequence[IdT]],
 ) -> ExchangePlan[IdT]:
-    """:func:`plan_exchange` where every rank of a node can read what the node holds.
+    """Plan an exchange in which every rank of a node can read the node's shards.
 
     What a node sends is dealt to its ranks in turn. Of the nodes that hold a shard the one is taken
     whose next rank sends least so far; of equals the one that sends least as a whole, then that of

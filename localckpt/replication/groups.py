@@ -70,7 +70,7 @@ class GroupWrapper:
 
     @classmethod
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
-        """``group`` itself if it is wrapped already."""
+        """Wrap a group, unless it is wrapped already."""
         return group if isinstance(group, GroupWrapper) else cls(group)
 
     @classmethod

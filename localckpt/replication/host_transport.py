@@ -10,17 +10,16 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.pacing import Pacer
-from localckpt.ranks.failure import forget_frames
-from localckpt.replication.connections import HostConnections, views_last
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.progress import CHUNK_NBYTES, PeerFailed, Progress, chunks, numbered
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.replication.progress import CHUNK_NBYTES, Progress, chunks, numbered
+from localckpt.state_dict.source import PIECE_NBYTES, ShardSource, views_last
 from localckpt.threads import run_interruptibly
 
 __all__ = ["HostTransport"]
 
-# One chunk travels while the next is read.
+# One chunk is sent while the next is read.
 _BOUNCES = 2
 
 
@@ -72,7 +71,7 @@ class HostTransport:
         Only the ranks that take part call it, together. It works beside any default group.
 
         Args:
-            name: Has not been used before in this job.
+            name: Name that was not used before in this job.
             ranks: The ranks of the job that take part, in the same order everywhere.
             rank: This rank of the job.
             timeout_s: Deadline for connecting, in seconds.
@@ -101,7 +100,7 @@ class HostTransport:
         """A transport with connections to those that this rank sends to or receives from, only.
 
         Args:
-            name: Has not been used before in this job; the same on all ranks that transfer.
+            name: Name that was not used before in this job; the same on all ranks that transfer.
             peers: Each of them calls this, too, with this rank among its peers.
             rank, timeout_s, rate_limit: As for :meth:`connect`.
 
@@ -157,16 +156,8 @@ class HostTransport:
             self._disconnect()
         for receiver in receivers:
             receiver.join()
-        for failure in failures:
-            # Threads' frames hold each other's failures, and the images.
-            forget_frames(failure)
         if failures:
-            # That a peer was lost may be the consequence of what went wrong here.
-            own = [failure for failure in failures if not isinstance(failure, PeerFailed)]
-            first = own[0] if own else failures[0]
-            if isinstance(first, PeerFailed):
-                raise progress.explain(first) from first.__cause__
-            raise first
+            progress.raise_first(failures)
 
     def abort(self) -> None:
         """End an exchange that is under way in another thread, with an error there."""

@@ -1,4 +1,4 @@
-"""What two ranks have in common need not travel between them: each has it in its own image."""
+"""Parts of images that two ranks have in common, and so need not send to each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Offer(NamedTuple):
 
 
 class InCommon:
-    """What this rank's image has in common with that of one other rank.
+    """Bytes that this rank's image has in common with the image of one other rank.
 
     Args:
         image: This rank's image.

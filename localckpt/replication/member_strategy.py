@@ -1,4 +1,4 @@
-"""Base of strategies whose ranks form groups: who is a member, what members tell each other.
+"""Base of strategies whose ranks form groups: membership, announcements and connections.
 
 Members announce what they have before anything is sent, and keep their connections from save to
 save. What is sent is up to the strategies.
@@ -80,7 +80,7 @@ class MemberStrategy(ReplicationStrategy):
 
     @abstractmethod
     def _make_membership(self) -> Membership:
-        """This rank's place among the members; called once."""
+        """Make this rank's membership; called once."""
 
     def take_ticket(self) -> Ticket:
         self._members.wait_again()
@@ -137,7 +137,7 @@ class MemberStrategy(ReplicationStrategy):
         timeout_s: float,
         more: Any = None,
     ) -> list[Announcement]:
-        """Tell the other members what this one has.
+        """Announce this member's shard to the other members.
 
         Args:
             source: The image of this rank's shard; ``None`` if there is an error.
@@ -177,7 +177,7 @@ class MemberStrategy(ReplicationStrategy):
         return announced
 
     def _host_transport(self, announced: Sequence[Announcement], timeout_s: float) -> HostTransport:
-        """The connections of the last save, if every member still has them; else new ones."""
+        """Return the connections of the last save if all members have them, else new ones."""
         if self._host is None or {peer.connection for peer in announced} != {self._host_name}:
             if self._host is not None:
                 self._host.close()

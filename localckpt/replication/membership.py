@@ -1,4 +1,4 @@
-"""Clique of this rank, and how the ranks came to it.
+"""Clique of this rank: given, counted from rank numbers, or formed from failure domains.
 
 Cliques are given, counted from rank numbers, or formed from failure domains once these are known.
 What the members then do together is not decided here.
@@ -37,7 +37,7 @@ class Membership:
     """This rank's place in a clique.
 
     Args:
-        everyone: Gives the ranks of the job, once torch.distributed is initialised.
+        everyone: Returns the ranks of the job, once torch.distributed is initialised.
         group: This rank's clique, if the job forms its own.
         jump: Distance between members, for cliques by rank numbers; ``None``: by failure domains.
         factor: How many members a clique has at least.
@@ -83,9 +83,9 @@ class Membership:
         self.group_limit_s = math.inf
         """Time that an operation on that group may take, in seconds."""
         self.keepers: dict[int, list[int]] = {}
-        """For each rank of the job those that keep a copy of its shard, once they are placed."""
+        """Ranks that keep a copy of each rank's shard, once the ranks are placed."""
         self.keepers_here: dict[int, list[int]] = {}
-        """The same for the members of this rank's clique, as ranks of the default group."""
+        """Keepers of each member of this rank's clique, as ranks of the default group."""
         if group is not None:
             self._use(group, timeout_s)
 
@@ -152,7 +152,7 @@ class Membership:
         }
 
     def cliques(self) -> list[list[int]]:
-        """All cliques of the job, as places among its ranks; all ranks call it together."""
+        """Return all cliques of the job, as places among its ranks; all ranks call it together."""
         if self._cliques is None:
             # Explicit groups are known to their members only; all ranks must come to one answer.
             everyone = self._everyone()
@@ -251,10 +251,10 @@ class Membership:
 
 
 def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str, int]]:
-    """Check what the ranks were given; their failure domains in runs, if they were given any.
+    """Check the parameters of the ranks; return their failure domains, if given, in runs.
 
     Args:
-        reports: Of each rank its parameters, in words, and its failure domain.
+        reports: For each rank its parameters, in words, and its failure domain.
     """
     require_same(
         "replication parameters", {r: str(params) for r, (params, _) in enumerate(reports)}
@@ -271,7 +271,7 @@ def _judge_parameters(reports: Sequence[Sequence[str | None]]) -> list[tuple[str
 
 
 def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[list[int]]:
-    """Cliques of ranks of the job, as places in a group of them; each clique once."""
+    """Return each clique once, as places of its ranks in a group."""
     strangers = {rank for clique in cliques for rank in clique} - set(members)
     if strangers:
         raise MismatchError(
@@ -283,5 +283,5 @@ def _places(cliques: Sequence[Sequence[int]], members: Sequence[int]) -> list[li
 
 
 def _device_backend(config: str) -> str:
-    """The backend that sends CUDA memory; for host memory there are connections anyway."""
+    """Return the backend that sends CUDA memory."""
     return dict(entry.split(":", 1) for entry in config.split(","))["cuda"]

@@ -24,12 +24,12 @@ __all__ = ["Incoming", "Messages", "Outgoing"]
 
 
 class Messages:
-    """The messages of one exchange; how far each peer came is counted.
+    """Messages of one exchange, with the progress of each peer.
 
     Args:
         connections: To the peers.
         progress: Counts bytes, and has the deadline of every wait.
-        pacer: Says when this rank may send.
+        pacer: Limits the rate at which this rank sends.
     """
 
     def __init__(self, connections: HostConnections, progress: Progress, pacer: Pacer) -> None:
@@ -83,7 +83,7 @@ class Messages:
         self._progress.count(message.peer, sent=message.nbytes)
 
     def count_arrived(self, message: Incoming | Outgoing) -> None:
-        """Count a message that had arrived when the connections broke, unless it was counted."""
+        """Count a message that arrived before the connections broke, unless it was counted."""
         if isinstance(message, Outgoing):
             if _is_done(message.answer):
                 self._progress.count(message.peer, sent=message.nbytes)

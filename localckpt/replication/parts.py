@@ -20,10 +20,9 @@ from localckpt.errors import CorruptShardError
 from localckpt.memory.host_memory import round_up
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.pacing import Pacer
-from localckpt.ranks.failure import forget_frames
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
-from localckpt.replication.progress import PeerFailed, Progress
+from localckpt.replication.progress import Progress
 from localckpt.state_dict.saved_shard import integer_view
 from localckpt.state_dict.source import PIECE_NBYTES
 from localckpt.threads import run_interruptibly
@@ -162,15 +161,8 @@ class _Exchange:
         # Each of their waits has the deadline, and aborting ends them all.
         for thread in started:
             thread.join()
-        for failure in self._failures:
-            forget_frames(failure)
         if self._failures:
-            # That a peer was lost may be the consequence of what went wrong here.
-            own = [failure for failure in self._failures if not isinstance(failure, PeerFailed)]
-            first = own[0] if own else self._failures[0]
-            if isinstance(first, PeerFailed):
-                raise self._progress.explain(first) from first.__cause__
-            raise first
+            self._progress.raise_first(self._failures)
 
     def abort(self) -> None:
         """End the exchange, with an error in every thread that takes part."""
@@ -191,7 +183,7 @@ class _Exchange:
 
 
 class _Outlet:
-    """Messages to one rank: one is filled while another travels."""
+    """Messages to one rank: one is filled while another is sent."""
 
     def __init__(self, peer: int, messages: Messages, progress: Progress, nbytes: int) -> None:
         self._peer = peer

@@ -1,4 +1,4 @@
-"""Progress of an exchange: how it is cut up, how far each peer came, whom an error names.
+"""Progress of an exchange with each peer, and the error of a peer that is lost.
 
 Kept apart from the transports, which move the bytes and report each step here.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
+from localckpt.ranks.failure import forget_frames
 
 __all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Bytes that came and went in one exchange, by peer, and the time that is left."""
+    """Bytes received and sent in one exchange, by peer, and the time that is left."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
@@ -32,12 +33,12 @@ class Progress:
         self._sent: dict[int, list[int]] = {}
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        """So many bytes are to come from a peer, and to go to it."""
+        """Note how many bytes are to be received from a peer, and sent to it."""
         self._received.setdefault(peer, [0, 0])[1] += received
         self._sent.setdefault(peer, [0, 0])[1] += sent
 
     def count(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
-        """So many more bytes have come, and gone."""
+        """Count bytes that were received, and sent."""
         self._received[peer][0] += received
         self._sent[peer][0] += sent
 
@@ -59,7 +60,7 @@ class Progress:
             work.wait(self.left())
 
     def explain(self, failed: PeerFailed) -> PeerLostError:
-        """The error for the caller, now that all that came has been counted."""
+        """Make the error for the caller, once all bytes that came are counted."""
         cause = "" if failed.__cause__ is None else f" ({first_line(failed.__cause__)})"
         what = f"did not finish within {self._timeout_s:g} s" if self.is_over() else "was lost"
         named = list(failed.peers)
@@ -72,12 +73,30 @@ class Progress:
             f"else restart the job."
         )
 
+    def raise_first(self, failures: Sequence[BaseException]) -> NoReturn:
+        """Raise the error that stopped an exchange, once no thread uses the exchange's memory.
+
+        Args:
+            failures: Errors of this rank's threads; at least one.
+
+        Raises:
+            PeerLostError: A peer failed, and no thread had an error of its own, of which the
+                failure of a peer may be the consequence.
+        """
+        for failure in failures:
+            # Threads' frames hold each other's failures, and the images.
+            forget_frames(failure)
+        first = next((f for f in failures if not isinstance(f, PeerFailed)), failures[0])
+        if isinstance(first, PeerFailed):
+            raise self.explain(first) from first.__cause__
+        raise first
+
     def lacking(self) -> list[int]:
-        """The peers from which bytes are to come, or which are to confirm some; in any thread."""
+        """Return, in any thread, the peers that have not sent or confirmed all bytes."""
         return [peer for peer in list(self._received) if self._lacks(peer)]
 
     def of(self, peer: int) -> str:
-        """A peer, and how far it came."""
+        """Describe a peer and its progress."""
         came, of_came = self._received.get(peer, (0, 0))
         went, of_went = self._sent.get(peer, (0, 0))
         return (
@@ -113,12 +132,12 @@ def chunks(nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def first_line(error: BaseException) -> str:
-    """The start of a library's error text, without the place in its source."""
+    """Return the start of a library's error text, without the place in its source."""
     return str(error).strip().split("\n", 1)[0].rsplit("] ", 1)[-1].split(". ", 1)[0][:200]
 
 
 class _Blaming:
-    """Turns an error of the process group into one that says which peers it is about."""
+    """Context that turns an error of the process group into one that names peers."""
 
     def __init__(self, peers: Sequence[int]) -> None:
         self._peers = peers

@@ -1,4 +1,4 @@
-"""Carries out a plan: shards go from the ranks that hold them to those that lack them."""
+"""Transfer of shards, by a plan, from the ranks that hold them to those that lack them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def connect_for(
     *,
     rate_limit: float | None = None,
 ) -> Transport | None:
-    """Connect a rank to all with which a plan moves something; ``None`` if there are none.
+    """Connect a rank to its peers in a plan; ``None`` if it has none.
 
     Args:
         plan: The plan.
-        name: Has not been used before in this job; the same on all ranks.
+        name: Name that was not used before in this job; the same on all ranks.
         rank: This rank.
         timeout_s: Deadline of connecting, in seconds.
         rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.
@@ -57,7 +57,7 @@ def carry_out(
     timeout_s: float,
     transport: Transport | None = None,
 ) -> list[IdT]:
-    """Move what a plan moves; see :meth:`ReplicationStrategy.retrieve_image`.
+    """Transfer the shards of a plan; see :meth:`ReplicationStrategy.retrieve_image`.
 
     Args:
         everyone: The ranks that call it together.
@@ -109,11 +109,11 @@ def carry_out(
 
 
 def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> PerRank:
-    """A name for connections, and for each rank the sizes of what comes to it, in its order.
+    """Judge a name for connections, and for each rank the sizes that it receives, in order.
 
     Args:
-        plan: What moves.
-        sizes: Of each rank the sizes of what it sends, in the order in which it sends.
+        plan: The plan.
+        sizes: For each rank the sizes of the shards that it sends, in the order in which it sends.
     """
     offered = {
         (entry.receiver, entry.id_): nbytes
@@ -128,7 +128,7 @@ def _judge_offers(plan: ExchangePlan[Any], sizes: Sequence[Sequence[int]]) -> Pe
 
 
 def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
-    """Memory that ``accept`` gave, as bytes; refused if it does not fit."""
+    """Return the memory that ``accept`` gave, as bytes; refuse memory that does not fit."""
     if view.nbytes != nbytes or view.readonly:
         raise CheckpointingException(
             f"the memory for shard {id_} must be writable and have {nbytes} bytes, "
@@ -138,5 +138,5 @@ def as_asked(view: memoryview, nbytes: int, id_: object) -> memoryview:
 
 
 def new_name() -> str:
-    """A name that no connections of this job have had."""
+    """Make a name that no connections of this job have had."""
     return uuid.uuid4().hex

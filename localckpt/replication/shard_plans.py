@@ -1,4 +1,4 @@
-"""Plans of who gets which shard of a checkpoint, and from whom: pure functions of an inventory."""
+"""Plans of the transfers of a checkpoint's shards: pure functions of an inventory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def missing_copies_of_others(
 
 
 def shards_away(checkpoint: Checkpoint, inventory: Inventory) -> dict[int, list[int]]:
-    """Ranks whose own node lacks their shard, though another has it: each is to get its own."""
+    """Find the ranks whose own node lacks their shard, though another node has it."""
     return {
         owner: [owner]
         for owner, nodes in inventory.holders(checkpoint).items()

@@ -75,7 +75,7 @@ class NoReplication(ReplicationStrategy):
 class CliqueReplicationStrategy(MemberStrategy):
     """Cliques of ranks in which each holds a replica of every other's shard.
 
-    Shards travel over connections of the strategy's own, so one that breaks leaves the training's
+    Shards are sent over connections of the strategy's own, so one that breaks leaves the training's
     groups alone, and is made anew at the next save.
 
     Args:
@@ -268,7 +268,7 @@ class CliqueReplicationStrategy(MemberStrategy):
     def _rounds(
         self, announced: Sequence[Announcement]
     ) -> list[tuple[int | None, Announcement | None]]:
-        """To whom this rank sends and from whom it receives, in rounds of one each at most."""
+        """Return the receiver and the sender of each round, with one of each at most."""
         mine, keepers = self._members.group.my_global_rank, self._members.keepers_here
         place, count = self._members.group.my_group_rank, len(announced)
         rounds: list[tuple[int | None, Announcement | None]] = []

@@ -130,7 +130,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one rank, in shards; groups of different sizes cost differently."""
+    """Cost of one rank, in shards; groups of different sizes cost differently."""
 
     mean: float
     largest: float
@@ -145,11 +145,11 @@ class LossChance:
     """Chance that data is lost with a number of nodes, every set of so many being as likely.
 
     Attributes:
-        lost: How many nodes are lost at once.
-        probability: That data is lost with them, 0 to 1.
-        samples: How many sets of nodes were drawn; ``None`` if the probability is exact.
-        standard_error: Of the probability; 0 if that is exact. It is not 0 for samples that all
-            came out the same: (losses + 1) / (samples + 2) stands in it for the probability.
+        lost: Number of nodes that are lost at once.
+        probability: Probability that data is lost with these nodes, 0 to 1.
+        samples: Number of sets of nodes that were drawn; ``None`` if the probability is exact.
+        standard_error: Standard error of the probability; 0 if it is exact. It is not 0 for samples
+            that are all the same: (losses + 1) / (samples + 2) stands in it for the probability.
     """
 
     lost: int
@@ -175,7 +175,7 @@ class Survival:
         extra_memory: What a rank keeps beside its own shard, in memory or on disk, for each
             checkpoint that is kept.
         bytes_sent: What a rank sends to others in one save.
-        chances: Of losing data with 1, 2, ... nodes, in this order.
+        chances: Chances of losing data with 1, 2, ... nodes, in this order.
     """
 
     scheme: Scheme
@@ -301,7 +301,7 @@ def loss_of_groups(
         lost: How many nodes are lost at once.
         enumerate_at_most: More sets than that are sampled.
         samples: How many sets are drawn.
-        seed: Of the draw.
+        seed: Seed of the draw.
 
     Raises:
         CheckpointingException: A number is out of range, or a group has no member.
@@ -360,7 +360,7 @@ def _chances(
 
 
 def _product(a: Sequence[int], b: Sequence[int], degree: int) -> list[int]:
-    """Of two polynomials, without what is beyond a degree."""
+    """Multiply two polynomials, without the terms beyond a degree."""
     product = [0] * min(len(a) + len(b) - 1, degree + 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b[: len(product) - i]):

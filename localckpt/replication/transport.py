@@ -1,6 +1,6 @@
-"""Moves the bytes of images between ranks, in chunks, with a deadline.
+"""Transports: images sent between ranks, in chunks, with a deadline.
 
-Host memory travels over gloo, device memory over NCCL. A transport knows neither shards nor plans:
+Host memory is sent over gloo, device memory over NCCL. A transport knows neither shards nor plans:
 it is told how many bytes go to and come from which rank. The other ranks must be told the matching
 things; sizes are agreed beforehand.
 """
@@ -70,7 +70,7 @@ def choose_transport(
     *,
     owns_group: bool = False,
 ) -> Transport:
-    """The transport that moves the bytes from where they are. Arguments as for the transports.
+    """Choose the transport for host or device memory; arguments as for the transports.
 
     Raises:
         MismatchError: The group can send neither host nor CUDA memory.

@@ -1,21 +1,21 @@
-"""A shard's source that remembers whether it could be read."""
+"""Source of a shard that keeps the error of a failed read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from localckpt.errors import CorruptShardError, StorageError
-from localckpt.state_dict.source import Filled, MemorySource, Places, ShardSource
+from localckpt.state_dict.source import Filled, Places, ShardSource, views_last
 
 __all__ = ["WatchedSource"]
 
 
 class WatchedSource:
-    """Reads from another source, which it closes."""
+    """Source of another source's bytes, which closes that source."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self.views_last = isinstance(source, MemorySource)
+        self.views_last = views_last(source)
         self.refused: StorageError | CorruptShardError | None = None
 
     @property

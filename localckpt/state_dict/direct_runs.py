@@ -6,13 +6,12 @@ that wants them. They need not be copied once more.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from localckpt.state_dict.regions import Region, common
 
-__all__ = ["DirectRun", "DirectRuns", "RunTarget", "find_run"]
+__all__ = ["DirectRun", "RunTarget", "find_run"]
 
 
 class RunTarget(Protocol):
@@ -47,6 +46,10 @@ class DirectRun(NamedTuple):
     def stop(self) -> int:
         """Offset behind the last byte in the image."""
         return self.start + len(self.memory)
+
+    def note_filled(self, start: int, stop: int) -> None:
+        """Note that bytes ``[start, stop)`` of the image, some of the run's, were verified."""
+        self.filled(min(stop, self.stop) - max(start, self.start))
 
 
 def find_run(
@@ -85,39 +88,3 @@ def find_run(
     begin = (first - own_first) * row_nbytes
     run = memory[begin : begin + rows * row_nbytes]
     return start + (first - saved_first) * row_nbytes, run
-
-
-class DirectRuns:
-    """Runs of one image, none of which overlap.
-
-    Args:
-        runs: The runs.
-    """
-
-    def __init__(self, runs: Sequence[DirectRun]) -> None:
-        self._runs = sorted(runs, key=lambda run: run.start)
-        self._starts = [run.start for run in self._runs]
-
-    def places(self, start: int, stop: int, scratch: memoryview) -> list[memoryview]:
-        """Return where bytes ``[start, stop)`` of the image go: ``scratch`` has room for all."""
-        parts = []
-        done = start
-        for run in self._overlapping(start, stop):
-            begin, end = max(start, run.start), min(stop, run.stop)
-            if done < begin:
-                parts.append(scratch[done - start : begin - start])
-            parts.append(run.memory[begin - run.start : end - run.start])
-            done = end
-        if done < stop:
-            parts.append(scratch[done - start : stop - start])
-        return parts
-
-    def filled(self, start: int, stop: int) -> None:
-        """Note that bytes ``[start, stop)`` of the image were read and verified."""
-        for run in self._overlapping(start, stop):
-            run.filled(min(stop, run.stop) - max(start, run.start))
-
-    def _overlapping(self, start: int, stop: int) -> list[DirectRun]:
-        first = max(0, bisect_right(self._starts, start) - 1)
-        near = self._runs[first : bisect_right(self._starts, stop - 1)]
-        return [run for run in near if run.stop > start]

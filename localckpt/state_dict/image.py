@@ -185,7 +185,7 @@ class Capture:
 
     @property
     def agreed(self) -> tuple[Agreed, ...]:
-        """What other ranks must have alike, for the parts of divided tensors to fit together."""
+        """Agreements with other ranks, without which the parts of divided tensors do not fit."""
         return () if self.plan.divided is None else self.plan.divided.agreed
 
     @property

@@ -58,7 +58,8 @@ class LazyImage:
         reader = ImageReader(source, allowed, expect)
         self._header = reader.header
         self._allowed = allowed
-        self.entries, self.boxes, self._skeleton, divided = reader.contents()
+        self._skeleton = reader.checked_skeleton()
+        self.entries, self.boxes, divided = reader.tables
         self._parts = reader.parts
         # By the name of a divided slot, the places of its parts in the images of all ranks.
         self._pieces: dict[str, list[tuple[ImageParts, int, int, SlotPart]]] = {}

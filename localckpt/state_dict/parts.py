@@ -86,7 +86,7 @@ class SlotPart:
 
 
 class Agreed(NamedTuple):
-    """What the ranks of a division must have alike, for their parts to fit together.
+    """Agreement of the ranks of a division, without which their parts do not fit together.
 
     Attributes:
         ranks: The ranks.

@@ -6,10 +6,9 @@ the state in memory.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,30 +28,15 @@ from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.layout import TensorSlot
-from localckpt.state_dict.parts import SlotPart, parse_parts
+from localckpt.state_dict.parts import parse_parts
+from localckpt.state_dict.placed_runs import PlacedRuns
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
 from localckpt.state_dict.targets import Targets
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, parse_entries
 
-__all__ = ["Contents", "ImageReader", "make_tensor"]
-
-
-class Contents(NamedTuple):
-    """Tables of an image, and its skeleton.
-
-    Attributes:
-        entries: The tensors.
-        boxes: By the number of a tensor, the part of a global tensor that it is.
-        skeleton: The pickle; it passed the checks.
-        parts: By the name of each divided slot, the part of it that the image holds.
-    """
-
-    entries: tuple[TableEntry, ...]
-    boxes: dict[int, Box]
-    skeleton: bytes
-    parts: dict[str, SlotPart]
+__all__ = ["ImageReader", "make_tensor"]
 
 
 class ImageReader:
@@ -147,7 +131,8 @@ class ImageReader:
         mates: Mapping[int, ImageReader],
     ) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
-        entries, boxes, skeleton, parts = self.contents()
+        skeleton = self.checked_skeleton()
+        entries, boxes, parts = self.tables
         pieces = self._find_pieces(mates)
         if into is not None:
             given, bases = into.match(entries, boxes)
@@ -174,21 +159,24 @@ class ImageReader:
         marked = into is None
         return insert_tensors(skeleton, tensors.__getitem__, self.allowed, marked=marked)
 
-    def contents(self) -> Contents:
-        """Read and check what the image holds, without making any object of it.
+    def checked_skeleton(self) -> bytes:
+        """Read and check the skeleton, and the tables, without making any object.
+
+        Returns:
+            The pickle.
 
         Raises:
             CorruptShardError: A block is damaged, or the tables contradict each other.
             UnsafeGlobalError: The skeleton names something that is not allowed.
             RestoreError: No object can be made of the skeleton.
         """
-        (entries, boxes, parts), skeleton = self._verified
+        tables, skeleton = self._verified
         try:
-            check_skeleton(skeleton, self.allowed, len(entries))
+            check_skeleton(skeleton, self.allowed, len(tables.entries))
         except CorruptShardError as error:
             # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
-        return Contents(entries, boxes, skeleton, parts)
+        return skeleton
 
     def _find_pieces(self, mates: Mapping[int, ImageReader]) -> dict[int, list[Piece]]:
         identity = self.header.identity
@@ -291,36 +279,19 @@ class ImageReader:
 
     def _fill(self, bases: dict[str, torch.Tensor], *, alone: bool = False) -> None:
         """Fill the targets of slots; with ``alone`` nothing else is read, but the header."""
-        slots = sorted(
-            (slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases),
-            key=lambda slot: slot.offset,
-        )
+        slots = [slot for slot in self.header.slots.values() if slot.nbytes and slot.name in bases]
         with torch.no_grad():
             targets = [_Target(slot, self.header.data_start, bases[slot.name]) for slot in slots]
-            starts = [target.start for target in targets]
+            runs = PlacedRuns(targets)
             on_gpus = {target.device for target in targets if target.is_on_gpu}
             bounce = BounceBuffers(on_gpus, PIECE_NBYTES)
 
-            def overlapping(start: int, stop: int) -> list[_Target]:
-                return targets[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
-
             def places(start: int, stop: int) -> list[memoryview]:
-                parts = []
-                done = start
-                for target in overlapping(start, stop):
-                    begin, end = max(start, target.start), min(stop, target.stop)
-                    if target.memory is not None and begin < end:
-                        if done < begin:
-                            parts.append(bounce.buffer()[done - start : begin - start])
-                        parts.append(target.memory[begin - target.start : end - target.start])
-                        done = end
-                if done < stop:
-                    parts.append(bounce.buffer()[done - start : stop - start])
-                return parts
+                return runs.places(start, stop, bounce.buffer)
 
             def filled(start: int, parts: list[memoryview]) -> None:
                 if on_gpus:
-                    near = overlapping(start, start + sum(map(len, parts)))
+                    near = runs.overlapping(start, start + sum(map(len, parts)))
                     there = [target for target in near if target.is_on_gpu]
                     bounce.copy([copy for target in there for copy in target.takes(start, parts)])
 

@@ -16,7 +16,8 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.direct_runs import DirectRun, DirectRuns, RunTarget, find_run
+from localckpt.state_dict.direct_runs import DirectRun, RunTarget, find_run
+from localckpt.state_dict.placed_runs import PlacedRuns
 from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -140,7 +141,8 @@ class SavedShard:
         self.identity = identity
         self._source = source
         self._reader = ImageReader(source, allowed, identity)
-        self._entries, boxes, skeleton, self._divided = self._reader.contents()
+        skeleton = self._reader.checked_skeleton()
+        self._entries, boxes, self._divided = self._reader.tables
         root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
         ruled, others = units_of(root, boxes.__contains__, rules)
         self.ruled, self.others = ruled, others
@@ -207,7 +209,7 @@ class SavedShard:
         Args:
             wanted: By the number of a tensor, who wants which elements of the global tensor.
             deliver: Takes each part, in cuts of at most a piece.
-            direct: Says of who wants a part whether it may be read straight into memory.
+            direct: Returns the memory that a receiver's part may be read straight into.
 
         Raises:
             CorruptShardError: A block is damaged.
@@ -236,20 +238,22 @@ class SavedShard:
             stop = tensor.start + math.prod(tensor.local) * tensor.itemsize
             for start in self._pieces(tensor, those, stop):
                 by_piece.setdefault(start, []).append((tensor, those))
-        direct_runs = DirectRuns(found)
+        direct_runs = PlacedRuns(found)
         of_thread = threading.local()
 
         def places(start: int, stop: int) -> list[memoryview]:
             if not hasattr(of_thread, "buffer"):
                 of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
             of_thread.nbytes = stop - start
-            return direct_runs.places(start, stop, of_thread.buffer)
+            return direct_runs.places(start, stop, lambda: of_thread.buffer)
 
         def filled(start: int, _: list[memoryview]) -> None:
             data = torch.frombuffer(of_thread.buffer[: of_thread.nbytes], dtype=torch.uint8)
             for tensor, those in by_piece[start]:
                 _deliver_from(tensor, those, start, data, deliver)
-            direct_runs.filled(start, start + of_thread.nbytes)
+            stop = start + of_thread.nbytes
+            for run in direct_runs.overlapping(start, stop):
+                run.note_filled(start, stop)
 
         self._reader.parts.stream(places, filled, sorted(by_piece))
 

@@ -17,11 +17,14 @@ __all__ = [
     "ShardSource",
     "handle_pieces",
     "scatter",
+    "views_last",
 ]
 
 PIECE_NBYTES = 2 << 20
 """Size of the pieces that are copied and verified: whole digest blocks that fit in the cache."""
 
+# Threads that share the copies from memory.
+_THREADS = 2
 
 Places = Callable[[int, int], list[memoryview]]
 """``places(start, stop)``: returns writable memory for these bytes of an image, as parts in
@@ -102,17 +105,25 @@ class ShardSource(Protocol):
         ...
 
 
+def views_last(source: ShardSource) -> bool:
+    """Return whether a view that a source has given stays valid when the source reads on.
+
+    Sources of which that holds have an attribute ``views_last`` that is true.
+    """
+    return getattr(source, "views_last", False)
+
+
 class MemorySource:
     """Source of an image in this process's memory.
 
     Args:
         view: Bytes of the image; not copied.
-        threads: Number of threads that share the work of :meth:`stream`.
     """
 
-    def __init__(self, view: memoryview, threads: int = 2) -> None:
+    views_last = True
+
+    def __init__(self, view: memoryview) -> None:
         self.view = view
-        self._threads = threads
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +140,7 @@ class MemorySource:
             scatter(self.view[start:end], parts)
             filled(start, parts)
 
-        handle_pieces(stop, self._threads, handle, starts)
+        handle_pieces(stop, _THREADS, handle, starts)
 
     def close(self) -> None:
         self.view = memoryview(b"")

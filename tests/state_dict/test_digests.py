@@ -53,7 +53,7 @@ def regions(header: ImageHeader) -> dict[str, tuple[int, int]]:
 @pytest.mark.fault("flipped-bit")
 def test_a_flipped_bit_in_any_byte_of_a_small_image_is_seen() -> None:
     image = memoryview(bytearray(image_of(SMALL)))
-    source = MemorySource(image, threads=1)
+    source = MemorySource(image)
 
     unseen = []
     for position in range(len(image)):

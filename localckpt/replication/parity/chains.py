@@ -90,7 +90,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When chains start, as steps in the order of the chains, and how much a message holds."""
+    """Schedule: the step at which each chain starts, and the size of a message."""
 
     starts: tuple[int, ...]
     message_nbytes: int
@@ -180,7 +180,7 @@ def add_terms(
 
     Args:
         acc: The sum of the hops before, and then of this one too.
-        read: Gives the bytes of a strip between two places in the stripe, fewer at its end; valid
+        read: Returns the bytes of a strip between two places in the stripe, fewer at its end; valid
             until the next call.
         start: Where in the stripe ``acc`` begins.
         first: Whether no hop is before, so that ``acc`` holds nothing yet.

@@ -1,4 +1,4 @@
-"""Computes the parity of a group's images while they travel around the ring once.
+"""Computation of the parity of a group's images while they are sent around the ring once.
 
 Every stripe has its sums computed on their way: the contributors add their chunks one after
 another, and the last sends P and Q to their holders. All stripes are under way at once, so every

@@ -49,8 +49,8 @@ class GroupEncoder:
         Args:
             of: The same on all members.
             source: This member's image.
-            parts: Of a frame from :func:`frame_for`.
-            envelope_nbytes: Of each member's envelope.
+            parts: Parts of a frame from :func:`frame_for`.
+            envelope_nbytes: Size of each member's envelope.
             timeout_s: Deadline of the parity, and once more of the envelopes, in seconds.
 
         Raises:

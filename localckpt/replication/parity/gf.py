@@ -117,7 +117,7 @@ def inverse(a: int) -> int:
 
 
 def _xtime_xor(acc: Bytes, data: Bytes, scratch: Scratch) -> None:
-    """As :func:`xtime_xor_into`, for at most as many bytes as the scratch has."""
+    """Compute :func:`xtime_xor_into` for at most as many bytes as the scratch has."""
     words = scratch.carries[: len(acc) + len(acc) % 2].view(np.uint16)
     carries = scratch.carries[: len(acc)]
     np.less(acc.view(np.int8), _ZERO, out=carries.view(np.bool_))

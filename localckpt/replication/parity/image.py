@@ -62,13 +62,13 @@ class ParityParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParityFrame:
-    """All of a parity's image but what it is there for.
+    """Image of a parity without its contents: header, envelopes and places.
 
     Attributes:
         header: Its first bytes.
         envelopes_nbytes: Bytes of the envelopes.
         parity_nbytes: Bytes of the parity.
-        nbytes: Of the image.
+        nbytes: Size of the image.
     """
 
     header: bytes
@@ -126,9 +126,6 @@ class ParityFrame:
 
 class ParityPart:
     """The parity within its image, as if it were a source of its own. Closes the image.
-
-    Args:
-        source: The image.
 
     Raises:
         CorruptShardError: It is no image of a parity.
@@ -190,7 +187,7 @@ def read_envelopes(source: ShardSource, image_nbytes: Sequence[int]) -> list[byt
 
     Args:
         source: The image.
-        image_nbytes: Of the images whose envelopes they are, in their order.
+        image_nbytes: Sizes of the images whose envelopes they are, in their order.
 
     Raises:
         CorruptShardError: They are none.

@@ -23,7 +23,7 @@ from localckpt.failure_texts import with_class
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.pacing import Pacer
 from localckpt.replication.attribution import GivenUp, ask_whom_to_blame, tell_given_up
-from localckpt.replication.connections import HostConnections, views_last
+from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.parity.chains import (
     Chain,
@@ -37,7 +37,7 @@ from localckpt.replication.parity.chains import (
 from localckpt.replication.parity.gf import Bytes, Scratch
 from localckpt.replication.parity.stripes import Kind, Strip
 from localckpt.replication.progress import PeerFailed, Progress, first_line
-from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.source import ShardSource, views_last
 from localckpt.threads import run_interruptibly
 
 __all__ = ["Completed", "Pipeline", "Sinks", "Sources"]
@@ -60,7 +60,7 @@ class Pipeline:
 
     Args:
         connections: Made by :meth:`HostConnections.connect`. They stay the caller's.
-        pacer: Says when this rank may send; ``None`` for always.
+        pacer: Limits the rate at which this rank sends; ``None`` for no limit.
     """
 
     def __init__(self, connections: HostConnections, pacer: Pacer | None = None) -> None:
@@ -145,7 +145,7 @@ class _Memory:
         self._map: memoryview | None = None
 
     def buffers(self, count: int, nbytes: int) -> list[memoryview]:
-        """So many buffers of so many bytes; what they held before is lost."""
+        """Return buffers of a size, whose earlier contents are lost."""
         if not count * nbytes:
             return []
         if self._map is None or len(self._map) < count * nbytes:

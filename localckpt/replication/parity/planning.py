@@ -51,7 +51,7 @@ class Want:
 
     Attributes:
         rank: Where it is to be.
-        member: Whose.
+        member: Owner of the strip.
     """
 
     rank: int
@@ -98,7 +98,7 @@ def plan_rebuild(layout: ParityLayout, left: Left, wants: Sequence[Want]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Symbols:
-    """All that is kept of one stripe, and how its rows follow from its chunks."""
+    """Symbols of one stripe, and the rows that follow from its chunks."""
 
     chunks: tuple[Strip, ...]
     rows: tuple[Strip, ...]

@@ -117,7 +117,7 @@ class Rebuilding:
         self._recovered.slots.clear()
 
     def _deadline(self) -> Deadline:
-        """Of a step that begins now."""
+        """Return the deadline of a step that begins now."""
         return Deadline.after(self._patience_s)
 
     def _identity(self, kind: Kind, owner: int) -> ShardIdentity:

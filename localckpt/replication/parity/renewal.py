@@ -114,7 +114,7 @@ def _judge_opened(groups: Sequence[Group], reports: Sequence[Any]) -> PerRank:
 
     Args:
         groups: Ranks that encode together.
-        reports: Of each rank why it cannot, and the sizes of its image and of the envelope of that.
+        reports: For each rank its error, and the sizes of its image and of the image's envelope.
     """
     unable = [[rank, text] for rank, (text, _) in enumerate(reports) if text]
     sizes = {group: [reports[member][1] for member in group.ranks] for group in groups}

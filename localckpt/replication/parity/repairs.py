@@ -50,7 +50,7 @@ class Repair:
 
     @property
     def ranks(self) -> list[int]:
-        """All that take part."""
+        """Ranks that take part."""
         return sorted({*self.images.values(), *self.parities.values(), *self.wanted.values()})
 
     def reads(self, rank: int) -> list[tuple[Kind, int]]:

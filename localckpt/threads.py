@@ -256,9 +256,6 @@ class SerialThread:
     """Queue of tasks for one thread, which exists only while there is work.
 
     The interpreter's exit waits for the submitted tasks.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -313,9 +310,6 @@ class KeptThread:
 
     It waits for the next task until it is closed, or until nothing refers to this object any more.
     It does not keep the interpreter from ending.
-
-    Args:
-        name: Name of the thread.
 
     Raises:
         RuntimeError: No thread can be started.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PendingCall:
-    """One call on this rank: whether it is over, and how it ended."""
+    """Call on this rank, and its end."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -115,11 +115,11 @@ class AsyncCall:
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
-        """``function`` itself if it is an :class:`AsyncCall` already."""
+        """Make a call of a function; a function that is a call already stays as it is."""
         return function if isinstance(function, AsyncCall) else cls(function)
 
     def without_work(self) -> AsyncCall:
-        """The same functions around nothing: what is left to keep once the work has begun."""
+        """Return a call without the function, for what follows once that function has begun."""
         return AsyncCall(
             None,
             failure_fns=self.failure_fns,
@@ -188,7 +188,7 @@ class AsyncRequest(NamedTuple):
 
     @property
     def call(self) -> AsyncCall:
-        """``async_fn`` with what belongs to it."""
+        """``async_fn`` as an :class:`AsyncCall`."""
         return AsyncCall.of(self.async_fn)
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
@@ -210,7 +210,7 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request for a queue of another library, to which nothing can be added.
+        """Return the request for a queue of another library; nothing can be added to it.
 
         Those queues call this when they schedule a request, before they fork, or send it to their
         process. So it is here that a call hands over what such a process can run.
@@ -224,7 +224,7 @@ class AsyncRequest(NamedTuple):
         return frozen._replace(async_fn=call.function or do_nothing)
 
     def scheduled(self, call_idx: int) -> AsyncRequest:
-        """The same request with its number; what this one is given later does not reach it."""
+        """Return a copy of the request with its number, which later additions do not change."""
         return self._replace(
             finalize_fns=tuple(self.finalize_fns), is_frozen=True, call_idx=call_idx
         )
@@ -312,7 +312,7 @@ def _has_our_fields(kind: Any) -> bool:
 
 @functools.cache
 def _request_class(foreign: tuple[type, ...]) -> type[AsyncRequest]:
-    """``AsyncRequest``, or a subclass of it whose instances pass as each of the others, too."""
+    """Make ``AsyncRequest``, or a subclass whose instances pass as each foreign class as well."""
     if not foreign:
         return AsyncRequest
     return type("AsyncRequest", (AsyncRequest, *foreign), {"__slots__": ()})

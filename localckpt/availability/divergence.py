@@ -42,7 +42,7 @@ class Diverged:
 
     @property
     def asked(self) -> list[int]:
-        """One rank of each group: what it has, the others of the group have as well."""
+        """One rank of each group, all of whose ranks have the same."""
         return [group[0] for group in self.groups]
 
     def may_be_named(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""What each node has of a session, and why a restart loads the checkpoint that it loads.
+"""Explanation of a restart's choice: the pieces of a session on each node, and the reasons.
 
 ``explain.py`` finds them, ``explanation_text.py`` puts them into words.
 """

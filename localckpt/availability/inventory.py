@@ -162,11 +162,7 @@ def unpacked(text: str) -> Any:
 
 
 def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:
-    """Group ranks by node, in the order of the nodes' first ranks.
-
-    Args:
-        nodes: The node of each rank.
-    """
+    """Group ranks by node, in the order of the nodes' first ranks."""
     ranks_on: dict[NodeT, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_on.setdefault(node, []).append(rank)

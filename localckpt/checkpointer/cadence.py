@@ -1,4 +1,4 @@
-"""How often to save: a pure function of what a step takes and what a save costs."""
+"""Cadence of saves: a pure function of the time of a step and the cost of a save."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class LastSave:
         nodes: Where it goes first.
         shared: Where it goes then, since the nodes may go with the job.
         ranks: The ranks of the job.
-        record: Is told of the time that ranks wait.
+        record: Record for the time that ranks wait.
         grace_s: Time to stop in, in seconds.
     """
 

@@ -60,7 +60,7 @@ class Meter:
         self._waited_s = 0.0
 
     def costs(self) -> Costs:
-        """What is known so far."""
+        """Return the costs that are known so far."""
         # Copies, since another thread asks.
         steps = tuple(self._undisturbed) or tuple(self._beside)
         return Costs(_median(steps) if steps else None, self._save_s)

@@ -1,4 +1,4 @@
-"""Parts of a training state: what each gives to a save, and how it takes back what was loaded.
+"""Parts of a training state: each gives values to a save, and takes them from a load.
 
 A part has ``state_dict`` and ``load_state_dict``, as torch's own classes do. Tensors that a part
 gives are filled in place by a load; ``load_state_dict`` then takes what cannot be filled.
@@ -148,7 +148,7 @@ class ValuePart:
     """A plain value.
 
     Args:
-        get: Gives the value.
+        get: Returns the value.
         take: Takes a value that was loaded.
     """
 
@@ -213,7 +213,7 @@ def _is_fsdp1(module: torch.nn.Module) -> bool:
 
 
 def _is_same(loaded: Any, own: Any) -> bool:
-    """Whether a value that was loaded lies where the module has it."""
+    """Return whether a loaded value is in the memory of the module's own."""
     if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
         return False
     loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))

@@ -1,4 +1,4 @@
-"""What all ranks decide behind training every few seconds: when to save next, whether to stop.
+"""Pulse: every few seconds all ranks decide, behind training, when to save and whether to stop.
 
 A pulse is an asynchronous call that does nothing but report. The root judges the reports, and all
 ranks have the verdict in the same step, so they save, or stop, in the same step, and no step sends
@@ -28,7 +28,7 @@ _MOST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank reports.
+    """Report of one rank.
 
     Attributes:
         step: The step in which the pulse began.
@@ -51,7 +51,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all ranks do next.
+    """Plan of all ranks until the next pulse.
 
     Attributes:
         interval: Steps from one save to the next; ``None`` while it is not known.
@@ -102,7 +102,7 @@ class Pulse:
         every, shared_every: Cadences of the saves.
         timeout_s: Deadline of the agreement, in seconds.
         why_stop: Tells why this rank is to stop, ``None`` if it is not; called in a thread.
-        costs: Gives this rank's measurements; called in a thread.
+        costs: Returns this rank's measurements; called in a thread.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class SharedState:
         return {**models, **optimizers}
 
     def _packed(self, part: Any, step: int) -> bytes:
-        """One value of bytes, whose shape need not be known to load it."""
+        """Return an object as one value of bytes, which can be loaded without knowing its shape."""
         identity = ShardIdentity("", Generation(0, 0), step, 0, 1)
         image = pack(wrapped(part.state_dict()), identity, ImagePlanner(self._allowed))
         return bytes(image.view)

@@ -117,7 +117,7 @@ class NodeTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way; the same on all ranks."""
+        """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
 
     def save(self, parts: Mapping[str, Any], step: int) -> None:
@@ -177,8 +177,8 @@ class SharedTier:
         max_attempts: As for :class:`GlobalCheckpointManager`.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         on_resize: As for :class:`SharedState`.
-        failures: Counts those that fail.
-        events: Is told what happens.
+        failures: Counts failed saves.
+        events: Stream of events.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class SharedTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """True if a save is under way on this rank."""
         return self.manager.is_saving
 
     def look(self) -> None:

@@ -87,8 +87,8 @@ class _Metrics:
     """Metrics of one rank, counted from its events; read by one thread, written by another.
 
     Attributes:
-        session: Of the run; ``None`` before its first event.
-        rank: Of the events.
+        session: Session of the run; ``None`` before its first event.
+        rank: Rank of the events.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ class SaveRecord:
     """Times of one save, by ``time.monotonic()``, which become its events.
 
     Args:
-        events: Is told.
+        events: Stream for the events of the save.
         step: The step, or iteration, that is saved.
         began: When training asked for the save.
         tier: Where it goes, if that is known before its end.

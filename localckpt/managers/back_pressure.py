@@ -1,4 +1,4 @@
-"""Limits the saves in flight to as many as there are staging buffers.
+"""Limit of the saves in flight to the number of staging buffers.
 
 Only polls finalize saves otherwise, and there may be fewer polls than saves: checkpoints that
 nobody prunes, and the memory of their images, would pile up.
@@ -27,9 +27,9 @@ class LimitedInFlight(InFlight):
     """Saves in flight, at most ``num_buffers`` of them.
 
     Args:
-        store: Has the buffers.
+        store: Store with the buffers.
         ranks: The ranks of the job.
-        options: Say how many saves there may be, and what one more does.
+        options: Options with the number of saves, and what one more does.
     """
 
     def __init__(self, store: DirectoryStore, ranks: Ranks, options: SaveOptions) -> None:
@@ -85,7 +85,7 @@ class LimitedInFlight(InFlight):
         return len(self._limited) >= self._num_buffers
 
     def _over_here(self) -> int:
-        """Number of the oldest saves that are over on this rank."""
+        """Count the oldest saves that are over on this rank."""
         count = 0
         for save in self._limited:
             if (ticket := save.carrier.ticket) is None or not ticket.is_over():
@@ -103,7 +103,7 @@ class LimitedInFlight(InFlight):
             )
 
     def _finalize_oldest(self) -> bool:
-        """Wait for the oldest save that a queue of ours carries out; whether it was that one."""
+        """Finalize the oldest save, unless a foreign queue has it; return whether that was done."""
         oldest = self._limited[0]
         if (ticket := oldest.carrier.ticket) is None:
             return False
@@ -113,10 +113,10 @@ class LimitedInFlight(InFlight):
 
 
 def _judge_busy(reports: list[list[int]]) -> list[Any]:
-    """Number of saves that are over on all ranks, busy ranks, and ranks with none that is over.
+    """Count the saves that are over on all ranks; list busy ranks, and ranks with none over.
 
     Args:
-        reports: Of each rank, whether it is busy, and how many of its oldest saves are over.
+        reports: For each rank, whether it is busy, and its number of oldest saves that are over.
     """
     busy = [rank for rank, (is_busy, _) in enumerate(reports) if is_busy]
     waiting = [rank for rank, (_, over) in enumerate(reports) if not over]

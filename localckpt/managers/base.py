@@ -125,7 +125,7 @@ class BaseCheckpointManager(Hooks):
         self._calls = Calls(self._parts.ranks, self._clean_up_interrupted)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All that a worker process needs to call the hooks, without the protocol's own objects."""
+        """Return the attributes that a worker process needs to call the hooks."""
         return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINER}
 
     # The protocol.

@@ -1,4 +1,4 @@
-"""One call into a manager at a time, and what is left when a call is interrupted.
+"""Calls into a manager, one at a time, and the clean-up after an interrupted call.
 
 An interrupt, as Ctrl-C raises it, may come between any two instructions, also while another one is
 being handled. So a call notes its name before it does anything, and takes the name away when it is
@@ -147,7 +147,7 @@ ManagerT = TypeVar("ManagerT", bound=_HasCalls)
 def one_call(
     method: Callable[Concatenate[ManagerT, P], T],
 ) -> Callable[Concatenate[ManagerT, P], T]:
-    """A method of a manager that is not called while another one is under way."""
+    """Decorate a method of a manager that cannot be called while another one is under way."""
 
     @functools.wraps(method)
     def guarded(manager: ManagerT, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Captures states into slots: their tensors are copied, and the digests computed beside training.
+"""Capture of states in slots: tensors are copied, and digests computed beside training.
 
 Nothing here knows what a store does with a slot.
 """
@@ -41,10 +41,10 @@ class StateCapture:
     """Captures the states of one manager.
 
     Args:
-        store: Gives the slots.
-        allowed: What an image may name.
-        options: Of the manager.
-        job: The job, and this rank's number in it; ``None`` for none.
+        store: Store that reserves the slots.
+        allowed: Allow-list for the classes and functions in an image.
+        options: Options of the manager.
+        job: Ranks of the job, and this rank's number among them; ``None`` for no job.
 
     Attributes:
         planner: Finds the tensors of a state, and refuses one that could not be loaded again.
@@ -69,12 +69,7 @@ class StateCapture:
         self._neighbours: tuple[int, ...] = ()
 
     def neighbours(self, nodes: Sequence[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank divides what they have equal with; ``()`` for none.
-
-        Args:
-            nodes: The node of each rank.
-            rank: This rank.
-        """
+        """Return the ranks with which a rank divides equal tensors; ``()`` for none."""
         if not self._divides or not nodes:
             return ()
         # Looked for once in an epoch, since there may be many ranks and training waits.
@@ -194,7 +189,7 @@ class StateCapture:
     def _on_host(
         self, state: TensorAwareStateDict, identity: ShardIdentity
     ) -> TensorAwareStateDict:
-        """A state with its tensors in host memory, which knows the devices that they come from."""
+        """Copy a state to host memory, with a note of the device of each tensor."""
         copied: Any
         if isinstance(state, BasicTensorAwareStateDict):
             if all(tensor.is_cpu for tensor in state.tensors):

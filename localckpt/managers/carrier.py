@@ -26,9 +26,6 @@ __all__ = ["Carrier"]
 class Carrier:
     """Carrier of one save.
 
-    Args:
-        parts: Parts of the manager.
-
     Attributes:
         ticket: Place of the save in a queue of this library; ``None`` in any other queue, or none.
         is_scheduled: True once a queue, or the trainer itself, runs the save.

@@ -33,7 +33,7 @@ class Epoch:
         strategy: Learns the nodes of the ranks.
         session_id: The training run.
         checkpoints: The complete checkpoints of the job.
-        events: Is told how long the ranks took to meet.
+        events: Stream for the time of the rendezvous.
 
     Attributes:
         generation: Generation of the last save.
@@ -91,7 +91,7 @@ class Epoch:
     # Saves.
 
     def checked(self, iteration: SupportsIndex) -> int:
-        """The iteration to save, if it is one that can be saved now.
+        """Return the iteration to save, if it can be saved now.
 
         Raises:
             CheckpointingException: It is not.
@@ -114,9 +114,6 @@ class Epoch:
 
         All ranks call it before each save.
 
-        Args:
-            iteration: Iteration of the save.
-
         Raises:
             CheckpointingException: Some node cannot note it; on all ranks.
             PeerLostError: A rank did not answer in time.
@@ -135,7 +132,7 @@ class Epoch:
         return lineage
 
     def identity(self, iteration: int) -> ShardIdentity:
-        """Identity of this rank's shard in the current generation."""
+        """Make the identity of this rank's shard in the current generation."""
         return ShardIdentity(
             self._session_id,
             self.generation,
@@ -146,7 +143,7 @@ class Epoch:
         )
 
     def next_identity(self, iteration: int) -> ShardIdentity:
-        """Identity of this rank's shard in the next save, which begins a generation."""
+        """Make the identity of this rank's shard in the next save, which begins a generation."""
         self.generation = self.generation.next()
         return self.identity(iteration)
 
@@ -203,7 +200,7 @@ class Epoch:
 
 
 def checked_origin(iteration: SupportsIndex) -> int:
-    """The iteration that a job goes on from.
+    """Return the iteration that a job goes on from, as an ``int``.
 
     Raises:
         CheckpointingException: It is none.
@@ -221,7 +218,7 @@ def checked_origin(iteration: SupportsIndex) -> int:
 
 
 def _as_int(number: SupportsIndex) -> int | None:
-    """An integer of any type, numpy's among them, as an ``int``; ``None`` for anything else."""
+    """Convert an integer of any type, such as numpy's; ``None`` for anything else."""
     if isinstance(number, bool):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Lets training go on while an optimizer's tensors are still being copied from the GPU.
+"""Guard of an optimizer's tensors while they are copied from the GPU, beside training.
 
 Between two steps of an optimizer nobody changes its parameters and its state, so their copies need
 to be over only when it steps next.
@@ -14,7 +14,7 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """Watches optimizers.
+    """Guard of optimizers, whose next step waits.
 
     Args:
         optimizers: Those whose tensors change only in their ``step``.
@@ -30,7 +30,7 @@ class Guard:
         ]
 
     def storages(self) -> frozenset[int]:
-        """Addresses of the storages that only a step changes."""
+        """Return the addresses of the storages that only a step changes."""
         tensors = (t for optimizer in self._optimizers for t in _tensors_of(optimizer))
         # Of a DTensor, this rank's part is what is saved.
         local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
@@ -39,7 +39,7 @@ class Guard:
         return frozenset(t.untyped_storage().data_ptr() for t in plain)
 
     def close(self) -> None:
-        """Leave the optimizers alone. May be called twice."""
+        """Remove the hooks from the optimizers. May be called twice."""
         for hook in self._hooks:
             hook.remove()
 

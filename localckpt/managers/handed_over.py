@@ -1,4 +1,4 @@
-"""Saves that a queue of another library carries out, in a process of its own.
+"""Saves that a queue of another library runs in a process of its own.
 
 That process writes from shared memory, or waits for a thread of this one that writes from private
 memory. The thread also keeps what other ranks send.
@@ -24,7 +24,7 @@ Work = Callable[[], Any]
 
 
 class ForeignQueues:
-    """The saves of one manager that foreign queues were handed.
+    """Saves of one manager that were handed over to foreign queues.
 
     Args:
         timeout_s: Deadline of the work for one save, in seconds.
@@ -39,7 +39,7 @@ class ForeignQueues:
     def hand_over(
         self, work: partial[Any], finish: Callable[[Work | None], str | None]
     ) -> HandedOver:
-        """Begin here what a foreign queue cannot do.
+        """Begin, in a thread, the work that a foreign queue's process cannot do.
 
         Args:
             work: Writes this rank's shard.
@@ -62,7 +62,7 @@ class ForeignQueues:
 
 
 class HandedOver:
-    """One save that a foreign queue was handed.
+    """Save that was handed over to a foreign queue.
 
     Attributes:
         function: What the queue's process is to call.

@@ -1,4 +1,4 @@
-"""Saves of one manager that are captured and not finalized, and whether anybody finalizes them."""
+"""Saves of one manager that are captured and not finalized."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class InFlight:
         self._saves: list[Save] = []
 
     def add(self, save: Save) -> None:
-        """Count a save."""
+        """Add a save."""
         self._saves.append(save)
 
     def remove(self, save: Save) -> None:
-        """Count a save no more, which is over or given up."""
+        """Remove a save that is over or given up."""
         self._saves = [other for other in self._saves if other is not save]
 
     def clear(self) -> None:
-        """Count none any more."""
+        """Remove all saves."""
         self._saves = []
 
     def __iter__(self) -> Iterator[Save]:
@@ -39,11 +39,11 @@ class InFlight:
         return True
 
     def not_scheduled(self) -> list[Save]:
-        """Saves whose request was given to no queue, whether or not it is gone."""
+        """Return the saves whose request was given to no queue."""
         return [save for save in self._saves if not save.carrier.is_scheduled]
 
     def give_up_forgotten(self, iteration: int) -> None:
-        """Give up saves that no queue is going to finalize.
+        """Give up the saves that no queue will finalize.
 
         Args:
             iteration: The one that is about to be saved.
@@ -64,7 +64,7 @@ class InFlight:
             )
 
     def require_none(self, what: str) -> None:
-        """Check that the job can go back.
+        """Check that no save is in flight, so that the job can go back.
 
         Raises:
             CheckpointingException: Saves are in flight.
@@ -79,7 +79,7 @@ class InFlight:
 
 
 def forgotten(saves: list[Save], consequence: str) -> CheckpointingException:
-    """The error for requests that no queue was given.
+    """Make the error for requests that no queue was given.
 
     Args:
         saves: At least one.

@@ -60,12 +60,12 @@ class JobCheckpoints:
 
     @property
     def lacking(self) -> int:
-        """Number of shards of the newest one that have fewer copies than asked for."""
+        """Number of shards of the newest checkpoint that have fewer copies than asked for."""
         newest = self._reached.get(self.complete[0]) if self.complete else None
         return 0 if newest is None else newest.lacking
 
     def status(self, rank: int) -> list[Durability]:
-        """Durability of all, as a rank sees it, the newest first."""
+        """Return the durability of all checkpoints, as a rank sees it, the newest first."""
         captured = [
             Durability(iteration, "captured", 0, self.copies_wanted(rank))
             for iteration in reversed(self.under_way)
@@ -77,7 +77,7 @@ class JobCheckpoints:
         ]
 
     def take_in(self, found: Found) -> None:
-        """Take in what a look at all nodes found."""
+        """Take in the checkpoints that a look at all nodes found."""
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
         self.marks = dict(found.trust.marks)
@@ -98,30 +98,30 @@ class JobCheckpoints:
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
     def add(self, checkpoint: Checkpoint, reached: Durability) -> None:
-        """One that was saved is complete."""
+        """Add a checkpoint that was saved and is complete."""
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         self._reached[checkpoint] = reached
 
     def forget(self, iteration: int) -> None:
-        """One that was under way will not be finalized."""
+        """Forget an iteration under way, which is finalized or never will be."""
         self.under_way = [other for other in self.under_way if other != iteration]
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """One is not, or not yet, among the complete ones."""
+        """Take a checkpoint out of the complete ones."""
         self.complete = [other for other in self.complete if other != checkpoint]
         self.exhausted.pop(checkpoint, None)
 
     def note_drained(self, checkpoint: Checkpoint) -> None:
-        """One is on shared storage, too."""
+        """Note that a checkpoint is on shared storage, too."""
         self.drained = self.drained_with(checkpoint)
 
     def drained_with(self, checkpoint: Checkpoint) -> set[Checkpoint]:
-        """Those that are drained once this one is; may be called by another thread."""
+        """Return the drained checkpoints and one more; may be called by another thread."""
         return {c for c in (*self.drained, checkpoint) if c in self.complete}
 
     def hold(self, checkpoint: Checkpoint) -> None:
-        """Keep one from being pruned until :meth:`release` was called as often."""
+        """Keep a checkpoint from being pruned until :meth:`release` was called as often."""
         self._held[checkpoint] += 1
 
     def release(self, checkpoint: Checkpoint) -> None:
@@ -130,7 +130,7 @@ class JobCheckpoints:
         self._held += Counter()
 
     def keep(self, saved: int, count: int) -> Retirement | None:
-        """Forget all but the newest, and what must stay beside them.
+        """Forget all but the newest checkpoints, and those that must stay beside them.
 
         Beside them stays the newest that survives the loss of a node, if none of them does; the
         newest that is marked good, if none of them is; and what other lineages have that is newer
@@ -172,14 +172,14 @@ class JobCheckpoints:
     def _newest_good(
         self, kept: Sequence[Checkpoint], older: Sequence[Checkpoint]
     ) -> list[Checkpoint]:
-        """The newest that is marked good, if none of those that are kept is."""
+        """Return the newest checkpoint that is marked good, unless a kept one is."""
 
         if any(self._is_marked(checkpoint, "good") for checkpoint in kept):
             return []
         return [checkpoint for checkpoint in older if self._is_marked(checkpoint, "good")][:1]
 
     def marked(self, kind: MarkKind) -> list[Checkpoint]:
-        """The complete checkpoints with a kind of mark."""
+        """Return the complete checkpoints with a kind of mark."""
         return [checkpoint for checkpoint in self.complete if self._is_marked(checkpoint, kind)]
 
     def _is_marked(self, checkpoint: Checkpoint, kind: MarkKind) -> bool:

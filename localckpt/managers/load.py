@@ -1,4 +1,4 @@
-"""One load on all ranks: own node first, else a peer, else computed from pieces of other kinds.
+"""Load on all ranks: from the own node, a peer, pieces of other kinds, or an older checkpoint.
 
 Works in rounds, until every shard is good. In each, all ranks make the same plan, move what has to
 move, verify, and report how it went; bad copies are left out of the next round's plan. If
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Bad(NamedTuple):
-    """A bad copy; ranks of the job."""
+    """Bad copy of a shard; ranks are those of the job."""
 
     holder: int
     owner: int
@@ -66,7 +66,7 @@ class _Bad(NamedTuple):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Outcome of a round on one rank: the copies that it found bad."""
+    """Outcome of a round on one rank."""
 
     bad: tuple[_Bad, ...] = ()
     unfit: str | None = None
@@ -91,10 +91,9 @@ class Load:
     """One call of ``load``; its methods are the steps, in their order.
 
     Args:
-        parts: Of the manager. Complete checkpoints that cannot be had are taken out of what it
-            knows.
-        finder: Has looked at all nodes.
-        options: How the caller wants its state.
+        parts: Parts of the manager. A checkpoint that cannot be loaded is taken out of its list.
+        finder: Finder, which has looked at all nodes.
+        options: Options of the caller.
 
     Attributes:
         bad: Copies that could not be read; the same on all ranks.
@@ -157,14 +156,14 @@ class Load:
         )
 
     def _wanted(self, iteration: int | None) -> list[Checkpoint]:
-        """Checkpoints to try; one that is asked for may be one that was given up."""
+        """Return the checkpoints to try; one that the caller names may be one that was given up."""
         if iteration is None:
             return self._checkpoints.complete
         known = (*self._checkpoints.complete, *self._checkpoints.exhausted)
         return [checkpoint for checkpoint in known if checkpoint.iteration == iteration]
 
     def _protect(self) -> None:
-        """Have made again what the loaded checkpoint lacks of its protection."""
+        """Begin to make again the copies that the loaded checkpoint lacks."""
         self._checkpoints.refresh(self._checkpoint, self._inventory)
         if self._parts.reprotection is not None:
             self._parts.reprotection.begin(self._recovery)
@@ -172,7 +171,7 @@ class Load:
             self._store.release(list(self._recovery.slots.values()))
 
     def _choose(self, checkpoint: Checkpoint) -> None:
-        """Begin with a checkpoint of which nothing is known to be bad."""
+        """Begin with another checkpoint."""
         self._checkpoint = checkpoint
         self._mine = checkpoint.shard(self._ranks.rank, self._session_id)
         self._recovery = Recovery(self._parts, self._inventory, checkpoint, self.bad)
@@ -226,7 +225,7 @@ class Load:
         return plan_shards(self._checkpoint, self._session_id, self._inventory, wanted)
 
     def _recover_and_fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        """Have what is not on its own node here; as :meth:`_fetch`."""
+        """Compute and fetch the shards that are not on their own node; as :meth:`_fetch`."""
         if not self._recovery.run({rank: rank for rank in self._recovery.groups}):
             return False
         return self._fetch(plan) if plan.transfers else True
@@ -277,7 +276,7 @@ class Load:
     # Fetch.
 
     def _fetch(self, plan: ExchangePlan[CkptID]) -> bool:
-        """Move what the plan moves.
+        """Send and receive the shards of a plan.
 
         Returns:
             Whether it was moved; False on all ranks when a copy could not be read, and is out of
@@ -330,7 +329,7 @@ class Load:
         return True
 
     def _left_out(self, refused: Mapping[CkptID, CheckpointingException]) -> _Outcome:
-        """Own copies that could not be read; only bad bytes are put in quarantine."""
+        """Report own copies that could not be read, and quarantine those with bad bytes."""
         bad = []
         for id_, error in refused.items():
             if isinstance(error, CorruptShardError):
@@ -342,7 +341,7 @@ class Load:
     # Verify and restore.
 
     def _compare_shardings(self) -> None:
-        """See whether every rank has the parts of global tensors that its shard holds.
+        """Compare the parts of global tensors that ranks load with those of their shards.
 
         Raises:
             _ShardedOtherwiseError: Some rank is not; on all ranks.
@@ -365,14 +364,14 @@ class Load:
             raise _ShardedOtherwiseError
 
     def _images(self) -> dict[int, memoryview]:
-        """Images that are not read from this node's store, by the rank of the shard."""
+        """Return the images that are not in this node's store, by the rank of the shard."""
         images = {owner: slot.image for owner, slot in self._arrived.items()}
         if (computed := self._recovery.slots.get(self._ranks.rank)) is not None:
             images[self._ranks.rank] = computed.image
         return images
 
     def _verify_and_restore(self) -> tuple[Loaded | None, _Outcome]:
-        """Read this rank's shard from its own node, from a peer's bytes, or as it was computed."""
+        """Read this rank's shard from the store, a peer's bytes, or the computed image."""
         rank = self._ranks.rank
         holder = self._senders.get(rank, rank)
         came_from = "own node" if holder == rank else f"peer rank {holder}"
@@ -413,7 +412,7 @@ class Load:
     # Agree.
 
     def _agree(self, phase: str, mine: _Outcome) -> bool:
-        """Report how it went, and leave out the copies that were bad."""
+        """Report this rank's outcome, and take all ranks' bad copies out of the plans."""
         attempt = Attempt()
         attempt.failure, self._failure = self._failure, None
         forget_frames(attempt.failure)
@@ -450,7 +449,7 @@ class Load:
     # Quarantine.
 
     def _quarantine_damaged(self) -> None:
-        """Quarantine copies that nobody needs any more; one that was mended until it is replaced.
+        """Quarantine bad copies that no rank needs, or note that they are to be replaced.
 
         They are looked at once more: it may be the rank that they were sent to that is broken.
         """

@@ -108,9 +108,6 @@ class Look:
 class Finder:
     """Search for what a restart can load, for one manager; all ranks make the same calls.
 
-    Args:
-        parts: Of the manager.
-
     Attributes:
         last: The last look; ``None`` once a save has made it out of date.
     """

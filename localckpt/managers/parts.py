@@ -1,4 +1,4 @@
-"""Parts of a manager, which its saves and loads work with; made and closed together."""
+"""Parts of a manager: the objects that its saves and loads share, made and closed together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Parts:
     Args:
         session_id: The training run.
         repl_strategy: Protects what is saved; ``None`` for nothing.
-        options: Of the manager.
+        options: Options of the manager.
         hooks: The five hooks of the manager.
         hint: As for :class:`Ranks`.
 
@@ -58,7 +58,7 @@ class Parts:
         epoch: The epoch that saves belong to.
         resuming: Counts starts of the job in vain.
         capture: Captures states in slots of the store.
-        replicator: Has what is saved protected; ``None`` for nothing.
+        replicator: Replicates what is saved; ``None`` without a strategy.
         foreign: Saves that queues of other libraries carry out.
     """
 
@@ -114,19 +114,19 @@ class Parts:
         return store
 
     def await_reprotected(self) -> None:
-        """Return when no copies of a loaded checkpoint are made any more, behind other calls."""
+        """Wait until no copies of a loaded checkpoint are made behind other calls."""
         if self.reprotection is not None:
             self.reprotection.finish()
 
     def stop_waiting(self) -> None:
-        """End what is under way between ranks; the others may not come any more."""
+        """End the exchanges with other ranks, which may not come any more."""
         if self.replicator is not None:
             self.replicator.cancel()
         if self.reprotection is not None:
             self.reprotection.cancel()
 
     def close(self) -> None:
-        """Wait for what is under way, and give everything back but the connections of ranks."""
+        """Wait for all work, and close all parts but the connections of ranks."""
         with ExitStack() as closing:
             if not self._is_protected:
                 closing.callback(self.strategy.close)
@@ -140,7 +140,7 @@ class Parts:
             self.await_reprotected()
 
     def close_store(self) -> None:
-        """Give back what states are captured in."""
+        """Close the store, and the capture of states."""
         with ExitStack() as closing:
             closing.callback(self.store.close)
             self.capture.close()

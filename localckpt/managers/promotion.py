@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Draining(Protocol):
-    """A drain that is under way on this rank."""
+    """Drain that is under way on this rank."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when it is over; raises what it failed with, or TimeoutError."""
+        """Wait for the end of the drain; raises its error, or TimeoutError."""
 
     def stop(self) -> None:
-        """End it soon, from any thread."""
+        """End the drain soon, from any thread."""
 
 
 class DrainTarget(Protocol):
@@ -83,11 +83,11 @@ class Promotion:
 
     @property
     def is_over(self) -> bool:
-        """True once it is finalized, or given up."""
+        """True once the promotion is finalized, or given up."""
         return not self._is_held
 
     def request(self, finalize: Callable[[], None]) -> AsyncRequest:
-        """A request that waits for the drain in its queue, and finalizes it."""
+        """Make a request that waits for the drain in its queue, and finalizes the promotion."""
         call = AsyncCall(
             self._await_drained,
             failure_fns=[lambda error: self.give_up()],
@@ -115,12 +115,12 @@ class Promotion:
             self._release()
 
     def give_up(self) -> None:
-        """End the drain if it is not over, and hold the checkpoint no more."""
+        """End the drain if it is not over, and release the checkpoint."""
         self._drain.stop()
         self._release()
 
     def await_end(self, timeout_s: float) -> None:
-        """End the drain, and return when nothing reads the store any more, or it takes too long."""
+        """End the drain, and wait, up to a deadline, until nothing reads the store."""
         if self.is_over:
             return
         self._drain.stop()

@@ -1,4 +1,4 @@
-"""Shards of one checkpoint that no node holds, computed from pieces of other kinds."""
+"""Recovery of the shards of a checkpoint that no node holds, from pieces of other kinds."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Recovery of the shards of one checkpoint; all but slots and problems alike on all ranks.
+    """Recovery of the shards of one checkpoint; equal on all ranks but for slots and problems.
 
     Args:
-        parts: Of the manager.
-        inventory: What each node holds; pieces that turn out bad are taken out.
+        parts: Parts of the manager.
+        inventory: Inventory of all nodes; pieces that turn out bad are taken out.
         checkpoint: The checkpoint.
-        bad: Gets the copies of shards that turn out bad.
+        bad: List that bad copies of shards are added to.
 
     Attributes:
         groups: Shards that are computed, each with the group that it is computed from.
         hopeless: Shards that cannot be computed.
-        damaged: Nodes with copies that are good in part, by shard, and what is wrong with them.
+        damaged: Nodes with copies that are good in part, by shard, with the problem of each.
         nbytes: Sizes of the shards that were computed.
         computed_by: The rank of the job that computes each.
         slots: Slots of those that were computed on this rank.
-        to_replace: What is damaged on this node and is to be replaced by a good one, and why.
+        to_replace: Damaged pieces on this node that are to be replaced, with their problems.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recovery:
         self._damaged_pieces: list[tuple[Piece, str]] = []
 
     def plan(self) -> Mapping[int, Group]:
-        """Find groups for the shards that no node holds.
+        """Find groups from which the shards that no node holds can be computed.
 
         Raises:
             NoReplicasAvailableError: A shard cannot be computed.
@@ -68,7 +68,7 @@ class Recovery:
         return self.groups
 
     def run(self, computed_by: Mapping[int, int]) -> bool:
-        """Compute the shards of the plan; whether that was done, on all ranks.
+        """Compute the shards of the plan; return whether that was done, on all ranks.
 
         Args:
             computed_by: The rank of the job that computes each shard.
@@ -100,7 +100,7 @@ class Recovery:
         return True
 
     def drop(self, also: Collection[ShardIdentity] = ()) -> None:
-        """Give the slots of computed shards back, with those of other shards that are named."""
+        """Release the slots of computed shards, and of other given shards."""
         mine = {self._identity(shard) for shard in self.groups} | set(also)
         # From the store: an interrupt may have come before one was noted.
         store = self._parts.store
@@ -108,16 +108,16 @@ class Recovery:
         self.slots, self.nbytes = {}, {}
 
     def give_up_damaged_pieces(self) -> None:
-        """Take pieces that are good in part out of the inventory: they are to be made anew."""
+        """Take damaged pieces out of the inventory, so that they are made anew."""
         for piece, node in self._damaged_pieces:
             self.inventory.remove(self.checkpoint, piece, node)
 
     def may_be_mended(self, shard: int) -> bool:
-        """True if a shard is in a group with pieces from which it may be computed."""
+        """Return whether a shard is in a group with pieces from which it may be computed."""
         return shard in self.inventory.groups_of(self.checkpoint)
 
     def _take_out(self, problems: Sequence[PieceProblem]) -> None:
-        """Let what is damaged not be read again as if it were good."""
+        """Take damaged pieces out of what is read as good."""
         # What was damaged may have failed altogether since.
         gone = {(problem.piece, problem.reader) for problem in problems if problem.is_gone}
         for piece, reader, why in ((p.piece, p.reader, p.why) for p in problems):

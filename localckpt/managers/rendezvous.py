@@ -1,4 +1,4 @@
-"""Rendezvous of a job's ranks: they belong together, and begin an epoch that no node has seen."""
+"""Rendezvous of a job's ranks, which begin an epoch that no node has seen."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def join(
 
 
 def _judge_join(reports: Sequence[Any]) -> PerRank:
-    """The epoch, its draw and the nodes of all ranks; for each rank the owners on its node."""
+    """Judge the epoch, its draw and the nodes of all ranks; and for each rank the owners there."""
     records = [JoinRecord(*fields) for fields in reports]
     judge_join(records)
     ranks_on = ranks_by_node([record.failure_domain for record in records])
@@ -86,7 +86,7 @@ def _judge_join(reports: Sequence[Any]) -> PerRank:
 
 
 def _node_names(numbers: Sequence[int]) -> list[str]:
-    """For each rank the name of its node, by the ranks there."""
+    """Name the node of each rank by the ranks there."""
     names = {
         number: f"the node of rank{'s'[: len(ranks) > 1]} {ranges(ranks)}"
         for number, ranks in ranks_by_node(numbers).items()

@@ -32,12 +32,12 @@ _NOT_KEPT = (
 
 
 class ReplicaCheck:
-    """The check of one manager's saves.
+    """Check of one manager's saves.
 
     Args:
-        options: Of the manager.
+        options: Options of the manager.
         ranks: The ranks of the job.
-        events: Is told of replicas that differ.
+        events: Stream for replicas that differ.
 
     Attributes:
         is_error: Whether a save with replicas that differ fails.
@@ -62,7 +62,7 @@ class ReplicaCheck:
         return self._has_diverged or number % self._every == 0
 
     def note(self, divergence: Divergence | None) -> None:
-        """Note what came of a save that compared replicas."""
+        """Note the outcome of a save that compared replicas."""
         self._has_diverged = divergence is not None
 
     def describe(

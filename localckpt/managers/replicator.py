@@ -1,4 +1,4 @@
-"""Has copies of a save's shard made on other ranks: at once, or behind training.
+"""Replication of saved shards to other ranks: at once, or behind training.
 
 Replications are made one after the other in the order in which the saves were called, which is the
 same on all ranks; who runs the requests that ``save`` returns, and when, does not matter to them.
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Replication:
-    """The replication of one save, as far as it has come.
+    """State of the replication of one save.
 
     Attributes:
         identity: Identity of this rank's shard.
-        task: Gives the slots of what has come from other ranks; ``None`` before it is begun.
+        task: Returns the slots of other ranks' shards; ``None`` before it is begun.
         comes_later: Whether the copies are made behind training.
         kept: Ranks whose shards have come here.
         group: The group for which a piece of another kind is kept here.
@@ -49,11 +49,11 @@ class Replication:
 
 
 class Replicator:
-    """The replication of one manager's saves.
+    """Replication of one manager's saves.
 
     Args:
         strategy: Makes the copies.
-        options: Of the manager.
+        options: Options of the manager.
     """
 
     def __init__(self, strategy: ReplicationStrategy, options: SaveOptions) -> None:
@@ -78,7 +78,7 @@ class Replicator:
         own: Slot | None,
         error: str | None = None,
     ) -> None:
-        """Have the copies made; all ranks call it once for each save.
+        """Begin to make the copies of a save; all ranks call it once for each save.
 
         Args:
             replication: Where the outcome is kept; see :meth:`finish`.
@@ -113,7 +113,7 @@ class Replicator:
                 del failure, copies
 
     def finish(self, replication: Replication) -> list[Slot]:
-        """Other ranks' shards that have come here and are to be kept.
+        """Return the slots of other ranks' shards that have come here.
 
         Raises:
             CheckpointingException: The copies could not be made, and the save must not stand
@@ -135,12 +135,12 @@ class Replicator:
             del copies
 
     def await_exchanged(self, replication: Replication) -> None:
-        """Return when nothing is being sent or received for a save, or its deadlines are past."""
+        """Wait until nothing is sent or received for a save, or its deadlines have passed."""
         if (copies := replication.task) is not None:
             copies.wait(STEPS * self._timeout_s)
 
     def waits_for(self, replication: Replication) -> str:
-        """Describe, in any thread, what a save's replication waits for; empty if it is over."""
+        """Describe, in any thread, the peers that a replication waits for; empty if it is over."""
         if (copies := replication.task) is None or copies.done():
             return ""
         if not (peers := self._strategy.waits_for()):
@@ -149,11 +149,11 @@ class Replicator:
         return f"rank {own.rank} was replicating iteration {own.iteration}, and waited for {peers}"
 
     def cancel(self) -> None:
-        """End what is under way; the other ranks may not come any more."""
+        """End the exchange that is under way; the other ranks may not come any more."""
         self._strategy.give_up()
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the replications that are under way."""
         if self._thread is not None:
             self._thread.close()
 

@@ -114,7 +114,7 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Staging buffers and kept checkpoints together."""
         return self.staging_nbytes + self.kept_nbytes
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Makes states of images again: of those on this node, and of those that a peer has sent."""
+"""Restoring of states from images, on this node or sent by a peer."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class LoadOptions:
     def of(
         cls, into: Any, map_location: str | torch.device | None, *, is_partial: bool
     ) -> LoadOptions:
-        """The options as a caller gives them."""
+        """Make the options from the arguments of a caller."""
         optional = ("",) if is_partial else tuple(f"{key}." for key in stateful_keys(into))
         return cls(None if into is None else wrapped(into), into, map_location, optional)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A shard that was read and verified."""
+    """Shard that was read and verified."""
 
     checkpoint: Checkpoint
     state: Any
@@ -239,7 +239,7 @@ def _open_mates(
 
 @contextmanager
 def _noting(rank: int) -> Iterator[None]:
-    """Context in which an image of another rank is read: what is wrong with it says whose it is."""
+    """Context for reading another rank's image, whose errors then name that rank."""
     try:
         yield
     except (StorageError, CorruptShardError) as error:

@@ -1,4 +1,4 @@
-"""Memory that saves take, and whether the node has room for what a job will keep."""
+"""Memory that saves take, and the check of the node's room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpaceCheck:
-    """Room for the saves of one rank, which is looked for once.
+    """Check of the room for one rank's saves, made once.
 
     Args:
         store: Keeps the shards.
@@ -29,7 +29,7 @@ class SpaceCheck:
         self._is_done = False
 
     def check(self, nodes: Sequence[str]) -> None:
-        """Look, in the first save, once it is known which images this rank keeps.
+        """Check the room in the first save, once all images of this rank are known.
 
         Args:
             nodes: For each rank the name of its node.
@@ -47,7 +47,7 @@ class SpaceCheck:
 
 
 def plan_memory(store: DirectoryStore) -> MemoryPlan:
-    """Plan what saves take of this node's memory for the rank of a store.
+    """Plan the memory of this node that saves of a store's rank take.
 
     Raises:
         CheckpointingException: The size of no image is known yet.

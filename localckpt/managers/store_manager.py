@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreCheckpointManager(BaseCheckpointManager):
-    """A manager whose five hooks work on a store; made by its subclasses."""
+    """Manager whose five hooks work on a store; the base of the built-in managers."""
 
     def _use_store(
         self,
@@ -81,7 +81,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         return (*super()._all_ranks(), self._reprotecting)
 
     def warm_up(self, state_dict: Any) -> None:
-        """Make ready for saves of such a state, in the background; its values are not looked at.
+        """Prepare, in the background, for saves of such a state; its values are not read.
 
         Lays it out and makes the staging buffers, which the first save would have to wait for.
 
@@ -148,14 +148,14 @@ class StoreCheckpointManager(BaseCheckpointManager):
         logger.info("iteration %d is drained", promotion.checkpoint.iteration)
 
     def wait_staged(self) -> None:
-        """Return when no save reads the state any more, so that anything may change it.
+        """Wait until no save reads the state, which may then be changed in any way.
 
         Only with ``guard`` is there something to wait for, and its optimizers wait by themselves.
         """
         self._parts.capture.await_copied()
 
     def memory_plan(self) -> MemoryPlan:
-        """Memory of this node that saves of this rank take.
+        """Return the memory of this node that saves of this rank take.
 
         Raises:
             CheckpointingException: Nothing was saved yet, nor :meth:`warm_up` called.
@@ -189,7 +189,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
         self._parts.events.emit("quarantined", details=details)
 
     def _adopted_ranks(self) -> set[int]:
-        """Ranks with a folder on this node that now run elsewhere; one rank looks after them."""
+        """Return the ranks whose folders this rank cleans up: they now run on other nodes."""
         nodes = self._parts.epoch.nodes
         here = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
         return self.store.claim.ranks() - set(here) if self.rank == here[0] else set()

@@ -226,7 +226,7 @@ class _Trained:
     pauses: Sequence[Stretch]
 
     def stretches(self, kind: Kind) -> list[Stretch]:
-        """What is left between the pauses."""
+        """Return the stretches between the pauses."""
         found, at = [], self.began
         for pause in self.pauses:
             if pause.ended > at and pause.began < self.ended:
@@ -257,7 +257,7 @@ def _take_after(kept: list[_Trained], step: int) -> list[_Trained]:
 
 
 def _time_of(step: int, marks: Sequence[tuple[int, float]]) -> float:
-    """When a step was done; between two that are known it is as if all took the same time."""
+    """Estimate when a step was done, as if all steps between two known ones took the same time."""
     index = bisect_right(marks, step, key=lambda mark: mark[0])
     (done, at), *_ = marks[index - 1 :]
     if index == len(marks) or done == step:
@@ -311,7 +311,7 @@ def _saves(saves: Iterable[JobSave]) -> Saves:
 
 
 def degraded_since(start: Start) -> float | None:
-    """When the newest checkpoint came to have too few copies; ``None`` if it has all."""
+    """Time at which the newest checkpoint lost copies; ``None`` if it has all."""
     times = _degraded(start)
     return times[-1][0] if times and times[-1][1] is None else None
 

@@ -17,7 +17,7 @@ Ending: TypeAlias = Literal["ok", "stopped", "failed", "killed", "open"]
 
 
 def ended_at(event: Event) -> float:
-    """When an event was over, in seconds since 1970."""
+    """Return the time of an event's end, in seconds since 1970."""
     return event.start + event.duration
 
 
@@ -53,14 +53,14 @@ class Start:
 
     @cached_property
     def began(self) -> float:
-        """When its first process started, in seconds since 1970."""
+        """Time at which the first process started, in seconds since 1970."""
         process_starts = [e.details.get("process_start") for e in self.named("run_began")]
         starts = [event.start for event in self.events]
         return min([*starts, *(float(at) for at in process_starts if isinstance(at, int | float))])
 
     @cached_property
     def trained_from(self) -> float:
-        """When its last rank had resumed; its end, if it never came so far."""
+        """Time at which the last rank had resumed; the end of a start that never did."""
         if self.resumed_step is None:
             return self.ended
         return max(ended_at(event) for event in self.named("resume"))
@@ -86,7 +86,7 @@ class Start:
 
     @cached_property
     def ending(self) -> Ending:
-        """How it ended."""
+        """Ending of the start."""
         if self.silent_ranks:
             return "open" if self.is_last else "killed"
         outcomes = {event.outcome for event in self.named("run_ended")}

@@ -35,6 +35,6 @@ def cells(stretches: Sequence[Stretch], width: int) -> list[Kind]:
 
 
 def place(at: float, stretches: Sequence[Stretch], width: int) -> int:
-    """Which of so many equal parts of the time a moment lies in."""
+    """Find the part of the time that a moment lies in, of equal parts."""
     began, ended = stretches[0].began, stretches[-1].ended
     return min(width - 1, max(0, int((at - began) / (ended - began) * width)))

@@ -1,4 +1,4 @@
-"""Base of the replication strategies: brings shards to ranks that lack them.
+"""Base of the replication strategies, and the exchange of shards that ranks lack.
 
 How copies are made is up to the strategies. All work is done on images; state dicts are turned
 into images and back at the edge.
@@ -6,7 +6,7 @@ into images and back at the edge.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -19,7 +19,7 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.exchange import ExchangePlan, plan_exchange
 from localckpt.replication.groups import GroupWrapper
-from localckpt.replication.redundancy import Lacking
+from localckpt.replication.redundancy import Lacking, Redundancy
 from localckpt.replication.retrieval import carry_out
 from localckpt.state_dict.basic import TensorAwareStateDict
 from localckpt.state_dict.image import pack, unpack
@@ -43,7 +43,7 @@ Accept = Callable[[CkptID, int], memoryview]
 
 
 class Ticket:
-    """One replication's place among all that a strategy makes, whichever threads make them.
+    """Place of one replication among all of a strategy, whichever threads make them.
 
     Args:
         before: Is set when the one before it is over; ``None`` for the first.
@@ -56,17 +56,17 @@ class Ticket:
         self.over = Latch()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for all before it; whether they are over."""
+        """Wait for all replications before this one; return whether they are over."""
         return self._before is None or self._before.wait(timeout_s)
 
     def end(self) -> None:
-        """Let the next one begin."""
+        """Let the next replication begin."""
         self._before = None
         self.over.set()
 
 
-class ReplicationStrategy(ABC):
-    """Copies shards to other ranks, and brings them back to ranks that lack them.
+class ReplicationStrategy(Redundancy):
+    """Redundancy that works on images, and also brings shards to ranks that lack them.
 
     Args:
         timeout_s: Deadline of each step that ranks take together, in seconds, if it is to be
@@ -129,8 +129,8 @@ class ReplicationStrategy(ABC):
 
         Args:
             source: The image, read front to back; ``None`` is fine when there is an error.
-            ckpt_id: What it is called.
-            accept: Gives writable memory of so many bytes for a peer's shard. What it gave is the
+            ckpt_id: ID of the image's shard.
+            accept: Returns writable memory of a size for a peer's shard. This memory is the
                 caller's to throw away when this raises.
             timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
             tensors_on_gpu: Whether the state is in GPU memory.
@@ -145,19 +145,6 @@ class ReplicationStrategy(ABC):
             CheckpointingException: What went wrong on a peer, the same on all of them.
         """
 
-    @abstractmethod
-    def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
-        """Place the ranks in groups, before anything is replicated; all ranks call it together.
-
-        Args:
-            domains: For each rank of the job, the token of its store.
-            timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
-
-        Raises:
-            SameMachineReplicationException: Replicas would be lost with the original.
-            MismatchError: The ranks do not fit together.
-        """
-
     def protect(
         self,
         own: Slot | None,
@@ -168,7 +155,6 @@ class ReplicationStrategy(ABC):
         on_gpu: bool = False,
         error: str | None = None,
     ) -> list[Slot]:
-        """Exchange images with the ranks of this one's group; see :class:`Redundancy`."""
         slots: list[Slot] = []
 
         def accept(peer: CkptID, nbytes: int) -> memoryview:
@@ -195,14 +181,12 @@ class ReplicationStrategy(ABC):
 
     @property
     def protection(self) -> Mapping[int, Group]:
-        """For each rank the group that protects its shard; see :class:`Redundancy`."""
         return {}
 
     def lacking(self, checkpoint: Checkpoint, inventory: Inventory) -> Lacking:
-        """Find what a loaded checkpoint lacks of its protection; see :class:`Redundancy`."""
         return Lacking({})
 
-    def require_states(self, manager: str) -> None:  # noqa: B027 - most deal in states
+    def require_states(self, manager: str) -> None:
         """Check that a manager that keeps states, and no images, can use the strategy.
 
         Args:
@@ -215,7 +199,7 @@ class ReplicationStrategy(ABC):
     @property
     @abstractmethod
     def sends_from_devices(self) -> bool:
-        """True if images of states on GPUs travel from GPU to GPU, and not through the host."""
+        """True if images of states on GPUs are sent from GPU to GPU, not through the host."""
 
     def waits_for(self) -> str:
         """Describe, in any thread, whom a replication waits for; empty if for no other rank."""
@@ -223,7 +207,7 @@ class ReplicationStrategy(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """End what other threads wait for here, with an error there, up to the next ticket."""
+        """End all waits of other threads, with an error there, until the next ticket is taken."""
 
     def _end_idle_ticket(self) -> None:
         """Let others go on after a ticket that an interrupt kept from being taken up."""
@@ -231,7 +215,7 @@ class ReplicationStrategy(ABC):
             self._last_ticket.end()
 
     def close(self) -> None:
-        """Give up connections, and groups that the strategy made itself."""
+        """Close connections, and groups that the strategy made itself."""
         if self._everyone is not None:
             self._everyone.close()
 
@@ -285,7 +269,7 @@ class ReplicationStrategy(ABC):
         Args:
             plan: From :meth:`retrieve_plan`.
             open_source: Opens an image that the plan lets this rank send; closed here.
-            accept: Gives writable memory of so many bytes for an image that comes.
+            accept: Returns writable memory of a size for an image that comes.
             timeout_s: Deadline of each step, in seconds; ``None`` for the strategy's.
 
         Returns:
@@ -353,7 +337,7 @@ class ReplicationStrategy(ABC):
 
 
 class _Unheld(str):
-    """Stands for an ID that only the rank that wants it knows."""
+    """Placeholder of an ID that only the rank that wants it knows."""
 
     __slots__ = ()
 

@@ -2,9 +2,10 @@
 
 Two things work together. A :class:`Redundancy` protects what a job saves, and is chosen by the user
 (``repl_strategy=``): :class:`NoReplication`, :class:`CliqueReplicationStrategy` and
-:class:`ParityReplicationStrategy` are the implementations. A :class:`Scheme` turns pieces that are
-no copies of shards into shards again, and is found by the kind of the pieces that the nodes hold,
-whichever redundancy the job has that loads them. Redundancy by copies needs no scheme.
+:class:`ParityReplicationStrategy` are the implementations, by way of :class:`ReplicationStrategy`.
+A :class:`Scheme` turns pieces that are no copies of shards into shards again, and is found by the
+kind of the pieces that the nodes hold, whichever redundancy the job has that loads them. Redundancy
+by copies needs no scheme.
 
 To add a redundancy with pieces of its own: a module beside ``parity/`` with a strategy that derives
 from :class:`MemberStrategy` and a scheme; a line in ``schemes.py``; and the name of the strategy in
@@ -15,6 +16,7 @@ treat all kinds alike.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -44,6 +46,7 @@ __all__ = [
 class Redundancy(Protocol):
     """Protection of the shards that a job saves. All ranks call its methods together."""
 
+    @abstractmethod
     def place(self, domains: Sequence[str], timeout_s: float | None = None) -> None:
         """Place the ranks in groups, before anything is protected.
 
@@ -122,7 +125,7 @@ class Renewal(Protocol):
         """Connect this rank to those that it makes pieces with.
 
         Args:
-            name: Has not been used before in this job.
+            name: Name that was not used before in this job.
             rank: This rank.
             timeout_s: Deadline, in seconds.
             rate_limit: Number of bytes a second that this rank sends at most; ``None`` for any.

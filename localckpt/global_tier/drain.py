@@ -241,15 +241,21 @@ class Drain:
     def _choose_shards(self) -> dict[int, DrainedShard]:
         """The shards that this rank drains, by the ranks that saved them."""
         ranks = self._ranks
-        lacking: list[int] = ranks.decide(
-            f"look for the shards of iteration {self.iteration}", self._look, self._find_lacking
+        lacking: list[int] = ranks.act(
+            f"look for the shards of iteration {self.iteration}",
+            self._look,
+            self._find_lacking,
+            kind="look for shards",
+            in_vain=self._pacer.stop,
         )
         mine = [] if ranks.rank in lacking else [ranks.rank]
         if lacking:
-            found: Any = ranks.decide(
+            found: Any = ranks.act(
                 f"find copies of the shards of iteration {self.iteration}",
                 lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
                 lambda readable: self._choose_readers(lacking, readable),
+                kind="find copies of shards",
+                in_vain=self._pacer.stop,
             )
             mine += found[1] or []
         return {
@@ -292,10 +298,10 @@ class Drain:
         if gone := sorted(set(lacking).difference(*readers.values())):
             why = said_by({self._ranks.global_ranks[rank]: self._lacking[rank] for rank in gone})
             raise NoReplicasAvailableError(
-                f"iteration {self.iteration} was not drained: no node can give the shards of "
-                f"{ranks_named(self._ranks.global_ranks[rank] for rank in gone)} ({why}). "
-                f"Shards are not computed from parity for this: load() this checkpoint first, "
-                f"which puts them on their nodes again, or promote another"
+                f"no node can give the shards of "
+                f"{ranks_named(self._ranks.global_ranks[rank] for rank in gone)} ({why}). Nothing "
+                f"was drained. A drain computes no shards from other pieces: load() this "
+                f"checkpoint first, which puts them on their nodes again, or promote another"
             )
         for reader, owners in readers.items():
             logger.info("rank %d drains the shards of %s, whose nodes lack them", reader, owners)

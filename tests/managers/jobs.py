@@ -155,10 +155,13 @@ def iterations_on(*roots: Path) -> set[int]:
 
 
 def damage(path: Path, position: float = 0.5) -> None:
-    """Flip one bit of a file, at a fraction of its length."""
-    content = bytearray(path.read_bytes())
-    content[int(position * (len(content) - 1))] ^= 0x10
-    path.write_bytes(content)
+    """Flip one bit of a file, at a fraction of its length; others may be reading it."""
+    with path.open("r+b") as file:
+        at = int(position * (path.stat().st_size - 1))
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
 
 
 def our_threads() -> list[str]:

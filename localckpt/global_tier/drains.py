@@ -12,6 +12,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.root import CheckpointRoot
+from localckpt.ids import ShardIdentity
 from localckpt.ranks.ranks import Ranks
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.threads import SerialThread
@@ -51,8 +52,10 @@ class Drains:
         """Begin a drain, or put it behind those that are not over.
 
         Raises:
-            CheckpointingException: No thread can be had.
+            CheckpointingException: The shard is another rank's; or there is no such rate; or no
+                thread can be had.
         """
+        self._check(shard.identity, rate_limit)
         self._under_way = [drain for drain in self._under_way if not drain.task.done()]
         drain = Drain(
             *(shard, self._begun, rate_limit, self._ranks, self._root, self._safe_globals),
@@ -68,6 +71,19 @@ class Drains:
                 f"this process cannot start a thread ({error}): nothing was drained"
             ) from error
         return drain
+
+    def _check(self, identity: ShardIdentity, rate_limit: float | None) -> None:
+        ranks = self._ranks
+        if (identity.rank, identity.world_size) != (ranks.rank, ranks.world_size):
+            raise CheckpointingException(
+                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
+                f"the one of shared storage rank {ranks.rank} of {ranks.world_size}: make both "
+                f"with the same process_group. Nothing was drained"
+            )
+        if rate_limit is not None and rate_limit <= 0:
+            raise CheckpointingException(
+                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
+            )
 
     def close(self, *, is_in_step: bool) -> None:
         """End what is under way, and free everything. May be called twice.

@@ -26,13 +26,13 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     StorageError,
 )
+from localckpt.global_tier.committed import Committed, Found
 from localckpt.global_tier.metadata import (
     create_chunk_list,
     create_read_items,
     format_version,
 )
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
-from localckpt.global_tier.root import CheckpointRoot, Found
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.write_items import load_object
@@ -50,38 +50,38 @@ class Loads:
 
     Args:
         session_id: The training run.
-        root: Its checkpoints, which the first rank sees for all.
+        committed: Its checkpoints, which the first rank sees for all.
         ranks: Those of the job.
         open_reader: Returns the storage reader of a checkpoint.
     """
 
     def __init__(
-        self, session_id: str, root: CheckpointRoot, ranks: Ranks, open_reader: OpenReader
+        self, session_id: str, committed: Committed, ranks: Ranks, open_reader: OpenReader
     ) -> None:
         self._session_id = session_id
-        self._root = root
+        self._committed = committed
         self._ranks = ranks
         self._open_reader = open_reader
 
     def find(
         self, iteration: int | None = None, older_than: tuple[int, int] | None = None
     ) -> Found | None:
-        """The newest checkpoint; the arguments and errors are those of the root."""
+        """The newest checkpoint; the arguments and errors are those of :meth:`Committed.find`."""
 
         def look(tags: list[Any]) -> list[Any] | None:
             require_same(tags, self._ranks.global_ranks)
-            found = self._root.find(iteration, older_than)
+            found = self._committed.find(iteration, older_than)
             return None if found is None else found.to_json()
 
         found = self._ranks.act("find a checkpoint", lambda: [self._session_id, iteration], look)
-        return None if found is None else Found.from_json(self._root.path, found)
+        return None if found is None else Found.from_json(self._committed.path, found)
 
     def iterations(self) -> list[int]:
         """Iterations of all checkpoints, in the order in which a restart tries them."""
 
         def look(tags: list[Any]) -> list[int]:
             require_same(tags, self._ranks.global_ranks)
-            return self._root.iterations()
+            return self._committed.iterations()
 
         return self._ranks.act("find all checkpoints", lambda: [self._session_id, "all"], look)
 
@@ -142,12 +142,12 @@ class Loads:
 
     def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
         if older_than is not None:
-            return f"no checkpoint under {self._root.path} can be loaded; see the errors above"
+            return f"no checkpoint under {self._committed.path} can be loaded; see the errors above"
         if iteration is not None:
-            return f"there is no checkpoint of iteration {iteration} under {self._root.path}"
+            return f"there is no checkpoint of iteration {iteration} under {self._committed.path}"
         return (
-            f"there is no checkpoint under {self._root.path}: load() only if find_latest() is not "
-            f"-1"
+            f"there is no checkpoint under {self._committed.path}: load() only if find_latest() is "
+            f"not -1"
         )
 
 

@@ -24,11 +24,12 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
+from localckpt.global_tier.committed import Found
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.drains import Drains
 from localckpt.global_tier.load import Loads
 from localckpt.global_tier.retention import Retention, plain_metrics
-from localckpt.global_tier.root import CheckpointRoot, Found
+from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import Save
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
@@ -165,7 +166,7 @@ class GlobalCheckpointManager:
                 timeout_s=timeout,
             )
 
-        self._loads = Loads(session_id, self._root, self._ranks, open_reader)
+        self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
         self._process = os.getpid()
         self._closed = False
 
@@ -312,17 +313,6 @@ class GlobalCheckpointManager:
         """
         self._require_writable()
         self._require_open()
-        identity = shard.identity
-        if (identity.rank, identity.world_size) != (self.rank, self.world_size):
-            raise CheckpointingException(
-                f"the manager of the nodes is rank {identity.rank} of {identity.world_size}, and "
-                f"the one of shared storage rank {self.rank} of {self.world_size}: make both with "
-                f"the same process_group. Nothing was drained"
-            )
-        if rate_limit is not None and rate_limit <= 0:
-            raise CheckpointingException(
-                f"rate_limit is {rate_limit}; it must be above 0 bytes a second, or None"
-            )
         return self._drains.begin(shard, rate_limit)
 
     def note_drained(self, iteration: int) -> None:
@@ -347,7 +337,7 @@ class GlobalCheckpointManager:
             StorageError: It could not be written; the same on every rank, as all errors.
             PeerLostError: Some rank did not come in time.
         """
-        self._change_pin("pin", iteration, self._root.pin)
+        self._change_pin("pin", iteration, self._root.committed.pin)
 
     def unpin(self, iteration: int) -> None:
         """Leave a checkpoint to the retention again; all ranks call it. May be called twice.
@@ -355,7 +345,7 @@ class GlobalCheckpointManager:
         Raises:
             NoReplicasAvailableError, StorageError, PeerLostError: As for :meth:`pin`.
         """
-        self._change_pin("unpin", iteration, self._root.unpin)
+        self._change_pin("unpin", iteration, self._root.committed.unpin)
 
     # Loading.
 
@@ -446,7 +436,7 @@ class GlobalCheckpointManager:
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)
         if self.rank == 0:
-            self._root.note_resume(found)
+            self._root.committed.note_resume(found)
         if self._local is not None:
             self._local.begin(found.folder.iteration, lineage=found.lineage)
         if into is None:
@@ -455,17 +445,17 @@ class GlobalCheckpointManager:
 
     def note_progress(self, iteration: int) -> None:
         """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
-        self._root.resuming.note_progress(iteration)
+        self._root.committed.resuming.note_progress(iteration)
 
     def forget_attempts(self) -> None:
         """Count no start so far as one in vain: the job has got on by its own account."""
         if self.rank == 0:
-            self._root.resuming.forget()
+            self._root.committed.resuming.forget()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""
         if os.getpid() == self._process:
-            self._root.resuming.take_back()
+            self._root.committed.resuming.take_back()
 
     def close(self) -> None:
         """Wait for the last save, then free everything. May be called twice.

@@ -47,3 +47,6 @@ class _DrainReport(PeersReport):
             if OURS_DRAIN in lost and OURS_GLOBAL in lost:
                 ratio = lost[OURS_DRAIN] / lost[OURS_GLOBAL]
                 self.fact(f"lost, {loop}, of a save of ours to shared storage", ratio, "")
+            if OURS_DRAIN in lost:
+                self._against_best(f"lost, {loop}")
+                self._against_best(f"stall, {loop}")

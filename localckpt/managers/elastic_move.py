@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from localckpt.errors import CorruptShardError
 from localckpt.managers.elastic_copies import ShardCopies
 from localckpt.managers.elastic_tensors import Give, Take
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.parts import Accept, Put, exchange_parts
-from localckpt.state_dict.direct_runs import RunTarget
-from localckpt.state_dict.regions import Cut, Region, volume
-from localckpt.state_dict.resharded import Filling, WantedTensor
+from localckpt.replication.parts import Find, To, exchange_parts
+from localckpt.state_dict.regions import Region, volume
+from localckpt.state_dict.resharded import FilledPart, Filling, WantedTensor
+from localckpt.state_dict.runs import PartReceiver
 
 __all__ = ["Transfer"]
 
@@ -82,20 +79,21 @@ class Transfer:
         for take in self.takes:
             for number in (number for numbers in take.numbers for number in numbers):
                 expected[number] = expected.get(number, 0) + volume(take.region)
-        filling = Filling([(self.targets[number], count) for number, count in expected.items()])
+        filling = Filling(
+            self.rank, [(self.targets[number], count) for number, count in expected.items()]
+        )
+        taken = [
+            [
+                FilledPart(filling, [self.targets[number] for number in numbers], take.region)
+                for numbers in take.numbers
+            ]
+            for take in self.takes
+        ]
 
-        def accept(
-            peer: int,
-            item: int,
-            index: int,
-            first: Sequence[int],
-            sizes: Sequence[int],
-            values: torch.Tensor,
-        ) -> None:
-            if not item < len(self.takes) or not index < len(self.takes[item].numbers):
+        def find(peer: int, item: int, index: int) -> PartReceiver:
+            if not item < len(taken) or not index < len(taken[item]):
                 raise CorruptShardError(f"rank {peer} sent what rank {self.rank} does not take")
-            for number in self.takes[item].numbers[index]:
-                filling.fill(self.targets[number], first, sizes, values)
+            return taken[item][index]
 
         with ExitStack() as opened:
             connections = None
@@ -104,33 +102,20 @@ class Transfer:
                 opened.callback(connections.close)
             exchange_parts(
                 *(connections, receivers, senders),
-                lambda put: self._read(put, accept, filling),
-                accept,
-                timeout_s,
+                lambda to: self._read(to, find),
+                *(find, timeout_s),
             )
         filling.require_full()
 
-    def _read(self, put: Put, accept: Accept, filling: Filling) -> None:
-        """Read the parts that this rank gives, and hand them on."""
-        wanted: dict[int, dict[int, list[tuple[Any, Region]]]] = {}
+    def _read(self, to: To, find: Find) -> None:
+        """Read the parts that this rank gives, to where they go."""
+        wanted: dict[int, dict[int, list[tuple[PartReceiver, Region]]]] = {}
         for give in self.gives:
             of_shard = wanted.setdefault(give.shard, {})
+            receiver_of = find if give.receiver == self.rank else to
             for index, number in enumerate(give.numbers):
-                receiver = give.receiver, give.item, index
+                receiver = receiver_of(give.receiver, give.item, index)
                 of_shard.setdefault(number, []).append((receiver, give.region))
-
-        def deliver(receiver: tuple[int, int, int], _: int, cut: Cut, values: torch.Tensor) -> None:
-            to, item, index = receiver
-            if to == self.rank:
-                accept(self.rank, item, index, cut.first, cut.sizes, values)
-            else:
-                put(to, item, index, cut.first, values)
-
-        def direct(receiver: tuple[int, int, int]) -> RunTarget | None:
-            to, item, index = receiver
-            numbers = self.takes[item].numbers[index] if to == self.rank else []
-            return filling.target(self.targets[numbers[0]]) if len(numbers) == 1 else None
-
         for shard, of_shard in wanted.items():
             with self.copies.noting(shard):
-                self.copies.shards[shard].stream(of_shard, deliver, direct)
+                self.copies.shards[shard].stream(of_shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -10,9 +11,11 @@ __all__ = [
     "byte_span",
     "copy_values",
     "flat_bytes",
+    "integer_view",
     "is_flat",
     "is_host_run",
     "is_lazy",
+    "narrowed",
     "same_view",
     "storage_address",
     "storage_bytes",
@@ -33,6 +36,24 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a flat tensor as bytes, even if a dimension of size 1 has stride 0 (``view`` fails)."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return storage_bytes(tensor, (start, start + tensor.numel() * tensor.itemsize))
+
+
+def integer_view(tensor: torch.Tensor, itemsize: int | None = None) -> torch.Tensor:
+    """View a tensor's values, whatever their dtype, or flat bytes, as integers of one size.
+
+    Args:
+        tensor: The tensor; its values are not lazy.
+        itemsize: Size of the integers in bytes; ``None`` for that of the tensor's items.
+    """
+    return tensor.view(_INTEGERS.get(itemsize or tensor.itemsize, torch.complex128))
+
+
+def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """View a rectangle of a tensor."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:

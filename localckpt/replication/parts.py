@@ -1,7 +1,9 @@
 """Parts of tensors between ranks, in messages of bounded size that say what they hold.
 
-A sender fills messages as it reads, in whatever order that is; a receiver takes each part where it
-belongs. Two messages for each pair of ranks are all that is in memory.
+A sender has messages filled as it reads, in whatever order that is, and a receiver takes each part
+where it belongs. Runs of bytes are read straight into a message, which is sent once all of it was
+verified. Two messages for each pair of ranks are in memory, and more only while each of the
+others waits for a thread that reads into it.
 """
 
 from __future__ import annotations
@@ -11,77 +13,56 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from localckpt.errors import CorruptShardError
 from localckpt.memory.host_memory import round_up
-from localckpt.memory.tensor_bytes import copy_values
+from localckpt.memory.tensor_bytes import copy_values, integer_view
 from localckpt.pacing import Pacer
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
 from localckpt.replication.progress import Progress
-from localckpt.state_dict.saved_shard import integer_view
-from localckpt.state_dict.source import PIECE_NBYTES
+from localckpt.state_dict.runs import PartReceiver, Reservation
+from localckpt.state_dict.source import PIECE_NBYTES, scatter
+from localckpt.storage.buffers import PrivateBuffer
 from localckpt.threads import run_interruptibly
 
-__all__ = ["MESSAGE_NBYTES", "Accept", "Put", "exchange_parts"]
+__all__ = ["MESSAGE_NBYTES", "Find", "To", "exchange_parts"]
 
-MESSAGE_NBYTES = 16 << 20
-"""Size of a message, where few ranks exchange parts."""
+MESSAGE_NBYTES = 2 * PIECE_NBYTES
+"""Size of a message: room for a piece of an image, and for the heads of all parts in it."""
 
-# All messages of a rank together, and the smallest that hold a part of a piece.
-_MOST_NBYTES, _LEAST_NBYTES = 1 << 30, 2 * PIECE_NBYTES
+# Shorter runs are copied: else a piece might have more of them than there is room for heads.
+_DIRECT_NBYTES = 4096
 _IN_FLIGHT = 2
 _ALIGN = 16
 # Length of the message that follows; 0 says that none does.
 _LENGTH = struct.Struct("<Q")
 _HEAD = struct.Struct("<IIIIQ")
+_OFFSET = struct.Struct("<Q")
+_CUT, _RUN = 0, 1
 _LENGTHS, _PARTS = 0, 1
 # Answers are empty messages; so many may be under way.
 _ANSWERS = 8
 
+To = Callable[[int, int, int], PartReceiver]
+"""``to(rank, item, index)``: receiver of another rank's part."""
 
-class Put(Protocol):
-    """Sends a part of a tensor to a rank; may be called by several threads."""
+Find = Callable[[int, int, int], PartReceiver]
+"""``find(peer, item, index)``: receiver of this rank's part that a peer has sent something of.
 
-    def __call__(
-        self, peer: int, item: int, index: int, first: Sequence[int], values: torch.Tensor
-    ) -> None:
-        """Send a part.
-
-        Args:
-            peer: The rank.
-            item: Number of what the rank takes.
-            index: Number of the tensor among those of the item.
-            first: Index of its first element in each dimension of the global tensor.
-            values: The part, not changed until the call returns.
-        """
-
-
-class Accept(Protocol):
-    """Takes a part that came."""
-
-    def __call__(
-        self,
-        peer: int,
-        item: int,
-        index: int,
-        first: Sequence[int],
-        sizes: Sequence[int],
-        values: torch.Tensor,
-    ) -> None:
-        """Take a part; arguments as for :class:`Put`, from a rank, and the values as bytes."""
+An item is what a rank takes of one shard, by its number; the index is that of a part of it."""
 
 
 def exchange_parts(
     connections: HostConnections | None,
     receivers: Mapping[int, int],
     senders: Mapping[int, int],
-    send: Callable[[Put], None],
-    accept: Accept,
+    send: Callable[[To], None],
+    find: Find,
     timeout_s: float,
 ) -> None:
     """Send parts to ranks, and take those that ranks send here, at once.
@@ -90,9 +71,8 @@ def exchange_parts(
         connections: To all of these ranks; ``None`` if there are none.
         receivers, senders: Ranks that this one sends to, and gets parts from, with the bytes of
             the parts.
-        send: Sends all parts with the function that it is given.
-        accept: Takes each part; called by a thread for each sender. The values are valid until it
-            returns.
+        send: Sends all parts to the receivers that it is given; it may use several threads.
+        find: Finds who takes a part that came; called by a thread for each sender.
         timeout_s: Deadline of it all, in seconds.
 
     Raises:
@@ -102,14 +82,12 @@ def exchange_parts(
     if connections is None:
         send(_to_nobody)
         return
-    exchange = _Exchange(connections, receivers, senders, accept, timeout_s)
+    exchange = _Exchange(connections, receivers, senders, find, timeout_s)
     run_interruptibly(lambda: exchange.run(send), exchange.abort)
 
 
-def _to_nobody(
-    peer: int, item: int, index: int, first: Sequence[int], values: torch.Tensor
-) -> None:
-    raise AssertionError(f"rank {peer} takes nothing from this one")
+def _to_nobody(rank: int, item: int, index: int) -> PartReceiver:
+    raise AssertionError(f"rank {rank} takes nothing from this one")
 
 
 class _Exchange:
@@ -118,7 +96,7 @@ class _Exchange:
         connections: HostConnections,
         receivers: Mapping[int, int],
         senders: Mapping[int, int],
-        accept: Accept,
+        find: Find,
         timeout_s: float,
     ) -> None:
         self._connections = connections
@@ -126,19 +104,15 @@ class _Exchange:
         self._pacer = Pacer()
         self._messages = Messages(connections, self._progress, self._pacer)
         self._senders = senders
-        self._accept = accept
+        self._find = find
         self._failures: list[BaseException] = []
-        share = _MOST_NBYTES // (_IN_FLIGHT * max(1, len(receivers)))
-        nbytes = max(_LEAST_NBYTES, min(MESSAGE_NBYTES, share))
         for peer, sent in receivers.items():
             self._progress.expect(peer, sent=sent)
         for peer, received in senders.items():
             self._progress.expect(peer, received=received)
-        self._outlets = {
-            peer: _Outlet(peer, self._messages, self._progress, nbytes) for peer in receivers
-        }
+        self._outlets = {peer: _Outlet(peer, self._messages) for peer in receivers}
 
-    def run(self, send: Callable[[Put], None]) -> None:
+    def run(self, send: Callable[[To], None]) -> None:
         threads = [
             threading.Thread(
                 target=self._receive, args=(peer,), name=f"localckpt-parts-{peer}", daemon=True
@@ -150,7 +124,7 @@ class _Exchange:
             for thread in threads:
                 thread.start()
                 started.append(thread)
-            send(self._put)
+            send(lambda rank, item, index: _SentPart(self._outlets[rank], item, index))
             for outlet in self._outlets.values():
                 outlet.end()
             for outlet in self._outlets.values():
@@ -169,127 +143,196 @@ class _Exchange:
         self._pacer.stop()
         self._connections.disconnect()
 
-    def _put(
-        self, peer: int, item: int, index: int, first: Sequence[int], values: torch.Tensor
-    ) -> None:
-        self._outlets[peer].put(item, index, first, values)
-
     def _receive(self, peer: int) -> None:
         try:
-            _Inlet(peer, self._messages, self._progress, self._accept).run()
+            _Inlet(peer, self._messages, self._progress, self._find).run()
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
             self._failures.append(failure)
             self.abort()
 
 
-class _Outlet:
-    """Messages to one rank: one is filled while another is sent."""
+@dataclass(frozen=True, slots=True)
+class _SentPart:
+    """Part of a tensor of another rank; a :class:`PartReceiver`."""
 
-    def __init__(self, peer: int, messages: Messages, progress: Progress, nbytes: int) -> None:
-        self._peer = peer
-        self._messages = messages
-        self._progress = progress
-        self._nbytes = nbytes
-        self._lock = threading.Lock()
-        self._buffers: list[memoryview] = []
-        self._used = 0
-        self._at = 0
-        self._under_way: deque[tuple[Outgoing, Outgoing, memoryview]] = deque()
+    channel: _Outlet
+    item: int
+    index: int
 
-    def put(self, item: int, index: int, first: Sequence[int], values: torch.Tensor) -> None:
-        """Add a part, and send the message when it is full."""
-        sizes, nbytes = tuple(values.shape), values.numel() * values.itemsize
-        head = _HEAD.pack(item, index, values.dim(), 0, nbytes)
-        head += struct.pack(f"<{2 * len(sizes)}Q", *first, *sizes)
-        start = round_up(len(head), _ALIGN)
-        needed = start + round_up(nbytes, _ALIGN)
-        if needed > self._nbytes:
+    def takes_direct(self, nbytes: int) -> bool:
+        return nbytes >= _DIRECT_NBYTES
+
+    def take_run(self, offset: int, data: memoryview) -> None:
+        for begin in range(0, len(data), PIECE_NBYTES):
+            some = data[begin : begin + PIECE_NBYTES]
+            memory, done = self.channel.reserve([(self, offset + begin, len(some))])
+            scatter(some, list(memory))
+            done()
+
+    def take_cut(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        nbytes = values.numel() * values.itemsize
+        if nbytes > PIECE_NBYTES:
             # One row of a tensor with gaps between its items may be larger than any message.
             dim = max(range(values.dim()), key=sizes.__getitem__)
             half = sizes[dim] // 2
-            second = (*first[:dim], first[dim] + half, *first[dim + 1 :])
-            self.put(item, index, first, values.narrow(dim, 0, half))
-            self.put(item, index, second, values.narrow(dim, half, sizes[dim] - half))
+            for begin, size in ((0, half), (half, sizes[dim] - half)):
+                starts = (*first[:dim], first[dim] + begin, *first[dim + 1 :])
+                lengths = (*sizes[:dim], size, *sizes[dim + 1 :])
+                self.take_cut(starts, lengths, values.narrow(dim, begin, size))
             return
-        with self._lock:
-            if self._buffers and self._at + needed > self._nbytes:
-                self._send()
-            if not self._buffers:
-                self._take_buffer()
-            buffer = self._buffers[0]
-            buffer[self._at : self._at + len(head)] = head
-            begin = self._at + start
-            flat = torch.frombuffer(buffer[begin : begin + nbytes], dtype=torch.uint8)
-            copy_values(integer_view(flat, values.itemsize, sizes).view(values.dtype), values)
-            self._at += needed
+        head = _HEAD.pack(self.item, self.index, len(sizes), _CUT, nbytes)
+        head += struct.pack(f"<{2 * len(sizes)}Q", *first, *sizes)
+        (memory,), done = self.channel.reserve_behind([(head, nbytes)])
+        if nbytes:
+            flat = integer_view(torch.frombuffer(memory, dtype=torch.uint8), values.itemsize)
+            copy_values(flat.view(tuple(sizes)).view(values.dtype), values)
+        done()
+
+
+class _Message:
+    """Message that is being filled, by several threads."""
+
+    def __init__(self) -> None:
+        self.memory = PrivateBuffer(MESSAGE_NBYTES).view
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.at = 0
+        # What is reserved and not filled yet.
+        self.lacking = 0
+        self.is_closed = False
+
+
+class _Outlet:
+    """Messages to one rank: some are filled while others travel; a :class:`Channel`."""
+
+    def __init__(self, peer: int, messages: Messages) -> None:
+        self.rank = peer
+        self._messages = messages
+        # Who waits until the peer has taken a message holds the first one only.
+        self._reserving = threading.Lock()
+        self._lock = threading.Lock()
+        self._open: _Message | None = None
+        self._free: list[_Message] = []
+        self._made = 0
+        self._under_way: deque[tuple[Outgoing, Outgoing, _Message]] = deque()
+
+    def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
+        """Reserve memory for runs of one piece of an image, in one message."""
+        parts = []
+        for part, offset, nbytes in runs:
+            assert isinstance(part, _SentPart), "it is another rank's"
+            head = _HEAD.pack(part.item, part.index, 0, _RUN, nbytes) + _OFFSET.pack(offset)
+            parts.append((head, nbytes))
+        return self.reserve_behind(parts)
+
+    def reserve_behind(self, parts: Sequence[tuple[bytes, int]]) -> Reservation:
+        """Reserve memory in one message for parts, each behind its head."""
+        needed = sum(_start_of(head) + round_up(nbytes, _ALIGN) for head, nbytes in parts)
+        assert needed <= MESSAGE_NBYTES, "a piece of an image fits"
+        memory = []
+        with self._reserving:
+            message = self._message_for(needed)
+            with self._lock:
+                message.lacking += 1
+            for head, nbytes in parts:
+                message.memory[message.at : message.at + len(head)] = head
+                message.at += _start_of(head)
+                memory.append(message.memory[message.at : message.at + nbytes])
+                message.at += round_up(nbytes, _ALIGN)
+        return Reservation(memory, lambda: self._filled(message))
 
     def end(self) -> None:
         """Send what is left, and that nothing follows."""
-        with self._lock:
-            if self._buffers:
-                self._send()
-            nothing = memoryview(bytearray(_LENGTH.pack(0)))
-            ended = self._messages.send(self._peer, _LENGTHS, nothing)
-            self._under_way.append((ended, ended, nothing))
+        with self._reserving:
+            if self._open is not None:
+                self._close()
+            with self._lock:
+                nothing = memoryview(bytearray(_LENGTH.pack(0)))
+                self._ended = self._messages.send(self.rank, _LENGTHS, nothing)
 
     def await_taken(self) -> None:
         """Wait until the rank has all messages."""
-        with self._lock:
+        with self._reserving:
             while self._under_way:
                 self._await_oldest()
+            self._messages.await_taken(self._ended)
 
-    def _take_buffer(self) -> None:
-        self._at = 0
-        if self._used < _IN_FLIGHT:
-            self._used += 1
-            self._buffers = [memoryview(bytearray(self._nbytes))]
-        else:
-            self._buffers = [self._await_oldest()]
+    def _message_for(self, needed: int) -> _Message:
+        """Return the message that is filled now, with room for so many bytes."""
+        if self._open is not None and self._open.at + needed > MESSAGE_NBYTES:
+            self._close()
+        if self._open is None:
+            if not self._free and self._made >= _IN_FLIGHT and self._under_way:
+                self._await_oldest()
+            if not self._free:
+                # Of all messages other threads have yet to fill some part: they are soon sent.
+                self._made += 1
+                self._free.append(_Message())
+            self._open = self._free.pop()
+        return self._open
 
-    def _send(self) -> None:
-        (buffer,) = self._buffers
-        self._buffers = []
-        length = memoryview(bytearray(_LENGTH.pack(self._at)))
+    def _close(self) -> None:
+        message, self._open = self._open, None
+        assert message is not None, "there is one"
+        with self._lock:
+            message.is_closed = True
+            if not message.lacking:
+                self._send(message)
+
+    def _filled(self, message: _Message) -> None:
+        with self._lock:
+            message.lacking -= 1
+            if message.is_closed and not message.lacking:
+                self._send(message)
+
+    def _send(self, message: _Message) -> None:
+        length = memoryview(bytearray(_LENGTH.pack(message.at)))
         self._under_way.append(
             (
-                self._messages.send(self._peer, _LENGTHS, length),
-                self._messages.send(self._peer, _PARTS, buffer[: self._at]),
-                buffer,
+                self._messages.send(self.rank, _LENGTHS, length),
+                self._messages.send(self.rank, _PARTS, message.memory[: message.at]),
+                message,
             )
         )
 
-    def _await_oldest(self) -> memoryview:
-        length, parts, buffer = self._under_way.popleft()
+    def _await_oldest(self) -> None:
+        length, parts, message = self._under_way.popleft()
         self._messages.await_taken(length)
-        if parts is not length:
-            self._messages.await_taken(parts)
-        return buffer
+        self._messages.await_taken(parts)
+        message.clear()
+        self._free.append(message)
+
+
+def _start_of(head: bytes) -> int:
+    return round_up(len(head), _ALIGN)
 
 
 class _Inlet:
     """Messages of one rank: one is asked for while another is taken apart."""
 
-    def __init__(self, peer: int, messages: Messages, progress: Progress, accept: Accept) -> None:
+    def __init__(self, peer: int, messages: Messages, progress: Progress, find: Find) -> None:
         self._peer = peer
         self._messages = messages
         self._progress = progress
-        self._accept = accept
+        self._find = find
         self._answers: deque[dist.Work] = deque()
 
     def run(self) -> None:
         """Take all messages."""
-        buffers = [memoryview(b""), memoryview(b"")]
+        buffers: list[memoryview] = []
         expected = self._next_length()
         turn = 0
         asked = None
         while expected or asked is not None:
             following = None
             if expected:
-                if len(buffers[turn]) < expected:
-                    buffers[turn] = memoryview(bytearray(expected))
+                if len(buffers) < _IN_FLIGHT:
+                    buffers.append(PrivateBuffer(MESSAGE_NBYTES).view)
                 memory = buffers[turn][:expected]
                 following = self._messages.ask(self._peer, _PARTS, memory), memory
-                turn = 1 - turn
+                turn = (turn + 1) % _IN_FLIGHT
             if asked is not None:
                 self._take_apart(asked[1])
             asked = following
@@ -316,19 +359,26 @@ class _Inlet:
     def _take_apart(self, message: memoryview) -> None:
         at = 0
         while at < len(message):
-            item, index, dims, _, nbytes = _HEAD.unpack_from(message, at)
-            head = _HEAD.size + 16 * dims
+            item, index, dims, kind, nbytes = _HEAD.unpack_from(message, at)
+            head = _HEAD.size + (_OFFSET.size if kind == _RUN else 16 * dims)
             begin = at + round_up(head, _ALIGN)
             if head > len(message) - at or nbytes > len(message) - begin:
                 raise CorruptShardError(f"rank {self._peer} sent a message that is cut short")
-            numbers = struct.unpack_from(f"<{2 * dims}Q", message, at + _HEAD.size)
-            values = (
-                torch.frombuffer(message[begin : begin + nbytes], dtype=torch.uint8)
-                if nbytes
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            first, sizes = numbers[:dims], numbers[dims:]
-            if math.prod(sizes) and nbytes % math.prod(sizes):
-                raise CorruptShardError(f"rank {self._peer} sent a part of another size")
-            self._accept(self._peer, item, index, first, sizes, values)
+            part, data = self._find(self._peer, item, index), message[begin : begin + nbytes]
+            if kind == _RUN:
+                (offset,) = _OFFSET.unpack_from(message, at + _HEAD.size)
+                part.take_run(offset, data)
+            else:
+                numbers = struct.unpack_from(f"<{2 * dims}Q", message, at + _HEAD.size)
+                self._take_cut(part, numbers[:dims], numbers[dims:], data)
             at = begin + round_up(nbytes, _ALIGN)
+
+    def _take_cut(
+        self, part: PartReceiver, first: Sequence[int], sizes: Sequence[int], data: memoryview
+    ) -> None:
+        if math.prod(sizes) and len(data) % math.prod(sizes):
+            raise CorruptShardError(f"rank {self._peer} sent a part of another size")
+        values = torch.empty(0, dtype=torch.uint8)
+        if len(data):
+            values = torch.frombuffer(data, dtype=torch.uint8)
+        part.take_cut(first, sizes, values)

@@ -7,24 +7,30 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from localckpt.errors import MismatchError
 from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import copy_values, is_host_run
+from localckpt.memory.tensor_bytes import copy_values, integer_view, is_host_run, narrowed
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
-from localckpt.state_dict.direct_runs import RunTarget
 from localckpt.state_dict.global_view import Job, boxes_of, named
-from localckpt.state_dict.regions import Region, local_starts, whole
+from localckpt.state_dict.regions import (
+    Region,
+    cuts_of,
+    flat_rectangles,
+    local_starts,
+    volume,
+    whole,
+)
 from localckpt.state_dict.replicated import without_markers
-from localckpt.state_dict.saved_shard import integer_view, narrowed
+from localckpt.state_dict.runs import PartReceiver, Reservation, run_in
 from localckpt.state_dict.skeleton import collection_paused, take_tensors
+from localckpt.state_dict.source import scatter
 from localckpt.state_dict.values import Unit, placed, root_of
 
-__all__ = ["Filling", "WantedTensor", "find_wanted", "with_values"]
+__all__ = ["FilledPart", "Filling", "WantedTensor", "find_wanted", "with_values"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +54,15 @@ class WantedTensor:
         """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    @cached_property
-    def memory(self) -> memoryview | None:
-        """Bytes of the tensor, in the order of its items, if they are one run of host memory."""
+    def run_of(self, part: Region) -> memoryview | None:
+        """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
         local = self.tensor.detach()
-        if not local.nbytes or not is_host_run(local):
+        rows = run_in(self.region, part)
+        if rows is None or not local.nbytes or not is_host_run(local):
             return None
-        return memory_at(local.data_ptr(), local.nbytes)
+        (_, count) = run_in(self.region, self.region) or rows
+        row_nbytes = local.nbytes // count
+        return memory_at(local.data_ptr() + rows[0] * row_nbytes, rows[1] * row_nbytes)
 
     def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> int:
         """Copy a rectangle of the global tensor into the tensor.
@@ -76,42 +84,45 @@ class WantedTensor:
             local = local[(None,) * extra]
         target = narrowed(local, starts, sizes)
         if values.dtype == torch.uint8 and target.itemsize > 1:
-            values = integer_view(values, target.itemsize, sizes)
+            values = integer_view(values, target.itemsize).view(tuple(sizes))
         with torch.no_grad():
             copy_values(target, values.view(target.dtype))
         return math.prod(sizes)
 
 
 class Filling:
-    """Filling of tensors, by several threads; counts what each has got.
+    """Filling of this rank's tensors, by several threads; counts what each has got.
 
     Args:
+        rank: This rank.
         expected: Tensors with the numbers of items that each is to get.
     """
 
-    def __init__(self, expected: Sequence[tuple[WantedTensor, int]]) -> None:
+    def __init__(self, rank: int, expected: Sequence[tuple[WantedTensor, int]]) -> None:
+        self.rank = rank
         self._left = {id(wanted): count for wanted, count in expected}
         self._wanted = [wanted for wanted, _ in expected]
         self._lock = threading.Lock()
 
-    def fill(
-        self,
-        wanted: WantedTensor,
-        first: Sequence[int],
-        sizes: Sequence[int],
-        values: torch.Tensor,
-    ) -> None:
-        """Fill a part of a tensor; see :meth:`WantedTensor.fill`."""
-        self.count(wanted, wanted.fill(first, sizes, values))
+    def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
+        """Return where runs go that are read straight into tensors."""
+        memory, counts = [], []
+        for part, offset, nbytes in runs:
+            assert isinstance(part, FilledPart), "it is this rank's"
+            assert part.memory is not None, "it takes runs"
+            memory.append(part.memory[offset : offset + nbytes])
+            counts.append((part.tensors[0], nbytes))
+
+        def done() -> None:
+            for wanted, nbytes in counts:
+                self.count(wanted, nbytes // wanted.tensor.itemsize)
+
+        return Reservation(memory, done)
 
     def count(self, wanted: WantedTensor, items: int) -> None:
         """Note that a tensor has got so many items."""
         with self._lock:
             self._left[id(wanted)] -= items
-
-    def target(self, wanted: WantedTensor) -> RunTarget:
-        """Return a tensor as one that bytes may be read straight into."""
-        return _Target(self, wanted)
 
     def require_full(self) -> None:
         """Check that every tensor has got as many items as it is to get.
@@ -126,21 +137,60 @@ class Filling:
             )
 
 
-@dataclass(frozen=True)
-class _Target:
-    _filling: Filling
-    _wanted: WantedTensor
+class FilledPart:
+    """Part of this rank's tensors that is filled; a :class:`PartReceiver`.
 
-    @property
-    def region(self) -> Region:
-        return self._wanted.region
+    Args:
+        filling: Filling that the part belongs to.
+        tensors: The tensors: all that are the same part of one global tensor.
+        region: Elements of the global tensor that the part is.
 
-    @property
-    def memory(self) -> memoryview | None:
-        return self._wanted.memory
+    Attributes:
+        memory: Bytes of the part, if it is one run of one tensor in host memory.
+    """
 
-    def filled(self, nbytes: int) -> None:
-        self._filling.count(self._wanted, nbytes // self._wanted.tensor.itemsize)
+    def __init__(self, filling: Filling, tensors: Sequence[WantedTensor], region: Region) -> None:
+        self.channel = filling
+        self.tensors = tensors
+        self._region = region
+        self.memory = tensors[0].run_of(region) if len(tensors) == 1 else None
+
+    def takes_direct(self, nbytes: int) -> bool:
+        """Return whether the part is one run of memory."""
+        return self.memory is not None
+
+    def take_run(self, offset: int, data: memoryview) -> None:
+        """Fill bytes of the part, whose items stand row by row.
+
+        Raises:
+            ValueError: The part does not have so many bytes, or not in whole items.
+        """
+        itemsize = self.tensors[0].tensor.itemsize
+        end = offset + len(data)
+        if end > volume(self._region) * itemsize or offset % itemsize or end % itemsize:
+            raise ValueError(f"bytes {offset}:{end} are no items of {self.tensors[0].key!r}")
+        if self.memory is not None:
+            scatter(data, [self.memory[offset:end]])
+            self.channel.count(self.tensors[0], len(data) // itemsize)
+        elif len(data):
+            flat = integer_view(torch.frombuffer(data, dtype=torch.uint8), itemsize)
+            self._take_items(offset // itemsize, flat)
+
+    def take_cut(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> None:
+        """Fill a rectangle of the part; see :meth:`WantedTensor.fill`."""
+        for wanted in self.tensors:
+            self.channel.count(wanted, wanted.fill(first, sizes, values))
+
+    def _take_items(self, begin: int, items: torch.Tensor) -> None:
+        shape = [sum(count for _, count in runs) for runs in self._region]
+        done = 0
+        for starts, sizes in flat_rectangles(shape, begin, begin + len(items)):
+            count = math.prod(sizes)
+            rectangle = items[done : done + count].view(sizes)
+            done += count
+            for cut in cuts_of(self._region, self._region, starts, sizes):
+                inside = [a - b for a, b in zip(cut.local, starts, strict=True)]
+                self.take_cut(cut.first, cut.sizes, narrowed(rectangle, inside, cut.sizes))
 
 
 @collection_paused()

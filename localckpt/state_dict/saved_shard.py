@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -16,13 +13,13 @@ import xxhash
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.direct_runs import DirectRun, RunTarget, find_run
-from localckpt.state_dict.placed_runs import PlacedRuns
-from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles, whole
+from localckpt.state_dict.part_stream import SavedTensor, stream_parts
+from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.restore import ImageReader
+from localckpt.state_dict.runs import PartReceiver
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
-from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
+from localckpt.state_dict.source import ShardSource
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry
 from localckpt.state_dict.value_digests import digest_of
 from localckpt.state_dict.values import (
@@ -34,82 +31,7 @@ from localckpt.state_dict.values import (
     with_tensors,
 )
 
-__all__ = ["Deliver", "Direct", "SavedShard", "SavedTensor", "integer_view"]
-
-Deliver = Callable[[Any, int, Cut, torch.Tensor], None]
-"""``deliver(receiver, number, cut, values)``: takes a part of a tensor. The values are valid until
-it returns; it is called by several threads."""
-
-Direct = Callable[[Any], RunTarget | None]
-"""``direct(receiver)``: the tensor that a part may be read straight into; ``None`` if that may not
-be."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def integer_view(flat: torch.Tensor, itemsize: int, shape: Sequence[int]) -> torch.Tensor:
-    """View bytes as items of a size, whatever their dtype."""
-    return flat.view(_INTEGERS.get(itemsize, torch.complex128)).view(tuple(shape))
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """Tensor of a shard, as a part of a global tensor.
-
-    Attributes:
-        number: Number of the tensor in the image.
-        key: Key of the global tensor.
-        shape: Shape of the global tensor.
-        region: Elements of it that the tensor has.
-        is_private: Whether the table of boxes does not have the tensor: it is whole by itself.
-        entry: Entry in the table of tensors.
-        start: Offset of its first item in the image.
-    """
-
-    number: int
-    key: str
-    shape: tuple[int, ...]
-    region: Region
-    is_private: bool
-    entry: TableEntry
-    start: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an item."""
-        return self.entry.torch_dtype().itemsize
-
-    @cached_property
-    def local(self) -> tuple[int, ...]:
-        """Shape of the tensor, with as many dimensions as the global one."""
-        shape = self.entry.shape
-        return (1,) * (len(self.region) - len(shape)) + shape
-
-    @cached_property
-    def order(self) -> tuple[int, ...] | None:
-        """Dimensions in the order of memory; ``None`` if its items are not one run of bytes."""
-        dims = tuple(range(len(self.local)))
-        if self.start % self.itemsize:
-            return None
-        if self.entry.view is None:
-            return dims
-        extra = len(self.local) - len(self.entry.shape)
-        strides = (math.inf,) * extra + self.entry.view[1]
-        order = tuple(sorted(dims, key=lambda dim: -strides[dim]))
-        step = 1
-        for dim in reversed(order):
-            if self.local[dim] > 1:
-                if strides[dim] != step:
-                    return None
-                step *= self.local[dim]
-        return order
-
-
-class _Part(NamedTuple):
-    """Part of a tensor that a receiver wants."""
-
-    receiver: Any
-    region: Region
+__all__ = ["SavedShard"]
 
 
 class SavedShard:
@@ -198,94 +120,18 @@ class SavedShard:
             return torch.empty(entry.shape, dtype=entry.torch_dtype())
         return self._as_stored(entry).contiguous()
 
-    def stream(
-        self,
-        wanted: Mapping[int, Iterable[tuple[Any, Region]]],
-        deliver: Deliver,
-        direct: Direct = lambda _: None,
-    ) -> None:
+    def stream(self, wanted: Mapping[int, Iterable[tuple[PartReceiver, Region]]]) -> None:
         """Read parts of tensors, and only the pieces of the image that hold them.
 
         Args:
             wanted: By the number of a tensor, who wants which elements of the global tensor.
-            deliver: Takes each part, in cuts of at most a piece.
-            direct: Returns the memory that a receiver's part may be read straight into.
 
         Raises:
             CorruptShardError: A block is damaged.
             StorageError: The medium failed.
         """
-        regular: list[tuple[SavedTensor, list[_Part]]] = []
-        for number, parts in wanted.items():
-            tensor, those = self.tensors[number], [_Part(*part) for part in parts]
-            if not math.prod(tensor.local):
-                continue
-            if tensor.order is None:
-                self._deliver_irregular(tensor, those, deliver)
-            else:
-                regular.append((tensor, those))
-        regular.sort(key=lambda pair: pair[0].start)
-        by_piece: dict[int, list[tuple[SavedTensor, list[_Part]]]] = {}
-        users = Counter(tensor.entry.slot for tensor, _ in regular)
-        found: list[DirectRun] = []
-        for tensor, those in regular:
-            if users[tensor.entry.slot] == 1:
-                runs, those = _split_runs(tensor, those, direct)
-                found += runs
-                for run in runs:
-                    for start in range(_piece_of(run.start), run.stop, PIECE_NBYTES):
-                        by_piece.setdefault(start, [])
-            stop = tensor.start + math.prod(tensor.local) * tensor.itemsize
-            for start in self._pieces(tensor, those, stop):
-                by_piece.setdefault(start, []).append((tensor, those))
-        direct_runs = PlacedRuns(found)
-        of_thread = threading.local()
-
-        def places(start: int, stop: int) -> list[memoryview]:
-            if not hasattr(of_thread, "buffer"):
-                of_thread.buffer = memoryview(bytearray(PIECE_NBYTES))
-            of_thread.nbytes = stop - start
-            return direct_runs.places(start, stop, lambda: of_thread.buffer)
-
-        def filled(start: int, _: list[memoryview]) -> None:
-            data = torch.frombuffer(of_thread.buffer[: of_thread.nbytes], dtype=torch.uint8)
-            for tensor, those in by_piece[start]:
-                _deliver_from(tensor, those, start, data, deliver)
-            stop = start + of_thread.nbytes
-            for run in direct_runs.overlapping(start, stop):
-                run.note_filled(start, stop)
-
-        self._reader.parts.stream(places, filled, sorted(by_piece))
-
-    def _pieces(self, tensor: SavedTensor, parts: Sequence[_Part], stop: int) -> list[int]:
-        """Starts of the pieces of the image that hold parts of a tensor."""
-        starts = range(_piece_of(tensor.start), stop, PIECE_NBYTES)
-        if not parts or len(starts) == 1:
-            return list(starts) if parts else []
-        wanted = []
-        for start in starts:
-            begin, end = max(start, tensor.start), min(start + PIECE_NBYTES, stop)
-            cuts = (c for part in parts for c in _cuts_between(tensor, part, begin, end))
-            if next(cuts, None) is not None:
-                wanted.append(start)
-        return wanted
-
-    def _deliver_irregular(
-        self, tensor: SavedTensor, parts: Sequence[_Part], deliver: Deliver
-    ) -> None:
-        """Deliver parts of a tensor that is not one run of bytes, as of overlapping views."""
-        stored = self._as_stored(tensor.entry)
-        items = stored.view(_INTEGERS.get(tensor.itemsize, stored.dtype)).reshape(tensor.local)
-        rows = max(1, PIECE_NBYTES // max(1, items[:1].numel() * tensor.itemsize))
-        rows = rows if items.dim() else 1
-        for receiver, part in parts:
-            for begin in range(0, items.shape[0] if items.dim() else 1, rows):
-                starts = (begin, *(0 for _ in tensor.local[1:])) if items.dim() else ()
-                sizes = (
-                    (min(rows, items.shape[0] - begin), *tensor.local[1:]) if items.dim() else ()
-                )
-                for cut in cuts_of(tensor.region, part, starts, sizes):
-                    deliver(receiver, tensor.number, cut, narrowed(items, cut.local, cut.sizes))
+        tensors = ((self.tensors[number], parts) for number, parts in wanted.items())
+        stream_parts(self._reader.parts, tensors, self._as_stored)
 
     def _as_stored(self, entry: TableEntry) -> torch.Tensor:
         assert entry.slot is not None, "a tensor without data is not read"
@@ -360,81 +206,3 @@ def _parts_of(unit: Unit) -> list[Unit]:
     """Divide a value into tensors and the largest parts that hold none."""
     _, parts = units_of(unit.value, lambda _: False, ())
     return [Unit((*unit.place, *part.place), part.value) for part in parts]
-
-
-def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """View a rectangle of a tensor."""
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
-def _piece_of(offset: int) -> int:
-    """Return the start of the piece of an image that holds a byte."""
-    return offset // PIECE_NBYTES * PIECE_NBYTES
-
-
-def _split_runs(
-    tensor: SavedTensor, parts: Sequence[_Part], direct: Direct
-) -> tuple[list[DirectRun], list[_Part]]:
-    """Divide parts into those that are read straight into memory, and the others."""
-    if tensor.order != tuple(range(len(tensor.local))) or not tensor.local:
-        return [], list(parts)
-    row_nbytes = math.prod(tensor.local[1:]) * tensor.itemsize
-    regions = [part.region for part in parts]
-    runs, others = [], []
-    for number, part in enumerate(parts):
-        found = None
-        if (target := direct(part.receiver)) is not None:
-            found = find_run(tensor.region, regions, number, target, tensor.start, row_nbytes)
-        if target is None or found is None:
-            others.append(part)
-        else:
-            runs.append(DirectRun(*found, target.filled))
-    return runs, others
-
-
-def _permuted(values: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(values[dim] for dim in order)
-
-
-def _cuts_between(tensor: SavedTensor, part: _Part, begin: int, end: int) -> Iterable[Cut]:
-    """Cuts of a part among the items of a tensor that lie in some bytes; dimensions in order."""
-    order = tensor.order or ()
-    shape = _permuted(tensor.local, order)
-    region, wanted = _permuted(tensor.region, order), _permuted(part.region, order)
-    first = (begin - tensor.start) // tensor.itemsize
-    last = (end - tensor.start) // tensor.itemsize
-    for starts, sizes in flat_rectangles(shape, first, last):
-        yield from cuts_of(region, wanted, starts, sizes)
-
-
-def _deliver_from(
-    tensor: SavedTensor,
-    parts: Sequence[_Part],
-    start: int,
-    data: torch.Tensor,
-    deliver: Deliver,
-) -> None:
-    """Deliver the parts of a tensor that are in a piece of the image."""
-    order = tensor.order
-    assert order is not None, "its items are one run"
-    itemsize, shape = tensor.itemsize, _permuted(tensor.local, order)
-    stop = tensor.start + math.prod(shape) * itemsize
-    begin, end = max(start, tensor.start), min(start + len(data), stop)
-    region = _permuted(tensor.region, order)
-    wanted = [(receiver, _permuted(part, order)) for receiver, part in parts]
-    back = tuple(order.index(dim) for dim in range(len(order)))
-    at = begin - start
-    first, last = (begin - tensor.start) // itemsize, (end - tensor.start) // itemsize
-    for starts, sizes in flat_rectangles(shape, first, last):
-        nbytes = math.prod(sizes) * itemsize
-        items = integer_view(data[at : at + nbytes], itemsize, sizes)
-        at += nbytes
-        for receiver, part in wanted:
-            for cut in cuts_of(region, part, starts, sizes):
-                inside = [a - b for a, b in zip(cut.local, starts, strict=True)]
-                values = narrowed(items, inside, cut.sizes).permute(back)
-                natural = Cut(*(_permuted(numbers, back) for numbers in cut))
-                deliver(receiver, tensor.number, natural, values)

@@ -30,6 +30,7 @@ __all__ = [
     "Job",
     "assert_some_were_told",
     "attempt",
+    "codes_of",
     "dangerous",
     "gather",
     "run",
@@ -48,7 +49,9 @@ class Job:
         worker: Who saves behind training; ``None`` for saves that are waited for.
         fresh: Every case has a manager of its own, and is the first save of it.
         ranks: How many there are, each on a node of its own.
-        codes: The errors; in turn, or ``all_codes`` of them for every call.
+        codes: The errors, in turn.
+        denied: Every call is also refused with EACCES: of some calls pathlib makes an empty folder
+            of that one. All others are handled alike.
         lasts: From the n-th on, every call is refused.
         cold: Files are not in the page cache when they are loaded.
         serves: The other node is empty, so that the one that is refused has all that is left.
@@ -62,7 +65,7 @@ class Job:
     fresh: bool = False
     ranks: int = 1
     codes: tuple[int, ...] = _REFUSALS
-    all_codes: bool = False
+    denied: bool = False
     lasts: bool = False
     cold: bool = False
     serves: bool = False
@@ -76,7 +79,7 @@ class Job:
 
     def faults(self) -> Iterator[Fault]:
         for turn in itertools.count():
-            for code in self.codes if self.all_codes else [self.codes[turn % len(self.codes)]]:
+            for code in codes_of(turn, self.codes, self.denied):
                 nth = 1 + turn * self.step
                 yield Fault(nth, "error", code, lasts=self.lasts, only=self.only)
 
@@ -124,6 +127,11 @@ class Case:
         for text in self.errors[: job.victim]:
             assert text is not None
             assert f"rank {job.victim}" in text, (self.hit, text)
+
+
+def codes_of(turn: int, codes: Sequence[int], denied: bool) -> list[int]:
+    """The errors of one call: the next in turn, and EACCES if it is to be denied, too."""
+    return list(dict.fromkeys([codes[turn % len(codes)], *([errno.EACCES] if denied else [])]))
 
 
 def gather(job: Job, mine: Any) -> list[Any]:

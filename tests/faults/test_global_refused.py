@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from localckpt import GlobalCheckpointManager, StorageError
-from tests.faults.refused import LOOKS, Case, assert_some_were_told, attempt, dangerous, gather
+from tests.faults.refused import (
+    LOOKS,
+    Case,
+    assert_some_were_told,
+    attempt,
+    codes_of,
+    dangerous,
+    gather,
+)
 from tests.faults.test_global_killed import assert_nothing_else, blank, iterations_on, state_of
 from tests.faults.traced import Call, Fault, Watched, watch
 from tests.managers.jobs import assert_same
@@ -42,7 +50,7 @@ class _Job:
         again: A save that failed is tried again with its own number; else with the next.
         lasts: From the n-th on, every call is refused.
         cold: Files are not in the page cache when they are loaded.
-        all_codes: All errors for every call; else in turn.
+        denied: Every call is also refused with EACCES, beside the errors that come in turn.
         first, step: Only every so many calls.
     """
 
@@ -53,14 +61,13 @@ class _Job:
     again: bool = False
     lasts: bool = False
     cold: bool = False
-    all_codes: bool = False
+    denied: bool = False
     first: int = 1
     step: int = 1
 
     def faults(self) -> Iterator[Fault]:
         for turn in itertools.count():
-            codes = _REFUSALS if self.all_codes else [_REFUSALS[turn % len(_REFUSALS)]]
-            for code in codes:
+            for code in codes_of(turn, _REFUSALS, self.denied):
                 yield Fault(self.first + turn * self.step, "error", code, lasts=self.lasts)
 
     def manager(self, root: Path) -> GlobalCheckpointManager:
@@ -69,9 +76,9 @@ class _Job:
         )
 
     def in_form(self, long: bool, step: int) -> _Job:
-        """With every call refused, and by one rank with every error; or only some of the calls."""
+        """With every call refused, by one rank with EACCES, too; or only some of the calls."""
         if long:
-            return replace(self, all_codes=self.ranks == 1)
+            return replace(self, denied=self.ranks == 1)
         return replace(self, first=2, step=step)
 
     def __str__(self) -> str:

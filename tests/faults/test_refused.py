@@ -179,7 +179,7 @@ _SAVES = [
 def test_a_save_that_is_refused_any_call_keeps_what_was_there_and_the_next_one_is_good(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = dataclasses.replace(job, all_codes=long_form, step=1 if long_form else 3)
+    job = dataclasses.replace(job, denied=long_form, step=1 if long_form else 3)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
 
@@ -194,7 +194,7 @@ def test_a_save_that_one_rank_is_refused_any_call_of_is_an_error_on_all_that_nam
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
     step = 1 if long_form else 4
-    job = dataclasses.replace(job, ranks=2, all_codes=long_form, step=step)
+    job = dataclasses.replace(job, ranks=2, denied=long_form, step=step)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
 
@@ -210,7 +210,7 @@ def test_a_store_that_breaks_at_any_point_of_a_save_is_used_again_once_it_works(
     kind: str, ranks: int, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
     step = 1 if long_form else 4
-    job = Job(kind, ranks=ranks, lasts=True, all_codes=long_form, step=step)
+    job = Job(kind, ranks=ranks, lasts=True, denied=long_form, step=step)
 
     refused = run(job, _save_again_and_again, nodes_of(job))
 
@@ -299,7 +299,7 @@ _STARTS = [Job("disk"), Job("disk", cold=True), Job("memory")]
 def test_a_start_that_is_refused_any_call_is_an_error_or_loads_what_can_be_read(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = dataclasses.replace(job, all_codes=long_form, step=1 if long_form else 6)
+    job = dataclasses.replace(job, denied=long_form, step=1 if long_form else 6)
 
     refused = run(job, _start_again_and_again, nodes_of(job))
 
@@ -325,9 +325,7 @@ def test_a_start_that_one_rank_is_refused_any_call_of_loads_or_is_an_error_that_
 ) -> None:
     job = Job(kind, ranks=2, cold=kind == "disk", serves=serves, step=9)
     if long_form:
-        # All errors are handled alike but the first of these, which pathlib makes an empty folder.
-        codes = (errno.EACCES, errno.EIO)
-        job = dataclasses.replace(job, codes=codes, all_codes=True, step=1)
+        job = dataclasses.replace(job, denied=True, step=1)
 
     refused = run(job, _start_again_and_again, nodes_of(job))
 
@@ -445,7 +443,7 @@ def _close_again_and_again(rank: int, world_size: int, job: Job, address: str) -
 def test_closing_that_is_refused_any_call_loses_nothing_and_the_next_manager_cleans_up(
     kind: str, lasts: bool, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:
-    job = Job(kind, lasts=lasts, all_codes=long_form)
+    job = Job(kind, lasts=lasts, denied=long_form)
 
     refused = run(job, _close_again_and_again, nodes_of(job))
 

@@ -85,17 +85,12 @@ def _lose(
 
 
 _WORLDS = [
-    (kind, world_size, params)
-    for kind in KINDS
-    for world_size, params in (
-        # Two cliques of two, neighbours or not; three; two of three; one of four.
-        (4, (1, 2)),
-        (4, (2, 2)),
-        (6, (3, 2)),
-        (6, (1, 3)),
-        (6, (2, 3)),
-        (4, (1, 4)),
-    )
+    # Two cliques of two, neighbours or not; one of four.
+    *((kind, 4, params) for kind in KINDS for params in ((1, 2), (2, 2), (1, 4))),
+    # Three; two of three, neighbours or not. Who lacks what is not a question of the kind.
+    ("disk", 6, (3, 2)),
+    ("disk", 6, (1, 3)),
+    ("memory", 6, (2, 3)),
 ]
 
 

@@ -1,49 +1,32 @@
-"""DeepSpeed's engine with local checkpoints: its own calls save to the nodes, and resume from them.
-
-What ``save_checkpoint`` would write to several files is one shard of the rank, captured in the call
-and saved behind training. ``load_checkpoint`` is given the files of the newest complete checkpoint.
-"""
+"""Calls of DeepSpeed's engine that save to the nodes, and resume from them."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, SupportsFloat
+
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.errors import CheckpointingException
-from localckpt.integrations.versions import at_least
+from localckpt.integrations.deepspeed.engine_state import CLASSES, EngineState
+from localckpt.integrations.deepspeed.refusals import check_engine
 
-with at_least("deepspeed"):
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-__all__ = ["LocalCheckpointEngine", "LocalCheckpoints", "install"]
+__all__ = ["LocalCheckpoints", "install"]
 
 logger = logging.getLogger(__name__)
 
 # Name of the engine's part of the state, and of the directory for DeepSpeed in the rank's folder.
 _OWN = "deepspeed"
-# DeepSpeed gets it in place of the caller's tag, which may be no name of a directory.
-_TAG = "checkpoint"
-# What DeepSpeed's states are made of, beside tensors and plain values.
-_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _OWN_TAG = re.compile(r"global_step(\d+)(?:_universal)?")
-_MP_RANK = re.compile(r"mp_rank_\d+")
 
 
 def install(
@@ -80,7 +63,7 @@ def install(
         SameMachineReplicationException: Copies that were asked for would be lost together with
             their originals.
     """
-    _check_engine(engine)
+    check_engine(engine)
     if _OWN in (state or {}):
         raise CheckpointingException(
             f"the key {_OWN!r} of state= is that of the engine: give the part another name"
@@ -109,7 +92,7 @@ class LocalCheckpoints:
         options: Mapping[str, Any],
     ) -> None:
         self._engine = engine
-        self._part = _EngineState(engine)
+        self._part = EngineState(engine)
         self._signals = stop_signals
         self._stop_requests: StopRequests | None = None
         self._stop_when: Callable[[], str | None] | None = options.get("stop_when")
@@ -118,7 +101,7 @@ class LocalCheckpoints:
         self._is_closed = False
         self.checkpointer = Checkpointer(
             {_OWN: self._part, **state},
-            safe_globals=(*_CLASSES, *safe_globals),
+            safe_globals=(*CLASSES, *safe_globals),
             **{**options, "stop_signals": (), "stop_when": self._why_stop},
         )
         try:
@@ -171,7 +154,8 @@ class LocalCheckpoints:
         def load_own() -> None:
             owns.append(self._part.own_load(load_dir, tag, *arguments))
 
-        step = self._part.own_step(load_dir, tag)
+        is_universal = self._engine.load_universal_checkpoint()
+        step = _step_of_own(load_dir, tag, "latest_universal" if is_universal else "latest")
         elsewhere = None if step is None else Elsewhere(step, load_own)
         if self.checkpointer.resume(elsewhere) == 0:
             load_own()
@@ -211,7 +195,7 @@ class LocalCheckpoints:
         """
         self._require_loaded("engine.save_checkpoint")
         engine = self._engine
-        if _is_accumulating(engine):
+        if self._part.is_accumulating:
             raise CheckpointingException(
                 f"engine.save_checkpoint was called after micro-step {engine.micro_steps}, with "
                 f"{engine.gradient_accumulation_steps()} to a step: accumulated gradients are not "
@@ -263,7 +247,7 @@ class LocalCheckpoints:
             take_back = self.checkpointer.manager.take_back_attempt
             self._stop_requests = StopRequests(self._signals, None, None, lambda _: take_back())
         step = self._engine.global_steps
-        if step == self._last_step or _is_accumulating(self._engine):
+        if step == self._last_step or self._part.is_accumulating:
             return self.checkpointer.stopped is not None
         self._last_step = step
         with self._part.labelled(f"global_step{step}", client_state or {}):
@@ -298,14 +282,9 @@ class LocalCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
-            self.checkpointer.__exit__(kind, error, where)
+            self.checkpointer.__exit__(*error)
         finally:
             self._uninstall()
 
@@ -334,234 +313,21 @@ class LocalCheckpoints:
             )
 
 
-class LocalCheckpointEngine(CheckpointEngine):
-    """DeepSpeed's checkpoint engine whose files are values in memory, this rank's own.
+def _step_of_own(load_dir: str | os.PathLike[str], tag: str | None, latest: str) -> int | None:
+    """Return the step of DeepSpeed's own checkpoint, 0 if its tag does not say it.
 
     Args:
-        files: Values by name of file, to load; none to save.
+        load_dir: Directory of such checkpoints.
+        tag: Tag of one; ``None`` for the latest.
+        latest: Name of the file that tells the latest.
 
-    Attributes:
-        files: Values by name of file.
+    Returns:
+        The step; ``None`` if there is no such checkpoint.
     """
-
-    def __init__(self, files: Mapping[str, Any] | None = None) -> None:
-        super().__init__(None)
-        self.name = type(self).__name__
-        self.files = dict(files or {})
-
-    def create(self, info: Any) -> None:
-        """Begin a checkpoint."""
-        self.files = {}
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make no directory: there are no files."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Take the value of a file. Its tensors may change once the checkpoint is committed."""
-        self.files[os.path.basename(path)] = state_dict
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the value of a file, with the tensors where they are.
-
-        Raises:
-            CheckpointingException: This rank has saved no such file.
-        """
-        name = os.path.basename(path)
-        # DeepSpeed looks into the first file of all tensor-parallel ranks, to count them.
-        alike = {_MP_RANK.sub("", own): own for own in self.files if "model_states" in own}
-        name = name if name in self.files else alike.get(_MP_RANK.sub("", name), name)
-        if name not in self.files:
-            raise CheckpointingException(
-                f"DeepSpeed asks for {name}, and this rank has saved {', '.join(self.files)}: make "
-                f"the engine with the configuration that it was saved with"
-            )
-        return self.files[name]
-
-    def commit(self, info: Any) -> bool:
-        """Say that all files are there."""
-        return True
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return ``True``: a rank finds all that it loads in its own shard."""
-        return True
-
-    def is_decoupled(self) -> bool:
-        """Return ``True``: no file says which checkpoint is the latest."""
-        return True
-
-    def set_commit_info(self, info: Any) -> None:
-        """Note nothing: there is no checkpoint to commit later."""
-
-    def get_commit_info(self) -> None:
-        """Return ``None``, for DeepSpeed to commit none before its next step."""
-
-    def preserves_storage_sharing(self) -> bool:
-        """Return ``False``: of a view its own bytes are saved, so DeepSpeed need not copy it."""
-        return False
-
-    def cleanup(self) -> None:
-        """Let go of the values."""
-        self.files = {}
-
-
-class _EngineState:
-    """State of an engine, as DeepSpeed saves and loads it: a part of a :class:`Checkpointer`'s.
-
-    Attributes:
-        own_save, own_load: The engine's own methods.
-        tag: Tag of the checkpoint that was saved or loaded last.
-        saved_step: Its step; ``None`` for none.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = engine
-        self.own_save: Callable[..., Any] = engine.save_checkpoint
-        self.own_load: Callable[..., Any] = engine.load_checkpoint
-        self.tag = ""
-        self.saved_step: int | None = None
-        self._client_state: Mapping[str, Any] = {}
-        self._loaded: Mapping[str, Any] | None = None
-        # DeepSpeed copies scripts into the directory of a checkpoint, and asks whether its files
-        # are there before it has its engine load them.
-        self._scratch = Path()
-
-    def open(self, scratch: Path) -> None:
-        """Make the directory for DeepSpeed anew, in the folder that this rank has claimed."""
-        self._scratch = scratch
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-
-    def close(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self._scratch)
-
-    @contextmanager
-    def labelled(self, tag: str, client_state: Mapping[str, Any]) -> Iterator[None]:
-        """Have what is saved inside of the ``with`` carry a tag and a client state."""
-        before, self.tag, self._client_state = self.tag, tag, client_state
-        try:
-            yield
-        finally:
-            self._client_state = {}
-            if self.saved_step != self._engine.global_steps:
-                self.tag = before
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the files that DeepSpeed would write; all ranks do so in the same step."""
-        files = LocalCheckpointEngine()
-        with self._using(files):
-            client_state = dict(self._client_state)
-            self.own_save(str(self._scratch), _TAG, client_state=client_state, save_latest=False)
-        self.saved_step = self._engine.global_steps
-        return {
-            "tag": self.tag,
-            # DeepSpeed does not save it, and finds the boundaries by it.
-            "micro_steps": self._engine.micro_steps,
-            "files": files.files,
-        }
-
-    def own_step(self, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-        """Return the step of DeepSpeed's own checkpoint, 0 if its tag does not say it.
-
-        Args:
-            load_dir: Directory of such checkpoints.
-            tag: Tag of one; ``None`` for the latest.
-
-        Returns:
-            The step; ``None`` if there is no such checkpoint.
-        """
-        is_universal = self._engine.load_universal_checkpoint()
-        latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
-        if tag is None and latest.is_file():
-            tag = latest.read_text().strip()
-        if tag is None or not (Path(load_dir) / str(tag)).is_dir():
-            return None
-        numbered = _OWN_TAG.fullmatch(str(tag))
-        return 0 if numbered is None else int(numbered[1])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Note what was loaded, for DeepSpeed to take once no rank can fail any more."""
-        self._loaded = state
-        self.tag = state["tag"]
-
-    def take_loaded(self, is_strict: bool) -> tuple[str, dict[str, Any]]:
-        """Have DeepSpeed take what was loaded; all ranks do so.
-
-        Returns:
-            The name of the file with the model's state, and the client state.
-        """
-        state, self._loaded = self._loaded, None
-        assert state is not None, "a checkpoint was loaded"
-        files = LocalCheckpointEngine(state["files"])
-        folder = self._scratch / _TAG
-        folder.mkdir()
-        for name in files.files:
-            for rank in range(self._engine.mp_world_size):
-                (folder / _MP_RANK.sub(f"mp_rank_{rank:02d}", name)).touch()
-        try:
-            with self._using(files):
-                path, client_state = self.own_load(str(self._scratch), _TAG, is_strict)
-        finally:
-            shutil.rmtree(folder)
-        self._engine.micro_steps = state["micro_steps"]
-        self.saved_step = self._engine.global_steps
-        return os.path.basename(path), client_state
-
-    @contextmanager
-    def _using(self, files: LocalCheckpointEngine) -> Iterator[None]:
-        """Have the engine save all of this rank's state to ``files``, or load it from there."""
-        engine = self._engine
-        is_partitioned = hasattr(engine.optimizer, "dp_process_group")
-        changed = {
-            "checkpoint_engine": files,
-            "save_non_zero_checkpoint": True,
-            "save_zero_checkpoint": is_partitioned,
-            # A run that began from such a checkpoint goes on from one that is none.
-            "load_universal_checkpoint": lambda: False,
-        }
-        before = {name: vars(engine)[name] for name in changed if name in vars(engine)}
-        vars(engine).update(changed)
-        try:
-            yield
-        finally:
-            for name in changed:
-                del vars(engine)[name]
-            vars(engine).update(before)
-
-
-def _is_accumulating(engine: DeepSpeedEngine) -> bool:
-    """Return whether the engine has gradients of a part of a step."""
-    # None as long as DeepSpeed counts the micro-steps itself. It has no public name.
-    if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
-        return False
-    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
-    return is_managed and engine.micro_steps % engine.gradient_accumulation_steps() != 0
-
-
-def _check_engine(engine: Any) -> None:
-    """Raise CheckpointingException if an engine's state cannot be saved rank by rank."""
-    if not isinstance(engine, DeepSpeedEngine):
-        raise CheckpointingException(
-            f"install() was given a {type(engine).__name__}: give it the engine, which is what "
-            f"deepspeed.initialize returns first"
-        )
-    if "save_checkpoint" in vars(engine):
-        raise CheckpointingException(
-            "the engine's save_checkpoint was replaced before: install() once, or close() what was "
-            "installed first"
-        )
-    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
-    why = None
-    if isinstance(engine, PipelineEngine):
-        why = "a pipeline's ranks each write a part of the layers that others load"
-    elif engine.has_moe_layers:
-        why = "of a model with experts only the first rank writes what all others load"
-    elif any(offload is not None and offload.device == "nvme" for offload in offloads):
-        why = "with offload to NVMe the state is in files of DeepSpeed's"
-    elif engine.zero_elastic_checkpoint():
-        why = "with elastic_checkpoint each rank loads the files of all others"
-    if why is not None:
-        raise CheckpointingException(
-            f"this engine cannot be saved to the nodes: {why}. Leave install() out, or change the "
-            f"configuration. Nothing was made"
-        )
+    folder = Path(load_dir)
+    if tag is None and (folder / latest).is_file():
+        tag = (folder / latest).read_text().strip()
+    if tag is None or not (folder / str(tag)).is_dir():
+        return None
+    numbered = _OWN_TAG.fullmatch(str(tag))
+    return 0 if numbered is None else int(numbered[1])

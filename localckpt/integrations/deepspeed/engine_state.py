@@ -1,0 +1,141 @@
+"""State of an engine as DeepSpeed's own code makes it, and takes it back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
+
+__all__ = ["CLASSES", "EngineState"]
+
+CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+"""What DeepSpeed's states are made of, beside tensors and plain values."""
+
+# DeepSpeed gets it in place of the caller's tag, which may be no name of a directory.
+_TAG = "checkpoint"
+
+
+class EngineState:
+    """State of an engine, as DeepSpeed saves and loads it: a part of a :class:`Checkpointer`'s.
+
+    Attributes:
+        own_save, own_load: The engine's own methods.
+        tag: Tag of the checkpoint that was saved or loaded last.
+        saved_step: Its step; ``None`` for none.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self.own_save: Callable[..., Any] = engine.save_checkpoint
+        self.own_load: Callable[..., Any] = engine.load_checkpoint
+        self.tag = ""
+        self.saved_step: int | None = None
+        self._client_state: Mapping[str, Any] = {}
+        self._loaded: Mapping[str, Any] | None = None
+        # DeepSpeed copies scripts into the directory of a checkpoint, and asks whether its files
+        # are there before it has its engine load them.
+        self._scratch = Path()
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the engine has gradients of a part of a step."""
+        engine = self._engine
+        # None as long as DeepSpeed counts the micro-steps itself. It has no public name.
+        if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
+            return False
+        is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+        return is_managed and engine.micro_steps % engine.gradient_accumulation_steps() != 0
+
+    def open(self, scratch: Path) -> None:
+        """Make the directory for DeepSpeed anew, in the folder that this rank has claimed."""
+        self._scratch = scratch
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+
+    def close(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self._scratch)
+
+    @contextmanager
+    def labelled(self, tag: str, client_state: Mapping[str, Any]) -> Iterator[None]:
+        """Have what is saved inside of the ``with`` carry a tag and a client state."""
+        before, self.tag, self._client_state = self.tag, tag, client_state
+        try:
+            yield
+        finally:
+            self._client_state = {}
+            if self.saved_step != self._engine.global_steps:
+                self.tag = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the files that DeepSpeed would write; all ranks do so in the same step."""
+        files = MemoryFiles()
+        with self._using(files):
+            client_state = dict(self._client_state)
+            self.own_save(str(self._scratch), _TAG, client_state=client_state, save_latest=False)
+        self.saved_step = self._engine.global_steps
+        return {
+            "tag": self.tag,
+            # DeepSpeed does not save it, and finds the boundaries by it.
+            "micro_steps": self._engine.micro_steps,
+            "files": files.files,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Note what was loaded, for DeepSpeed to take once no rank can fail any more."""
+        self._loaded = state
+        self.tag = state["tag"]
+
+    def take_loaded(self, is_strict: bool) -> tuple[str, dict[str, Any]]:
+        """Have DeepSpeed take what was loaded; all ranks do so.
+
+        Returns:
+            The name of the file with the model's state, and the client state.
+        """
+        state, self._loaded = self._loaded, None
+        assert state is not None, "a checkpoint was loaded"
+        files = MemoryFiles(state["files"])
+        folder = self._scratch / _TAG
+        folder.mkdir()
+        for name in files.files:
+            for rank in range(self._engine.mp_world_size):
+                (folder / MP_RANK.sub(f"mp_rank_{rank:02d}", name)).touch()
+        try:
+            with self._using(files):
+                path, client_state = self.own_load(str(self._scratch), _TAG, is_strict)
+        finally:
+            shutil.rmtree(folder)
+        self._engine.micro_steps = state["micro_steps"]
+        self.saved_step = self._engine.global_steps
+        return os.path.basename(path), client_state
+
+    @contextmanager
+    def _using(self, files: MemoryFiles) -> Iterator[None]:
+        """Have the engine save all of this rank's state to ``files``, or load it from there."""
+        engine = self._engine
+        is_partitioned = hasattr(engine.optimizer, "dp_process_group")
+        changed = {
+            "checkpoint_engine": files,
+            "save_non_zero_checkpoint": True,
+            "save_zero_checkpoint": is_partitioned,
+            # A run that began from such a checkpoint goes on from one that is none.
+            "load_universal_checkpoint": lambda: False,
+        }
+        before = {name: vars(engine)[name] for name in changed if name in vars(engine)}
+        vars(engine).update(changed)
+        try:
+            yield
+        finally:
+            for name in changed:
+                del vars(engine)[name]
+            vars(engine).update(before)

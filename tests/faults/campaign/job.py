@@ -112,7 +112,13 @@ class Trainer:
     def begin(self, iteration: int, attempt: int) -> None:
         """Save behind training."""
         state = self.state(self._rank, iteration, attempt)
-        request = self._manager.save(state, iteration, is_async=True)
+        try:
+            request = self._manager.save(state, iteration, is_async=True)
+        except CheckpointingException as error:
+            # To have a buffer, it finalizes older saves first, and raises the error of one.
+            if self._queue.get_num_unfinalized_calls() < len(self._under_way):
+                self._settle_oldest(error)
+            raise
         request.add_finalize_fn(partial(self._settle, attempt, None))
         self._under_way.append(attempt)
         self._queue.schedule_async_request(request)
@@ -123,8 +129,7 @@ class Trainer:
             try:
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
             except CheckpointingException as error:
-                # One call at a time leaves the queue with an error, the oldest.
-                self._settle(self._under_way[0], f"{type(error).__name__}: {error}")
+                self._settle_oldest(error)
                 if isinstance(error, PeerLostError):
                     break
             if not blocking:
@@ -146,6 +151,10 @@ class Trainer:
         self._manager.close()
         self._repl.close()
         dist.destroy_process_group()
+
+    def _settle_oldest(self, error: CheckpointingException) -> None:
+        """Note an error: one call at a time leaves the queue with one, the oldest."""
+        self._settle(self._under_way[0], f"{type(error).__name__}: {error}")
 
     def _settle(self, attempt: int, error: str | None) -> None:
         self._under_way.remove(attempt)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +30,18 @@ _PATIENCE_S = 20.0
 
 class _Data:
     pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Keeps garbage of other tests from being collected in a call that is interrupted.
+
+    Python drops what is raised there. To collect takes longer than some calls wait.
+    """
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_a_latch_is_seen_by_all_who_wait_and_by_those_who_come_later() -> None:
@@ -78,9 +90,6 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
             raise KeyboardInterrupt
         return trace
 
-    # Garbage of other tests would be collected within the call, and Python drops what that raises.
-    gc.collect()
-    gc.disable()
     before = sys.gettrace()
     # Python 3.12 traces instructions only if some frame has asked for it before settrace().
     sys._getframe().f_trace_opcodes = True
@@ -91,7 +100,6 @@ def _interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(before)
-        gc.enable()
     return False
 
 

@@ -205,12 +205,12 @@ class _Message:
 
 
 class _Outlet:
-    """Messages to one rank: some are filled while others travel; a :class:`Channel`."""
+    """Messages to one rank: some are filled while others are sent; a :class:`Channel`."""
 
     def __init__(self, peer: int, messages: Messages) -> None:
         self.rank = peer
         self._messages = messages
-        # Who waits until the peer has taken a message holds the first one only.
+        # A thread that waits until the peer has taken a message holds the first lock only.
         self._reserving = threading.Lock()
         self._lock = threading.Lock()
         self._open: _Message | None = None

@@ -15,6 +15,7 @@ import torch
 
 import localckpt
 from localckpt.integrations.nvrx.names import MODULES, VERSION
+from tests.integrations.kills import END, run_both
 from tests.managers.jobs import assert_same, files, state_of
 from tests.ranks import node_store, run_ranks
 
@@ -216,6 +217,19 @@ def test_the_example_resumes(tmp_path: Path) -> None:
         printed += done.stdout.splitlines()
 
     assert printed == ["trained iteration 0 to iteration 7", "trained iteration 8 to iteration 11"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_program_of_theirs_that_is_killed_ten_times_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    program = ["-m", "localckpt.integrations.nvrx", "run", "-m", "torch.distributed.run"]
+    program += ["--standalone", "--nproc-per-node=2", "-m", "tests.integrations.nvrx_program"]
+
+    whole, killed = run_both(program, tmp_path, kills=10, steps_between=7, seed=1)
+
+    assert [len(values) for values in whole] == [81, 81]
+    assert all(END in values for values in whole)
+    assert killed == whole
 
 
 def _gather(rank: int, world_size: int) -> list[list[torch.Tensor]]:

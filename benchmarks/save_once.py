@@ -1,14 +1,16 @@
 """Saves and loads of a state that all ranks have equal: said to be so and divided, and whole.
 
 ``python -m benchmarks.save_once`` prints both for four ranks of one node, one after the other in
-each round, in shared memory. With ``--nodes 2`` two ranks are on either of two nodes, which keep
-replicas of each other's shards. ``--width`` makes the GPT-2 larger (768 is 1.49 GB).
+each round, in shared memory, of which only one is there at a time: four ranks with 1.49 GB each
+take 18 GiB. With ``--nodes 2`` two ranks are on either of two nodes, which keep replicas of each
+other's shards. ``--width`` is that of the GPT-2.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -36,7 +38,7 @@ _WHAT = (
 def main(arguments: list[str]) -> None:
     """Start the ranks, and print the medians of the slowest rank of each round."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
     given = parser.parse_args(arguments)
@@ -67,49 +69,49 @@ def _measure(root: Path, width: int, rounds: int, nodes: int) -> None:
     torch.set_num_threads(1)
     plain = build_state(width)
     # What is not said to be equal is private.
-    states = {"all": plain}, {"all": localckpt.replicated(plain)}
+    states = plain, localckpt.replicated(plain)
     samples: dict[str, list[list[float]]] = {name: [[], []] for name in _WHAT}
     written, sent = [0, 0], [0, 0]
-    node = dist.get_rank() * nodes // _RANKS
-    managers = [
-        localckpt.InMemoryCheckpointManager(
-            name,
-            localckpt.CliqueReplicationStrategy(replication_factor=nodes) if nodes > 1 else None,
-            root=root / f"{name}-{node}",
-            divide_replicated=divided,
-        )
-        for name, divided in (("whole", False), ("divided", True))
-    ]
-    with localckpt.AsyncCallsQueue() as queue:
-        for iteration in range(rounds + 1):
-            for which, manager in enumerate(managers):
-                times = _round(manager, states[which], iteration, queue)
+    for _ in range(rounds):
+        for which, state in enumerate(states):
+            with _manager(root, nodes, divided=bool(which)) as manager:
+                # The first two saves make the memory.
+                for iteration in range(3):
+                    times = _round(manager, {"all": state}, iteration)
                 report = manager.last_save
                 assert report is not None, "it has saved"
                 written[which] = int(_over_ranks(report.nbytes, dist.ReduceOp.SUM))
                 sent[which] = int(_over_ranks(report.sent_nbytes or 0, dist.ReduceOp.SUM))
-                # The first save of each makes its memory.
-                if iteration:
-                    for name, seconds in zip(_WHAT, times, strict=True):
-                        samples[name][which].append(seconds)
-    for manager in managers:
-        manager.close()
+            for name, seconds in zip(_WHAT, times, strict=True):
+                samples[name][which].append(seconds)
+            # Both at a time, for four ranks of 1.49 GB, are more than 24 GiB.
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(root / "shards")
+            dist.barrier()
     medians = {what: [statistics.median(of) for of in pair] for what, pair in samples.items()}
     told = {"nbytes": state_nbytes(plain), "seconds": medians, "written": written, "sent": sent}
     print(json.dumps(told), flush=True)
     dist.destroy_process_group()
 
 
-def _round(
-    manager: Any, state: Any, iteration: int, queue: localckpt.AsyncCallsQueue
-) -> list[float]:
+def _manager(root: Path, nodes: int, *, divided: bool) -> localckpt.InMemoryCheckpointManager:
+    strategy = localckpt.CliqueReplicationStrategy(replication_factor=nodes) if nodes > 1 else None
+    node = dist.get_rank() * nodes // _RANKS
+    return localckpt.InMemoryCheckpointManager(
+        "bench", strategy, root=root / "shards" / str(node), divide_replicated=divided
+    )
+
+
+def _round(manager: Any, state: Any, iteration: int) -> list[float]:
     """Save and load once; the seconds of the slowest rank."""
     dist.barrier()
-    began, cpu = time.perf_counter(), time.process_time()
-    request = manager.save(state, iteration, is_async=True)
-    stall_s = time.perf_counter() - began
-    queue.schedule_async_request(request)
-    queue.maybe_finalize_async_calls(blocking=True)
+    with localckpt.AsyncCallsQueue() as queue:
+        began, cpu = time.perf_counter(), time.process_time()
+        request = manager.save(state, iteration, is_async=True)
+        stall_s = time.perf_counter() - began
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
     complete_s, save_cpu_s = time.perf_counter() - began, time.process_time() - cpu
     manager.find_latest()
     dist.barrier()

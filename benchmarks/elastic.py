@@ -25,7 +25,7 @@ from benchmarks.report import Report
 from benchmarks.setup import Options
 from benchmarks.state import parameter_shapes
 from localckpt.managers.progress import ReadProgress
-from localckpt.replication.messages import Messages
+from localckpt.replication.progress import Progress
 
 __all__ = ["measure"]
 
@@ -95,19 +95,19 @@ class _Counted:
 
     def __init__(self) -> None:
         self.read = self.sent = 0
-        add, send = ReadProgress.add, Messages.send
+        add, count = ReadProgress.add, Progress.count
 
         # From outside, since nobody else asks for these numbers.
         def count_read(progress: ReadProgress, nbytes: int) -> None:
             self.read += nbytes
             add(progress, nbytes)
 
-        def count_sent(messages: Messages, peer: int, number: int, memory: memoryview) -> Any:
-            self.sent += len(memory)
-            return send(messages, peer, number, memory)
+        def count_sent(progress: Progress, peer: int, *, received: int = 0, sent: int = 0) -> None:
+            self.sent += sent
+            count(progress, peer, received=received, sent=sent)
 
         ReadProgress.add = count_read  # type: ignore[assignment, method-assign]
-        Messages.send = count_sent  # type: ignore[assignment, method-assign]
+        Progress.count = count_sent  # type: ignore[assignment, method-assign]
 
 
 def _load_s(root: Path, state: dict[str, Any]) -> float:

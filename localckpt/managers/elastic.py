@@ -32,6 +32,7 @@ from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.values import Message
+from localckpt.replication.links import Links
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.optimizer_states import make_states
 from localckpt.state_dict.resharded import find_wanted, with_values
@@ -123,6 +124,8 @@ class ElasticLoad:
         )
         step = self._checkpoint.iteration
         with self._parts.events.timed("fetch", step):
+            self._links = Links(self._ranks.rank)
+            opened.callback(self._links.close)
             asked_of_all, asked = self._describe(opened)
             if self._copies.take_out(asked_of_all["bad"]):
                 return None
@@ -194,27 +197,37 @@ class ElasticLoad:
             packs = self._values.packs(asked, self._unequal, rank, world_size)
             about, data = joined_packs(packs)
             tables = self._tensors.tables(asked["tables"])
-            message = Message({"tables": tables, "digests": digests, "packs": about}, data)
+            record = {"tables": tables, "digests": digests, "packs": about}
+            message = Message(record | {"address": self._links.address}, data)
         what = f"plan the load of iteration {self._checkpoint.iteration}"
         verdict, own = self._ranks.agree(what, telling, message, self._judge.plan)
         return verdict, own
 
     def _take_plan(self, verdict: Mapping[str, Any], own: Message | None) -> None:
         """Take in the plan, and the values; on no rank is anything changed if some rank cannot."""
+        rank, nodes, lacks_link = self._ranks.rank, self._parts.epoch.nodes, False
         with Attempt() as checking:
-            record = {"takes": [], "gives": [], "packs": []} if own is None else own.record
-            self._transfer = Transfer(
-                *(str(verdict["name"]), self._ranks.rank, self._readers),
-                *(self._copies, self._tensors.tensors),
-                [self._tensors.take_of(*take) for take in record["takes"]],
-                [self._tensors.give_of(*give) for give in record["gives"]],
-            )
+            empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": [], "links": []}
+            record = empty if own is None else own.record
+            takes = [self._tensors.take_of(*take) for take in record["takes"]]
+            gives = [self._tensors.give_of(*give) for give in record["gives"]]
+            deadline = Deadline.after(self._ranks.timeout_s)
+            lacks_link = not self._links.connect(dict(record["links"]), deadline)
             images = [base64.b85decode(text) for text in verdict["values"]]
             images += [p.data for p in split_packs(record["packs"], own.data)] if own else []
             units = [unit for image in images for unit in self._images.units(image)]
-            units += self._values.unequal_of(self._ranks.rank, self._unequal, "keep")
+            units += self._values.unequal_of(rank, self._unequal, "keep")
             self._result = with_values(self._state, units)
-        self._ranks.agree("check that the states can be loaded into", checking)
+        # Both ends of a link have to know of it, so there are all of them, or none.
+        if self._ranks.merge("check that the states can be loaded into", checking, lacks_link):
+            self._links.drop()
+            linked: list[int] = []
+        else:
+            linked = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
+        self._transfer = Transfer(
+            *(str(verdict["name"]), rank, self._links, linked, self._readers, self._copies),
+            *(self._tensors.tensors, takes, gives),
+        )
 
     # Move.
 

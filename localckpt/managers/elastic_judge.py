@@ -139,8 +139,10 @@ class ElasticJudge:
         tables: dict[str, Keys] = {}
         digests: dict[int, dict[str, str]] = {}
         packs: list[Packed] = []
+        addresses: list[str] = []
         for message in reports:
             record = message.record
+            addresses.append(record["address"])
             for fields in record["tables"]:
                 keys = Keys.from_json(fields)
                 tables[keys.name] = keys
@@ -174,10 +176,18 @@ class ElasticJudge:
                 "takes": takes.get(rank, []),
                 "gives": gives.get(rank, []),
                 "packs": about,
+                "links": self._links_of(rank, gives.get(rank, []), addresses),
             }
             parts[rank] = Message(record, data)
         values = [base64.b85encode(pack.data).decode() for pack in packs if pack.kind == "all"]
         return PerRank({"name": new_name(), "values": values}, parts)
+
+    def _links_of(
+        self, rank: int, gives: Sequence[Any], addresses: Sequence[str]
+    ) -> list[tuple[int, str]]:
+        """Addresses of the ranks that a rank gives to and that are on its node."""
+        receivers = sorted({give[1] for give in gives} - {rank})
+        return [(r, addresses[r]) for r in receivers if self._nodes[r] == self._nodes[rank]]
 
     def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
         """Values that single ranks get."""

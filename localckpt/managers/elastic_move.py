@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from localckpt.errors import CorruptShardError
 from localckpt.managers.elastic_copies import ShardCopies
 from localckpt.managers.elastic_tensors import Give, Take
+from localckpt.ranks.deadline import Deadline
 from localckpt.replication.connections import HostConnections
-from localckpt.replication.parts import Find, To, exchange_parts
+from localckpt.replication.links import Links
+from localckpt.replication.parts.exchange import Find, To, exchange_parts
 from localckpt.state_dict.regions import Region, volume
 from localckpt.state_dict.resharded import FilledPart, Filling, WantedTensor
 from localckpt.state_dict.runs import PartReceiver
@@ -25,6 +27,8 @@ class Transfer:
     Attributes:
         name: Name of the transfer, the same on all ranks, and of no other one.
         rank: This rank.
+        links: Links to ranks of this node that this one sends to.
+        linked: Ranks of this node that have links to this one, if they send to it.
         readers: For each shard the rank that reads it.
         copies: Shards that this rank reads; gets those that turn out bad.
         targets: Tensors of this rank.
@@ -34,6 +38,8 @@ class Transfer:
 
     name: str
     rank: int
+    links: Links
+    linked: Collection[int]
     readers: dict[int, int]
     copies: ShardCopies
     targets: Sequence[WantedTensor]
@@ -96,12 +102,14 @@ class Transfer:
             return taken[item][index]
 
         with ExitStack() as opened:
+            self.links.accept(senders.keys() & set(self.linked), Deadline.after(timeout_s))
+            linked = {*self.links.outgoing, *self.links.incoming}
             connections = None
-            if peers := receivers.keys() | senders.keys():
+            if peers := (receivers.keys() | senders.keys()) - linked:
                 connections = HostConnections.connect_to(self.name, peers, self.rank, timeout_s)
                 opened.callback(connections.close)
             exchange_parts(
-                *(connections, receivers, senders),
+                *(self.rank, self.links, connections, receivers, senders),
                 lambda to: self._read(to, find),
                 *(find, timeout_s),
             )

@@ -51,7 +51,7 @@ class Progress:
         return time.monotonic() > self._deadline
 
     def blaming(self, *peers: int) -> _Blaming:
-        """Attribute what the process group raises inside to these peers."""
+        """Attribute what the process group, or a socket, raises inside to these peers."""
         return _Blaming(peers)
 
     def wait(self, peer: int, work: dist.Work) -> None:
@@ -137,7 +137,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Blaming:
-    """Context that turns an error of the process group into one that names peers."""
+    """Context that turns an error of the process group, or of a socket, into one of peers."""
 
     def __init__(self, peers: Sequence[int]) -> None:
         self._peers = peers
@@ -146,5 +146,5 @@ class _Blaming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | OSError):
             raise PeerFailed(self._peers) from error

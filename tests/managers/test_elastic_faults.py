@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
-from localckpt.replication import parts
+from localckpt.replication.parts import linked
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.managers.jobs import error_of, make_manager
@@ -49,7 +49,7 @@ def _load_beside_one_that_dies(rank: int, world_size: int, dying: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        parts._Outlet.end = die  # type: ignore[method-assign]
+        linked.LinkOutlet.end = die  # type: ignore[method-assign]
     manager = make_manager("disk", node_store(), timeout=_SHORT_S, elastic=True)
     began = time.monotonic()
     text = error_of(lambda: manager.load(into=_state(world_size, fill=-1.0)), PeerLostError)

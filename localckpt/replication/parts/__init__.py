@@ -1,0 +1,1 @@
+"""Parts of tensors between ranks, sent as they are read, and taken where they belong."""

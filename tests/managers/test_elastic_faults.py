@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -15,14 +16,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
+from localckpt.replication.links import Links
 from localckpt.replication.parts import linked
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
+from localckpt.threads import Task
 from tests.managers.jobs import error_of, make_manager
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
 _SHORT_S = 8.0
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def _state(world_size: int, *, fill: float | None = None) -> dict[str, Any]:
@@ -77,6 +81,43 @@ def test_a_rank_that_dies_within_a_load_is_named_and_the_load_can_be_made_again(
 
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.safetensors")} == before
     run_ranks(_load, 3, store_per_node=nodes, timeout_s=_S)
+
+
+def _load_where_one_cannot_be_reached(rank: int, world_size: int, apart: int) -> None:
+    if rank == apart:
+        listen = Links.__init__
+
+        def listen_apart(self: Links, rank: int) -> None:
+            def listen_in_another_namespace() -> None:
+                libc = ctypes.CDLL(None, use_errno=True)
+                assert libc.unshare(_NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+                listen(self, rank)
+
+            thread = Task(listen_in_another_namespace)
+            thread.start("apart", daemon=True)
+            thread.take_result(_S)
+
+        Links.__init__ = listen_apart  # type: ignore[method-assign]
+    outlets = []
+    make = linked.LinkOutlet.__init__
+
+    def noted(self: linked.LinkOutlet, *args: Any) -> None:
+        outlets.append(args)
+        make(self, *args)
+
+    linked.LinkOutlet.__init__ = noted  # type: ignore[method-assign]
+    _load(rank, world_size)
+    assert not outlets
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a network namespace")
+def test_where_a_rank_of_a_node_is_in_a_network_of_its_own_parts_go_over_gloo(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a"]
+    run_ranks(_save, 4, store_per_node=nodes, timeout_s=_S)
+
+    run_ranks(_load_where_one_cannot_be_reached, 3, 0, store_per_node=nodes, timeout_s=_S)
 
 
 _FORGED = {

@@ -24,6 +24,8 @@ _TOKEN_NBYTES = 12
 _HELLO = struct.Struct(f"<Q{_TOKEN_NBYTES}s")
 # What a rank says of itself is there when it is accepted; a stranger may say nothing.
 _HELLO_S = 1.0
+# Two pieces of an image: a sender then seldom waits until the receiver has had its turn.
+_BUFFER_NBYTES = 4 << 20
 
 
 class Links:
@@ -72,6 +74,8 @@ class Links:
             try:
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self.outgoing[peer] = link
+                # The kernel allows less where net.core.wmem_max is less.
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
                 link.settimeout(deadline.left_s)
                 link.connect(_path(name))
                 link.sendall(_HELLO.pack(self._rank, bytes.fromhex(token)))

@@ -26,7 +26,7 @@ from localckpt.state_dict.regions import (
 )
 from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.runs import PartReceiver, Reservation, run_in
-from localckpt.state_dict.skeleton import collection_paused, take_tensors
+from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.source import scatter
 from localckpt.state_dict.values import Unit, placed, root_of
 
@@ -196,7 +196,7 @@ class FilledPart:
 @collection_paused()
 def find_wanted(state: Any) -> list[WantedTensor]:
     """Find the tensors of a state that can be filled; those of which no part is known are whole."""
-    tensors = take_tensors(state, arrays=False).tensors
+    tensors = find_tensors(state)
     names, tellers = named(state, tensors)
     boxes = boxes_of(tellers, tensors, Job(0, ()))
     wanted = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,7 +38,14 @@ from localckpt.state_dict.replicated import Replicated, given
 from localckpt.state_dict.safe_globals import Name, SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 
-__all__ = ["Taken", "check_skeleton", "collection_paused", "insert_tensors", "take_tensors"]
+__all__ = [
+    "Taken",
+    "check_skeleton",
+    "collection_paused",
+    "find_tensors",
+    "insert_tensors",
+    "take_tensors",
+]
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, ArrayTensor})
 _CONSTANTS = {type(value): value for value in (None, Ellipsis, NotImplemented)}
@@ -74,18 +82,30 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_tensors(state: Any, *, arrays: bool = True) -> Taken:
+def take_tensors(state: Any) -> Taken:
     """Split an object graph into skeleton and tensors.
-
-    Args:
-        state: The object.
-        arrays: True to take large numpy arrays as tensors; False to leave them out.
 
     Raises:
         CheckpointingException: The object holds a value that cannot be saved.
     """
     buffer = io.BytesIO()
-    pickler = _SkeletonPickler(buffer, arrays)
+    pickler = _SkeletonPickler(buffer)
+    _dump(pickler, state)
+    return Taken(buffer.getvalue(), pickler.tensors, pickler.has_objects)
+
+
+def find_tensors(state: Any) -> list[torch.Tensor]:
+    """Find the tensors of an object graph, in the order of :func:`take_tensors`, without arrays.
+
+    Raises:
+        CheckpointingException: The object holds a value that cannot be saved.
+    """
+    pickler = _FindingPickler(io.BytesIO())
+    _dump(pickler, state)
+    return pickler.tensors
+
+
+def _dump(pickler: _SkeletonPickler, state: Any) -> None:
     try:
         pickler.dump(state)
     except CheckpointingException:
@@ -94,7 +114,6 @@ def take_tensors(state: Any, *, arrays: bool = True) -> Taken:
         raise CheckpointingException(
             f"the state cannot be saved, because a value in it cannot be pickled: {error}"
         ) from error
-    return Taken(buffer.getvalue(), pickler.tensors, pickler.has_objects)
 
 
 def check_skeleton(
@@ -184,11 +203,10 @@ def _place_of(error: Exception, skeleton: bytes, load: Callable[[io.BytesIO], An
 
 
 class _SkeletonPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, arrays: bool) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self.has_objects = False
-        self._arrays = arrays
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -207,8 +225,6 @@ class _SkeletonPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         self.has_objects = True
         if isinstance(obj, numpy.ndarray):
-            if not self._arrays and is_data(obj):
-                return type_of_constant, (None,)
             return reduce_array(obj)
         if type(obj) is Replicated:
             return given, (obj.value,)
@@ -229,6 +245,24 @@ class _SkeletonPickler(pickle.Pickler):
             base = obj.detach().as_subclass(torch.Tensor)
             return _restore_subclass, (type(obj), base, obj.requires_grad, dict(vars(obj)))
         return NotImplemented
+
+
+class _FindingPickler(_SkeletonPickler):
+    """Pickler whose pickle nobody reads: it leaves out arrays, and what describes a DTensor."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        # A value of the class exists only where its module is imported, which takes long.
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is self._dtensor:
+            # All in it that can hold tensors, in the order of its own pickle. That takes ten times
+            # as long, and a restart waits for this.
+            return _itself, ((vars(obj), obj._local_tensor, obj._spec.mesh),)
+        if isinstance(obj, numpy.ndarray) and is_data(obj):
+            return type_of_constant, (None,)
+        return super().reducer_override(obj)
 
 
 class _Bare(NamedTuple):

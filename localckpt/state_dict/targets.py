@@ -15,7 +15,7 @@ from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.regions import Region, whole
-from localckpt.state_dict.skeleton import collection_paused, take_tensors
+from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
 
 __all__ = ["Targets", "find_targets"]
@@ -192,7 +192,7 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     Raises:
         CheckpointingException: The state holds a value that cannot have been saved.
     """
-    tensors = take_tensors(state, arrays=False).tensors
+    tensors = find_tensors(state)
     found = named(state, tensors)
     # Places are compared, and not the ranks that have them.
     boxes = boxes_of(found.tellers, tensors, Job(0, ()))

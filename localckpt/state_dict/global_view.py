@@ -182,14 +182,14 @@ def boxes_of(
         id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
         for number, tensor in enumerate(tensors)
     }
-    sets = _RankSets(job)
+    sets, parts = _RankSets(job), _Parts()
     boxes: dict[int, Box] = {}
     paths: Counter[str] = Counter()
     for teller in tellers:
-        for tensor, box in _boxes(teller, sets):
+        for tensor, box in _boxes(teller, sets, parts):
             number = numbers.get(id(tensor))
             # What a class says of its tensors may be impossible; a reader would refuse the image.
-            if number is None or number in boxes or not box.fits(tuple(tensors[number].shape)):
+            if number is None or number in boxes or not parts.fits(box, tensors[number]):
                 continue
             # Keys with dots in them can make one path of two.
             if teller.kind in ("plain", "DTensor", "other"):
@@ -200,7 +200,7 @@ def boxes_of(
     return dict(sorted(boxes.items()))
 
 
-def _boxes(teller: Teller, sets: _RankSets) -> Iterator[tuple[Any, Box]]:
+def _boxes(teller: Teller, sets: _RankSets, parts: _Parts) -> Iterator[tuple[Any, Box]]:
     """Yield the tensors of a value with their boxes."""
     path, value, kind, marked = teller
     ranks = None if marked is None else sets.of(marked)
@@ -211,15 +211,11 @@ def _boxes(teller: Teller, sets: _RankSets) -> Iterator[tuple[Any, Box]]:
             sizes = (1,) * value.prepend_axis_num + tuple(value.data.shape)
             yield value.data, Box(value.key, shape, _one_run(value.global_offset, sizes), ranks)
     elif kind == "DTensor":
-        spec, local = value._spec, value._local_tensor
-        coordinate = spec.mesh.get_coordinate()
-        if coordinate is None or _is_in_other_order(spec):
-            return
-        shape = tuple(value.shape)
+        spec, shape = value._spec, tuple(value.shape)
         # A tensor made by DTensor.from_local() may be sharded as torch never does; the box does not
         # fit then.
-        if (runs := shard_runs(shape, spec.mesh.shape, coordinate, spec.placements)) is not None:
-            yield local, Box(path, shape, runs, sets.of_mesh(path, spec, marked))
+        if (runs := parts.of(spec, shape)) is not None:
+            yield value._local_tensor, Box(path, shape, runs, sets.of_mesh(path, spec, marked))
     elif kind == "ShardedTensor":
         for shard in value.local_shards():
             about = shard.metadata
@@ -230,6 +226,35 @@ def _boxes(teller: Teller, sets: _RankSets) -> Iterator[tuple[Any, Box]]:
         for inner_path, inner in _made_of(path, value):
             shape = tuple(inner.shape)
             yield inner, Box(inner_path, shape, _one_run((0,) * len(shape), shape), ranks)
+
+
+class _Parts:
+    """Parts of global tensors, each computed and checked once, however many tensors have it."""
+
+    def __init__(self) -> None:
+        self._of_specs: dict[tuple[Any, ...], tuple[tuple[Run, ...], ...] | None] = {}
+        self._fitting: dict[tuple[Any, ...], bool] = {}
+
+    def of(self, spec: Any, shape: tuple[int, ...]) -> tuple[tuple[Run, ...], ...] | None:
+        """Return the runs that this rank has of a DTensor; ``None`` if no box can say them."""
+        mesh, placements = spec.mesh, spec.placements
+        if _is_in_other_order(spec):
+            return None
+        # With the classes, since some versions of torch call placements of two classes equal.
+        which = id(mesh), shape, placements, tuple(map(type, placements))
+        if which not in self._of_specs:
+            at = mesh.get_coordinate()
+            runs = None if at is None else shard_runs(shape, mesh.shape, at, placements)
+            self._of_specs[which] = runs
+        return self._of_specs[which]
+
+    def fits(self, box: Box, tensor: torch.Tensor) -> bool:
+        """Return whether a box can be that of a tensor."""
+        local = tuple(tensor.shape)
+        which = local, box.shape, box.runs
+        if which not in self._fitting:
+            self._fitting[which] = box.fits(local)
+        return self._fitting[which]
 
 
 class _RankSets:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["children_of", "joined", "map_tensors", "named_tensors", "named_values"]
+__all__ = ["LEAVES", "children_of", "joined", "map_tensors", "named_tensors", "named_values"]
 
 
-# Most values of a large state are of these classes, and none of them contains others.
-_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
+LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
+"""Classes of most values of a large state; none of these values contains others."""
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
@@ -47,7 +47,7 @@ def _find_values(
     found: list[tuple[str, Any]],
 ) -> None:
     items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple) and _LEAVES.issuperset(map(type, items)):
+    if isinstance(value, dict | list | tuple) and LEAVES.issuperset(map(type, items)):
         return
     children = children_of(value)
     if children is None or id(value) in inside:
@@ -55,7 +55,7 @@ def _find_values(
     inside.add(id(value))
     keys.append(None)
     for key, child in children:
-        if type(child) in _LEAVES:
+        if type(child) in LEAVES:
             continue
         keys[-1] = key
         if isinstance(child, wanted):

@@ -11,8 +11,9 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.failure_texts import with_class
 from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.containers import children_of, joined, map_tensors, named_values
+from localckpt.state_dict.containers import LEAVES, children_of, joined, map_tensors, named_values
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 __all__ = [
@@ -173,9 +174,38 @@ def _leave(*_: Any) -> None:
 
 def _made_of(arguments: Sequence[Any], make: Callable[..., Any]) -> Any:
     """A placeholder for a value that is made of placeholders; else the value."""
-    found = [part for _, part in named_values(list(arguments), (Placeholder, _Ignored))]
+    found: list[Placeholder | _Ignored] = []
+    _find_parts(arguments, set(), found)
     numbers = [n for part in found if isinstance(part, Placeholder) for n in part.numbers]
     return Placeholder(tuple(numbers)) if found else make(*arguments)
+
+
+# Of what a DTensor is made, the values that are no containers.
+_NO_PARTS = LEAVES | {type, FunctionType, torch.dtype, torch.layout, torch.device}
+
+
+def _find_parts(value: Any, inside: set[int], found: list[Placeholder | _Ignored]) -> None:
+    """Find as :func:`named_values` does; without paths, as it is called for each DTensor."""
+    kind = type(value)
+    children: Iterable[Any]
+    if kind is tuple or kind is list:
+        children = value
+    elif kind is dict:
+        children = value.values()
+    elif (members := children_of(value)) is not None:
+        children = [child for _, child in members]
+    else:
+        return
+    if id(value) in inside:
+        return
+    inside.add(id(value))
+    for child in children:
+        kind = type(child)
+        if kind is Placeholder or kind is _Ignored:
+            found.append(child)
+        elif kind not in _NO_PARTS:
+            _find_parts(child, inside, found)
+    inside.discard(id(value))
 
 
 def units_of(

@@ -57,8 +57,11 @@ def check_opcodes(skeleton: bytes, *, depth_is_limited: bool = False) -> None:
     Raises:
         CorruptShardError: No pickler writes such a pickle.
     """
+    # Some of these bytes are no instructions, so at most this many are.
+    most_nested = sum(skeleton.count(code) for code in _NESTING_CODES)
+    is_flat = depth_is_limited or most_nested <= MAX_DEPTH
     try:
-        nested = _check(skeleton, _HARMLESS_OR_NESTING if depth_is_limited else _HARMLESS)
+        nested = _check(skeleton, _HARMLESS_OR_NESTING if is_flat else _HARMLESS)
         too_deep = nested > MAX_DEPTH and _depth(skeleton) > MAX_DEPTH
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error

@@ -170,6 +170,8 @@ def parse_boxes(
         lattices, rows = json.loads(text)
         groups = [_parse_ranks(fields, rank, world_size) for fields in lattices]
         boxes: dict[int, Box] = {}
+        # By their texts, which tell 1 from 1.0 and from true: most tensors have one of few places.
+        places: dict[str, tuple[tuple[int, ...], tuple[tuple[Run, ...], ...]]] = {}
         for number, key, shape, starts, group in rows:
             if type(number) is not int or not 0 <= number < len(shapes) or number in boxes:
                 _refuse(f"a box of tensor {number!r} of {len(shapes)}")
@@ -177,9 +179,11 @@ def parse_boxes(
                 _refuse(f"a key {key!r}")
             if group is not None and (type(group) is not int or not 0 <= group < len(groups)):
                 _refuse(f"a set of ranks {group!r} of {len(groups)}")
-            runs = _parse_place(shapes[number], shape, starts)
-            ranks = None if group is None else groups[group]
-            boxes[number] = Box(key, tuple(shape), runs, ranks)
+            text_of_place = repr((shapes[number], shape, starts))
+            if (place := places.get(text_of_place)) is None:
+                runs = _parse_place(shapes[number], shape, starts)
+                place = places[text_of_place] = tuple(shape), runs
+            boxes[number] = Box(key, *place, None if group is None else groups[group])
     except CorruptShardError:
         raise
     except (ValueError, TypeError, RecursionError) as error:

@@ -171,6 +171,17 @@ def test_a_table_of_boxes_that_cannot_be_is_refused_before_a_tensor_is_written(t
     assert not into["b"].any()
 
 
+@pytest.mark.fault("hostile-file")
+@pytest.mark.parametrize(
+    "place", [[[True], [0]], [[1.0], [0]], [[1], [False]], [[1], [[[0, 1.0]]]]]
+)
+def test_a_box_is_checked_though_an_equal_one_was(place: Any) -> None:
+    rows = [[0, "w", [1], [0], None], [1, "v", [1], [[[0, 1]]], None], [2, "u", *place, None]]
+
+    with pytest.raises(CorruptShardError, match="the table of boxes"):
+        parse_boxes(json.dumps([[], rows]).encode(), [(1,)] * 3, 3, 8)
+
+
 def test_an_image_of_format_1_is_read() -> None:
     shared = torch.arange(8.0)
 

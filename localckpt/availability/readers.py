@@ -1,14 +1,21 @@
-"""Choice of the rank that reads each shard of a checkpoint that another number of ranks saved."""
+"""Choice of the ranks that read the shards of a checkpoint that another number of ranks saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from localckpt.availability.inventory import Inventory
+from localckpt.availability.reshard import Take
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint
+from localckpt.state_dict.regions import volume
+from localckpt.state_dict.runs import run_in
 
-__all__ = ["assign_readers"]
+__all__ = ["LONG_RUN_NBYTES", "assign_readers", "reader_of"]
+
+LONG_RUN_NBYTES = 8 << 20
+"""Size of the runs of rows that a rank reads by itself, where its node holds the shard. That costs
+less than to have them sent, though the pieces at their ends are read by another rank, too."""
 
 
 def assign_readers(
@@ -58,3 +65,27 @@ def assign_readers(
         readers[shard] = reader
         load[reader] += nbytes[shard]
     return dict(sorted(readers.items()))
+
+
+def reader_of(
+    take: Take,
+    itemsize: int,
+    readers: Mapping[int, int],
+    nodes: Sequence[str],
+    held: Mapping[int, Collection[str]],
+) -> int:
+    """Choose the rank that reads what a rank takes.
+
+    Args:
+        take: Elements that the rank takes.
+        itemsize: Bytes of an element.
+        readers: For each shard the rank that reads it.
+        nodes: Node of each rank.
+        held: For each shard that nodes hold, these nodes.
+    """
+    reader = readers[take.shard]
+    if nodes[take.receiver] not in held.get(take.shard, ()):
+        return reader
+    if volume(take.region) * itemsize < LONG_RUN_NBYTES:
+        return reader
+    return reader if run_in(take.saved.region, take.region) is None else take.receiver

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -120,6 +120,7 @@ class ElasticLoad:
         self._readers = readers
         self._judge = ElasticJudge(
             *(self._checkpoint, self._rules, self._parts.epoch.nodes, readers),
+            self._inventory.holders(self._checkpoint),
             *(self._images.pack, self._images.unpack),
         )
         step = self._checkpoint.iteration
@@ -130,7 +131,8 @@ class ElasticLoad:
             if self._copies.take_out(asked_of_all["bad"]):
                 return None
             self._unequal = asked_of_all["unequal"]
-            self._take_plan(*self._tell(asked))
+            if not self._take_plan(*self._tell(asked), opened):
+                return None
         with self._parts.events.timed("read", step):
             return self._move()
 
@@ -150,7 +152,7 @@ class ElasticLoad:
             self._copies.open(self._readers, opened)
             shards = self._copies.shards
             self._tensors = DescribedTensors(find_wanted(self._state), shards)
-            self._values = SavedValues(shards, self._rules, self._images)
+            self._values = SavedValues(dict(shards), self._rules, self._images)
             report = {
                 "bad": [[shard, *bad] for shard, bad in self._copies.found_bad.items()],
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
@@ -203,14 +205,26 @@ class ElasticLoad:
         verdict, own = self._ranks.agree(what, telling, message, self._judge.plan)
         return verdict, own
 
-    def _take_plan(self, verdict: Mapping[str, Any], own: Message | None) -> None:
-        """Take in the plan, and the values; on no rank is anything changed if some rank cannot."""
+    def _take_plan(
+        self, verdict: Mapping[str, Any], own: Message | None, opened: ExitStack
+    ) -> bool:
+        """Take in the plan, and the values; on no rank is anything changed if some rank cannot.
+
+        Returns:
+            Whether the parts can be moved; False on all ranks if a copy turned out bad.
+        """
         rank, nodes, lacks_link = self._ranks.rank, self._parts.epoch.nodes, False
         with Attempt() as checking:
             empty: dict[str, list[Any]] = {"takes": [], "gives": [], "packs": [], "links": []}
             record = empty if own is None else own.record
+            self._copies.open_more((give[0] for give in record["gives"]), opened)
+            self._tensors.add_opened()
             takes = [self._tensors.take_of(*take) for take in record["takes"]]
-            gives = [self._tensors.give_of(*give) for give in record["gives"]]
+            gives = [
+                self._tensors.give_of(*give)
+                for give in record["gives"]
+                if give[0] not in self._copies.found_bad
+            ]
             deadline = Deadline.after(self._ranks.timeout_s)
             lacks_link = not self._links.connect(dict(record["links"]), deadline)
             images = [base64.b85decode(text) for text in verdict["values"]]
@@ -218,15 +232,29 @@ class ElasticLoad:
             units = [unit for image in images for unit in self._images.units(image)]
             units += self._values.unequal_of(rank, self._unequal, "keep")
             self._result = with_values(self._state, units)
+        bad = [[shard, *found] for shard, found in self._copies.found_bad.items()]
+        reports = self._ranks.merge(
+            "check that the states can be loaded into",
+            checking,
+            [bad, lacks_link] if bad or lacks_link else None,
+        )
+        if self._take_out(reports):
+            return False
+        linked = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
         # Both ends of a link have to know of it, so there are all of them, or none.
-        if self._ranks.merge("check that the states can be loaded into", checking, lacks_link):
+        if reports:
             self._links.drop()
-            linked: list[int] = []
-        else:
-            linked = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
+            linked = []
         self._transfer = Transfer(
-            *(str(verdict["name"]), rank, self._links, linked, self._readers, self._copies),
+            *(str(verdict["name"]), rank, self._links, linked, self._copies),
             *(self._tensors.tensors, takes, gives),
+        )
+        return True
+
+    def _take_out(self, reports: Mapping[int, Sequence[Any]]) -> bool:
+        """Leave copies out that ranks report first of all as bad; return whether there are any."""
+        return self._copies.take_out(
+            [[rank, *copy] for rank, (those, _) in reports.items() for copy in those]
         )
 
     # Move.
@@ -257,9 +285,7 @@ class ElasticLoad:
             grace_s=timeout_s,
             deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )
-        if self._copies.take_out(
-            [[rank, *copy] for rank, (those, _) in reports.items() for copy in those]
-        ):
+        if self._take_out(reports):
             return None
         if texts := {rank: text for rank, (_, text) in reports.items() if text is not None}:
             raise PeerLostError(

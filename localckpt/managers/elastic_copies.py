@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,8 +88,13 @@ class ShardCopies:
             opened: Closes the shards.
         """
         self.shards, self.found_bad = {}, {}
-        for shard, reader in readers.items():
-            if reader == self._parts.ranks.rank:
+        rank = self._parts.ranks.rank
+        self.open_more((shard for shard, reader in readers.items() if reader == rank), opened)
+
+    def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
+        """Open shards of this node, and note the copies that are bad."""
+        for shard in shards:
+            if shard not in self.shards:
                 self._open(shard, opened)
 
     @contextmanager

@@ -7,8 +7,10 @@ the second tells, from few ranks, what the names stand for, and the values that 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from localckpt.availability.private_values import (
     RuledValues,
@@ -17,6 +19,7 @@ from localckpt.availability.private_values import (
     judge_values,
     tellers_of,
 )
+from localckpt.availability.readers import reader_of
 from localckpt.availability.reshard import Keys, TensorGroup, plan_reshard
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import with_class
@@ -73,6 +76,7 @@ class ElasticJudge:
         rules: Rules for values of single ranks, by key prefix.
         nodes: Node of each rank.
         readers: For each shard the rank that reads it.
+        held: For each shard that nodes hold, these nodes.
         pack, unpack: Make an image of values, and values of an image.
     """
 
@@ -82,6 +86,7 @@ class ElasticJudge:
         rules: Mapping[str, PrivateRule],
         nodes: Sequence[str],
         readers: Mapping[int, int],
+        held: Mapping[int, Collection[str]],
         pack: Callable[[Any], bytes],
         unpack: Callable[[bytes], Any],
     ) -> None:
@@ -89,6 +94,7 @@ class ElasticJudge:
         self._rules = rules
         self._nodes = nodes
         self._readers = readers
+        self._held = held
         self._pack = pack
         self._unpack = unpack
         self._saved: dict[int, list[TensorGroup]] = {}
@@ -163,11 +169,13 @@ class ElasticJudge:
         takes: dict[int, list[Any]] = {}
         gives: dict[int, list[Any]] = {}
         for take in plan.takes:
+            itemsize = getattr(torch, tables[take.wanted.name].dtype).itemsize
+            reader = reader_of(take, itemsize, self._readers, self._nodes, self._held)
             mine = takes.setdefault(take.receiver, [])
-            gives.setdefault(self._readers[take.shard], []).append(
+            gives.setdefault(reader, []).append(
                 [take.shard, take.receiver, len(mine), take.saved, take.keys, take.region]
             )
-            mine.append([take.shard, take.wanted, take.keys, take.region])
+            mine.append([reader, take.wanted, take.keys, take.region])
         own = self._own_values(packs)
         parts: dict[int, Message] = {}
         for rank in takes.keys() | gives.keys() | own.keys():

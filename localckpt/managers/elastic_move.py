@@ -29,7 +29,6 @@ class Transfer:
         rank: This rank.
         links: Links to ranks of this node that this one sends to.
         linked: Ranks of this node that have links to this one, if they send to it.
-        readers: For each shard the rank that reads it.
         copies: Shards that this rank reads; gets those that turn out bad.
         targets: Tensors of this rank.
         takes: What this rank takes.
@@ -40,7 +39,6 @@ class Transfer:
     rank: int
     links: Links
     linked: Collection[int]
-    readers: dict[int, int]
     copies: ShardCopies
     targets: Sequence[WantedTensor]
     takes: Sequence[Take]
@@ -56,8 +54,8 @@ class Transfer:
         """Other ranks that this one gets parts from, with their bytes."""
         nbytes: dict[int, int] = {}
         for take in self.takes:
-            if (reader := self.readers[take.shard]) != self.rank:
-                nbytes[reader] = nbytes.get(reader, 0) + take.nbytes
+            if take.reader != self.rank:
+                nbytes[take.reader] = nbytes.get(take.reader, 0) + take.nbytes
         return nbytes
 
     @property

@@ -16,9 +16,9 @@ __all__ = ["DescribedTensors", "Give", "Take"]
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Elements that this rank takes from a shard."""
+    """Elements that this rank takes from a shard, which ``reader`` reads."""
 
-    shard: int
+    reader: int
     numbers: list[list[int]]
     """Its tensors, by the number of the key; several where they are the same part."""
     region: Region
@@ -42,7 +42,7 @@ class DescribedTensors:
 
     Args:
         wanted: Tensors that are to be filled.
-        shards: Shards that this rank reads.
+        shards: Shards that this rank reads; :meth:`add_opened` adds those that are opened later.
     """
 
     def __init__(self, wanted: Sequence[WantedTensor], shards: Mapping[int, SavedShard]) -> None:
@@ -51,7 +51,14 @@ class DescribedTensors:
         self._tables: dict[str, Keys] = {}
         rows = [(w.key, w.dtype, w.shape, w.region) for w in wanted]
         self._wanted = self._grouped(rows)
-        self._saved = {shard: self._groups_of(saved) for shard, saved in shards.items()}
+        self._saved: dict[int, dict[TensorGroup, list[list[int]]]] = {}
+        self.add_opened()
+
+    def add_opened(self) -> None:
+        """Describe the shards that were opened since."""
+        for shard, saved in self._shards.items():
+            if shard not in self._saved:
+                self._saved[shard] = self._groups_of(saved)
 
     @property
     def wanted(self) -> list[TensorGroup]:
@@ -66,12 +73,12 @@ class DescribedTensors:
         """Keys of the groups of some names."""
         return [self._tables[name] for name in names]
 
-    def take_of(self, shard: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Take:
+    def take_of(self, reader: int, group: Any, keys: Sequence[str] | None, fields: Any) -> Take:
         """Return what an item of the plan has this rank take."""
         wanted, region = TensorGroup.from_json(group), _region_of(fields)
         numbers = self._of_keys(wanted, self._wanted[wanted], keys)
         itemsize = self.tensors[numbers[0][0]].tensor.itemsize
-        return Take(shard, numbers, region, volume(region) * itemsize * len(numbers))
+        return Take(reader, numbers, region, volume(region) * itemsize * len(numbers))
 
     def give_of(
         self,

@@ -99,7 +99,11 @@ class _CheckingUnpickler(pickle.Unpickler):
             raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
         if self._tensors is not None and not 0 <= pid < self._tensors:
             raise CorruptShardError(f"the skeleton refers to tensor {pid} of {self._tensors}")
-        return StandInTensor()
+        return _TENSOR
+
+
+# One for all, since it has no state.
+_TENSOR = StandInTensor()
 
 
 class _Fraction(MadeOfLiterals):
@@ -114,21 +118,21 @@ class _TensorMaker(FixedObject):
     """Stand-in for a function that makes a tensor from others, and checks its own arguments."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return StandInTensor()
+        return _TENSOR
 
 
 def _check_rebuilt(function: Any, kind: Any, args: Any, state: Any) -> StandInTensor:
     is_maker = isinstance(function, type) and issubclass(function, _TensorMaker)
     if not (is_maker or function is AnyObject) or not isinstance(kind, type):
         refuse("makes a tensor")
-    return StandInTensor()
+    return _TENSOR
 
 
 def _check_subclass(kind: Any, base: Any, requires_grad: Any, attributes: Any) -> StandInTensor:
     is_tensor = isinstance(base, StandInTensor)
     if not isinstance(kind, type) or not is_tensor or type(attributes) is not dict:
         refuse("makes a tensor of a class")
-    return StandInTensor()
+    return _TENSOR
 
 
 def _check_itself(tensor: Any) -> StandInTensor:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localckpt.availability.inventory import Inventory, ranks_by_node
-from localckpt.availability.readers import assign_readers
+from localckpt.availability.readers import LONG_RUN_NBYTES, assign_readers, reader_of
+from localckpt.availability.reshard import Take, TensorGroup
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation
 
@@ -65,3 +66,26 @@ def test_a_computed_shard_is_read_where_it_was_computed() -> None:
     readers = assign_readers(_checkpoint(2), _inventory(2, 2, [[0], []], 1), {1: 1})
 
     assert readers == {0: 0, 1: 1}
+
+
+_ROWS = 1000
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "nodes", "reader"),
+    [
+        ("all", 400, ["a", "a"], 0),
+        ("all", 400, ["a", "b"], 1),
+        ("all", 10, ["a", "a"], 1),
+        ("half", 800, ["a", "a"], 1),
+    ],
+)
+def test_a_long_run_is_read_by_the_rank_that_wants_it_if_its_node_has_the_shard(
+    columns: str, rows: int, nodes: list[str], reader: int
+) -> None:
+    width = LONG_RUN_NBYTES // 4 // 256
+    saved = TensorGroup("w", ((((0, _ROWS),), ((0, width),))))
+    part = (((0, rows),), ((0, width if columns == "all" else width // 2),))
+    take = Take(0, 7, TensorGroup("w", part), saved, None, part)
+
+    assert reader_of(take, 4, {7: 1}, nodes, {7: [nodes[1]]}) == reader

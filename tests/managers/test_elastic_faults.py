@@ -16,12 +16,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import localckpt
 from localckpt import PeerLostError
+from localckpt.availability import readers
+from localckpt.managers import elastic_move
 from localckpt.replication.links import Links
 from localckpt.replication.parts import linked
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from localckpt.threads import Task
-from tests.managers.jobs import error_of, make_manager
+from tests.managers.jobs import damage, error_of, make_manager
 from tests.ranks import node_store, run_ranks
 
 _S = 60.0
@@ -118,6 +120,47 @@ def test_where_a_rank_of_a_node_is_in_a_network_of_its_own_parts_go_over_gloo(
     run_ranks(_save, 4, store_per_node=nodes, timeout_s=_S)
 
     run_ranks(_load_where_one_cannot_be_reached, 3, 0, store_per_node=nodes, timeout_s=_S)
+
+
+def _save_with_copies(rank: int, world_size: int) -> None:
+    with (
+        localckpt.CliqueReplicationStrategy.from_replication_params(2, 2, timeout_s=_S) as copies,
+        make_manager("disk", node_store(), "", copies, timeout=_S) as manager,
+    ):
+        manager.save(_state(world_size), 3)
+
+
+def _load_long_runs(rank: int, world_size: int) -> int:
+    """Load, and return how many bytes of tensors this rank has sent to others."""
+    readers.LONG_RUN_NBYTES = 1 << 19
+    sent = []
+    exchange = elastic_move.exchange_parts
+
+    def noted(*args: Any) -> None:
+        receivers = args[3]
+        sent.append(sum(receivers.values()))
+        exchange(*args)
+
+    elastic_move.exchange_parts = noted
+    _load(rank, world_size)
+    return sent[-1]
+
+
+def test_long_runs_are_read_by_the_rank_that_wants_them_where_its_node_has_the_shard(
+    tmp_path: Path,
+) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    run_ranks(_save_with_copies, 4, store_per_node=nodes, timeout_s=_S)
+
+    assert run_ranks(_load_long_runs, 3, store_per_node=nodes, timeout_s=_S) == [0, 0, 0]
+
+    # The second rank reads the third shard, too, and sends what the third rank does not find.
+    (copy,) = nodes[1].rglob("000000000003.2.*.safetensors")
+    # What describes the tensors is at the end, before the digests.
+    damage(copy, 1 - 200 / copy.stat().st_size)
+    sent = run_ranks(_load_long_runs, 3, store_per_node=nodes, timeout_s=_S)
+    assert sent == [0, 1_000_000, 0]
+    assert not copy.exists()
 
 
 _FORGED = {

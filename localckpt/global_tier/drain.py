@@ -52,6 +52,7 @@ from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
+from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.write import sync_folder
@@ -322,7 +323,8 @@ class Drain:
             return
         if not ranks.is_root:
             self._drain = self._root.drain(self.iteration, epoch, save_id)
-        plans: dict[int, SavePlan] = pickle.loads(part.data)
+        with collection_paused():
+            plans: dict[int, SavePlan] = pickle.loads(part.data)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
         ranks.act(
@@ -340,8 +342,10 @@ class Drain:
     def _plan(self, shards: dict[int, DrainedShard]) -> Message:
         plans = {owner: shard.plan(self._check) for owner, shard in shards.items()}
         lineage = shards[0].lineage if 0 in shards else None
-        return Message(None, pickle.dumps((plans, lineage)))
+        with collection_paused():
+            return Message(None, pickle.dumps((plans, lineage)))
 
+    @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: divide what is to be written, and begin or go on."""
         told: list[tuple[dict[int, RankPlan], Lineage | None]] = [
@@ -406,6 +410,7 @@ class Drain:
 
     # Committed.
 
+    @collection_paused()
     def _commit(self, reports: list[Message]) -> None:
         """On the first rank: make it a checkpoint."""
         assert self._merged is not None, "it is planned"

@@ -18,6 +18,7 @@ from localckpt.global_tier.write_items import ItemReader, frame_of
 from localckpt.lineage import Lineage
 from localckpt.memory.host_memory import memory_at
 from localckpt.state_dict.lazy_image import LazyImage
+from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.kept_shard import KeptShard
 
 __all__ = ["DrainedShard"]
@@ -59,7 +60,8 @@ class DrainedShard:
 
         def list_items(image: LazyImage) -> tuple[ImageItems, RankPlan]:
             self.lineage = image.identity.lineage
-            items = ImageItems(image, is_own=self._is_own)
+            with collection_paused():
+                items = ImageItems(image, is_own=self._is_own)
             return items, items.rank_plan(image, before_read)
 
         self._items, plan = self._shard.use(list_items)

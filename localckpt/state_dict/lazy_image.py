@@ -48,6 +48,7 @@ class LazyImage:
         boxes: Parts of global tensors that they are, by number; other tensors are private.
     """
 
+    @collection_paused()
     def __init__(
         self,
         source: ShardSource,

@@ -191,8 +191,9 @@ class ImageReader:
     @cached_property
     def _verified(self) -> tuple[Tables, bytes]:
         """Tables, which fit the header, and the pickle, of which nothing is checked yet."""
-        tables, skeleton = self._read_skeleton()
-        self._require_consistent(tables)
+        with collection_paused():
+            tables, skeleton = self._read_skeleton()
+            self._require_consistent(tables)
         return tables, skeleton
 
     def _read_skeleton(self) -> tuple[Tables, bytes]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.profiler import record_function
 
@@ -40,6 +41,7 @@ from localckpt.global_tier.drain_plan import (
     fingerprint,
     merge_plans,
     own_key,
+    unsettled,
 )
 from localckpt.global_tier.drain_shard import DrainedShard
 from localckpt.global_tier.metadata import FORMAT_VERSION
@@ -62,9 +64,9 @@ __all__ = ["Drain"]
 
 logger = logging.getLogger(__name__)
 
-# Each attempt takes four decisions at most: whose shards are where, who reads those that are not on
-# their own nodes, the plan, and the commit.
-_DECISIONS = 4
+# Each attempt takes five decisions at most: whose shards are where, who reads those that are not on
+# their own nodes, the plan, whether parts of one name are equal, and the commit.
+_DECISIONS = 5
 # After each attempt but the last one a damaged copy is in quarantine.
 _ATTEMPTS = 4
 # Shared storage may be slower than the rate that is asked for.
@@ -117,6 +119,7 @@ class Drain:
         self._is_running = False
         # On the first rank: why nodes cannot give the shards of their ranks, and the plans.
         self._lacking: dict[int, str] = {}
+        self._told: list[tuple[dict[int, RankPlan], Lineage | None]] = []
         self._merged: Merged | None = None
         self._drain: BegunSave | None = None
         self.task: Task[None] = Task(self._run)
@@ -162,7 +165,7 @@ class Drain:
         finally:
             self._is_running = False
             # The plans of all ranks.
-            self._merged = None
+            self._merged, self._told = None, []
             details: dict[str, Any] = {"kept_bytes": self.kept_nbytes}
             if self._rate_limit is not None:
                 details["rate_limit"] = self._rate_limit
@@ -259,9 +262,7 @@ class Drain:
                 in_vain=self._pacer.stop,
             )
             mine += found[1] or []
-        return {
-            owner: DrainedShard(self._shard_of(owner), ranks.rank, self._objects) for owner in mine
-        }
+        return {owner: DrainedShard(self._shard_of(owner), self._objects) for owner in mine}
 
     def _look(self) -> list[Any]:
         self._check()
@@ -317,7 +318,18 @@ class Drain:
             kind="plan a drain",
             in_vain=self._pacer.stop,
         )
-        (epoch, save_id, is_there, nbytes), part = planned
+        common, part = planned
+        if common is None:
+            asked: dict[int, list[MetadataIndex]] = {} if part is None else pickle.loads(part.data)
+            planned = ranks.act(
+                f"compare parts of one name in iteration {self.iteration}",
+                lambda: self._compare(shards, asked),
+                self._merge_compared,
+                kind="compare parts",
+                in_vain=self._pacer.stop,
+            )
+            common, part = planned
+        epoch, save_id, is_there, nbytes = common
         if is_there:
             self.committed = True
             return
@@ -347,12 +359,40 @@ class Drain:
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
-        """On the first rank: divide what is to be written, and begin or go on."""
-        told: list[tuple[dict[int, RankPlan], Lineage | None]] = [
-            pickle.loads(report.data) for report in reports
-        ]
-        by_owner = {owner: plan for plans, _ in told for owner, plan in plans.items()}
-        merged = merge_plans([by_owner[owner] for owner in range(len(by_owner))])
+        """On the first rank: ask for what must be compared, or divide what is to be written."""
+        self._told = [pickle.loads(report.data) for report in reports]
+        by_owner = self._plans_by_owner()
+        lacking = unsettled(by_owner)
+        if not lacking:
+            return self._divide(by_owner)
+        asked = {
+            rank: {owner: lacking[owner] for owner in plans if owner in lacking}
+            for rank, (plans, _) in enumerate(self._told)
+        }
+        return PerRank(None, {r: Message(None, pickle.dumps(of)) for r, of in asked.items() if of})
+
+    def _compare(
+        self, shards: dict[int, DrainedShard], asked: dict[int, list[MetadataIndex]]
+    ) -> Message:
+        digests = {o: shards[o].digests(indices, self._check) for o, indices in asked.items()}
+        return Message(None, pickle.dumps(digests))
+
+    def _merge_compared(self, reports: list[Message]) -> PerRank:
+        """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
+        by_owner = self._plans_by_owner()
+        for report in reports:
+            for owner, digests in pickle.loads(report.data).items():
+                by_owner[owner].digests.update(digests)
+        return self._divide(by_owner)
+
+    def _plans_by_owner(self) -> list[RankPlan]:
+        by_owner = {owner: plan for plans, _ in self._told for owner, plan in plans.items()}
+        return [by_owner[owner] for owner in range(len(by_owner))]
+
+    def _divide(self, by_owner: list[RankPlan]) -> PerRank:
+        """Divide what is to be written, and begin or go on."""
+        told, self._told = self._told, []
+        merged = merge_plans(by_owner)
         if merged.unequal:
             self.unequal = merged.unequal
             logger.warning(

@@ -34,8 +34,10 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import MismatchError, RestoreError
 from localckpt.global_tier.metadata import create_write_items
+from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.state_dict.basic import BasicTensorAwareStateDict
 from localckpt.state_dict.boxes import Box, RankSet
+from localckpt.state_dict.global_view import shard_runs
 from localckpt.state_dict.lazy_image import LazyImage
 from localckpt.state_dict.skeleton import take_tensors
 from localckpt.state_dict.value_digests import digest_of
@@ -49,6 +51,7 @@ __all__ = [
     "fingerprint",
     "merge_plans",
     "own_key",
+    "unsettled",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -66,6 +69,13 @@ class Place(NamedTuple):
 
     number: int
     part: tuple[tuple[int, int], ...] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the item's part of the tensor, contiguous."""
+        tensor = tensor.detach()
+        for dim, (start, end) in enumerate(self.part or ()):
+            tensor = tensor.narrow(dim, start, end - start)
+        return tensor.contiguous()
 
 
 @dataclass
@@ -88,11 +98,10 @@ class ImageItems:
 
     Args:
         image: The image; not used after the constructor, but for its digests.
-        is_own: Whether this rank has saved it.
 
     Raises:
-        MismatchError: The state is no dict, so DCP has no keys for it. Or only the rank that saved
-            it can tell which part of a DTensor it has.
+        MismatchError: The state is no dict, so DCP has no keys for it. Or DCP has no form for a
+            DTensor of it.
         CorruptShardError, RestoreError, UnsafeGlobalError: As for :class:`LazyImage`.
 
     Attributes:
@@ -103,8 +112,8 @@ class ImageItems:
         plan: The items.
     """
 
-    def __init__(self, image: LazyImage, *, is_own: bool) -> None:
-        self._saved_by = None if is_own else image.identity.rank
+    def __init__(self, image: LazyImage) -> None:
+        self._saved_by = image.identity.rank
         self.planner = DefaultSavePlanner()
         self.places: dict[MetadataIndex, Place] = {}
         self._world_size = image.identity.world_size
@@ -128,7 +137,7 @@ class ImageItems:
         """
         own = {}
         if self._world_size > 1:
-            own = {index: self._digest(index, image, before_read) for index in self._own}
+            own = {index: self.digest(index, image, before_read) for index in self._own}
         return RankPlan(self.plan, own, self._ranks)
 
     # The state, with values for what is saved as an object.
@@ -187,18 +196,10 @@ class ImageItems:
     def _add(self, key: str, value: Any, image: LazyImage) -> None:
         numbers = self._tensors_of(value)
         if isinstance(value, DTensor) and numbers:
-            box = image.box_of(numbers[0])
+            box = image.box_of(numbers[0]) or self._computed_box(key, value)
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
-                return
-            if self._saved_by is not None:
-                raise MismatchError(
-                    f"{key} of rank {self._saved_by} is a DTensor whose part only that rank can "
-                    f"tell, and its node lacks the shard: load() this checkpoint first, which puts "
-                    f"it there again. Nothing was drained"
-                )
-            if value.device_mesh.get_coordinate() is None:
-                return
+            return
         items = create_write_items(key, value)
         self._items += items
         if numbers is None:
@@ -213,6 +214,29 @@ class ImageItems:
     def _is_on_all(self, box: Box | None) -> bool:
         return box is not None and (box.ranks is None or len(box.ranks) == self._world_size)
 
+    def _computed_box(self, key: str, value: DTensor) -> Box | None:
+        """Compute the box of a DTensor that the image has none for, as format 1 has none.
+
+        Returns:
+            The box, which does not name the ranks with equal values; ``None`` if the rank that
+            saved it is not in the tensor's mesh.
+
+        Raises:
+            MismatchError: The rank has another part than DCP would say.
+        """
+        if (why := why_misdescribed(value)) is not None:
+            raise MismatchError(
+                f"{key} of rank {self._saved_by} is a DTensor of which "
+                f"torch.distributed.checkpoint would describe another part: {why}. Save what its "
+                f"redistribute() or full_tensor() gives. Nothing was drained"
+            )
+        mesh, shape = value.device_mesh, tuple(value.shape)
+        # A mesh is pickled with the place of the rank that saves it.
+        if (coordinate := mesh.get_coordinate()) is None:
+            return None
+        runs = shard_runs(shape, mesh.shape, coordinate, value.placements)
+        return None if runs is None else Box(key, shape, runs, None)
+
     def _add_box(self, key: str, value: DTensor, box: Box, number: int) -> None:
         properties = TensorProperties.create_from_tensor(value.to_local())
         for offsets, sizes, part in _chunks(box):
@@ -222,22 +246,38 @@ class ImageItems:
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
             self.places[index] = Place(number, part)
             # A part without items has the same place on all ranks that have none.
-            if box.ranks is not None and 0 not in sizes:
+            if 0 in sizes:
+                continue
+            if box.ranks is None:
+                self._own.add(index)
+            else:
                 self._ranks[index] = box.ranks
 
-    # What a rank holds alone.
+    # What other ranks may have otherwise.
 
-    def _digest(
+    def digest(
         self, index: MetadataIndex, image: LazyImage, before_read: Callable[[], None]
     ) -> str:
+        """Digest of an item's values, read from the image.
+
+        Args:
+            index: The item.
+            image: The image.
+            before_read: As for :meth:`rank_plan`.
+        """
         before_read()
         place = self.places.get(index)
         if place is None:
             # It has its tensors, and nothing stands for others.
             return digest_of(self.planner.lookup_object(index), str)
         entry = image.entries[place.number]
-        hasher = xxhash.xxh3_64(f"{entry.dtype} {entry.shape}".encode())
-        if (run := image.run_of(place.number)) is None:
+        shape = entry.shape
+        if place.part is not None:
+            shape = tuple(end - start for start, end in place.part)
+        hasher = xxhash.xxh3_64(f"{entry.dtype} {shape}".encode())
+        if place.part is not None:
+            hasher.update(digest_of(place.of(image.tensor(place.number)), str).encode())
+        elif (run := image.run_of(place.number)) is None:
             hasher.update(digest_of(image.tensor(place.number), str).encode())
         else:
             for part in image.read(*run):
@@ -316,13 +356,30 @@ def own_key(key: str, rank: int) -> str:
     return f"{key}.of_rank_{rank}"
 
 
+def unsettled(parts: Sequence[RankPlan]) -> dict[int, list[MetadataIndex]]:
+    """Find parts of global tensors that ranks have which do not say that theirs are equal.
+
+    Ranks that shard a tensor over meshes of their own have such parts, as those of tensor
+    parallelism where a layer is left out of it.
+
+    Returns:
+        The parts whose digests are lacking, for one rank of each set that says it is equal.
+    """
+    lacking: dict[int, list[MetadataIndex]] = {}
+    for index, ranks in _tellers(parts).items():
+        for rank in ranks:
+            if index not in parts[rank].digests:
+                lacking.setdefault(rank, []).append(index)
+    return lacking
+
+
 def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     """Merge the plans of all ranks, in rank order; a pure function.
 
     Raises:
         MismatchError: Ranks have different values of one part of a global tensor.
     """
-    _require_one_owner(parts)
+    _require_one_value(parts)
     unequal = _unequal(parts)
     plans = [_with_own_keys(part.plan, rank, unequal) for rank, part in enumerate(parts)]
     _require_free(parts, unequal)
@@ -330,17 +387,27 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     return Merged(finals, metadata, sorted(unequal))
 
 
-def _require_one_owner(parts: Sequence[RankPlan]) -> None:
-    """Check that ranks with the same part of a global tensor say that theirs are equal."""
-    first: dict[MetadataIndex, tuple[int, RankSet]] = {}
+def _tellers(parts: Sequence[RankPlan]) -> dict[MetadataIndex, list[int]]:
+    """For each part that is in several sets of ranks, the first rank of each."""
+    sets: dict[MetadataIndex, list[tuple[int, RankSet]]] = {}
     for rank, part in enumerate(parts):
         for index, ranks in part.ranks.items():
-            other, owners = first.setdefault(index, (rank, ranks))
-            if rank not in owners:
+            known = sets.setdefault(index, [])
+            if not any(rank in owners for _, owners in known):
+                known.append((rank, ranks))
+    return {index: [rank for rank, _ in known] for index, known in sets.items() if len(known) > 1}
+
+
+def _require_one_value(parts: Sequence[RankPlan]) -> None:
+    """Check that parts which are not said to be equal are so."""
+    for index, (first, *others) in _tellers(parts).items():
+        digest = parts[first].digests.get(index)
+        for rank in others:
+            if digest is None or parts[rank].digests.get(index) != digest:
                 raise MismatchError(
-                    f"{index.fqn} at {list(index.offset or ())} is on ranks {other} and {rank}, "
-                    f"which are not said to have the same values: two global tensors have one "
-                    f"name. Nothing was drained"
+                    f"{index.fqn} at {list(index.offset or ())} is on ranks {first} and {rank}, "
+                    f"and their values differ: two global tensors have one name. Give one of them "
+                    f"another key. Nothing was drained"
                 )
 
 
@@ -352,20 +419,20 @@ def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
     """
     found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
     sharded: set[str] = set()
+    shards: dict[MetadataIndex, str] = {}
     for rank, part in enumerate(parts):
         for item in part.plan.items:
-            digest = part.digests.get(item.index)
+            index, digest = item.index, part.digests.get(item.index)
             if item.type != WriteItemType.SHARD:
-                found[item.index.fqn][rank] = (digest, item.type)
-            elif digest is None:
-                sharded.add(item.index.fqn)
-    shards: dict[MetadataIndex, str] = {}
-    for part in parts:
-        for index, digest in part.digests.items():
-            if index.fqn not in found and shards.setdefault(index, digest) != digest:
+                found[index.fqn][rank] = (digest, item.type)
+                continue
+            sharded.add(index.fqn)
+            if digest is None or index in part.ranks:
+                continue
+            if shards.setdefault(index, digest) != digest:
                 raise MismatchError(
-                    f"{index.fqn} is a DTensor whose placement does not say which ranks have "
-                    f"equal values, and theirs differ: save it replicated, or as its local tensor. "
+                    f"{index.fqn} is a DTensor whose image does not say which ranks have equal "
+                    f"values, and theirs differ: save it replicated, or as its local tensor. "
                     f"Nothing was drained"
                 )
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -28,19 +28,17 @@ class DrainedShard:
     """One shard; :meth:`plan` comes before :meth:`write`.
 
     Args:
-        shard: The shard, of this rank or of another one that lacks it.
-        reader: This rank.
+        shard: The shard, of this rank or of another one whose node lacks it.
         objects: Reads the objects beside the tensors.
 
     Attributes:
         lineage: Lineage of the epoch that saved it; known once it is planned.
     """
 
-    def __init__(self, shard: KeptShard, reader: int, objects: ItemReader) -> None:
+    def __init__(self, shard: KeptShard, objects: ItemReader) -> None:
         self.lineage: Lineage | None = None
         self._shard = shard
         self._owner = shard.identity.rank
-        self._is_own = self._owner == reader
         self._objects = objects
         self._suffix = own_key("", self._owner)
         self._items: ImageItems | None = None
@@ -54,18 +52,31 @@ class DrainedShard:
             before_read: Called before each piece that is read: may raise what ends the drain.
 
         Raises:
-            MismatchError: The state has no keys of DCP; or only its own rank can tell them.
+            MismatchError: The state has no keys of DCP, or a DTensor that DCP cannot describe.
             Exception: As :meth:`KeptShard.use`.
         """
 
         def list_items(image: LazyImage) -> tuple[ImageItems, RankPlan]:
             self.lineage = image.identity.lineage
             with collection_paused():
-                items = ImageItems(image, is_own=self._is_own)
+                items = ImageItems(image)
             return items, items.rank_plan(image, before_read)
 
         self._items, plan = self._shard.use(list_items)
         return plan
+
+    def digests(
+        self, indices: Sequence[MetadataIndex], before_read: Callable[[], None]
+    ) -> dict[MetadataIndex, str]:
+        """Digests of the values of some items; the arguments and errors are those of :meth:`plan`.
+
+        Args:
+            indices: The items.
+        """
+        items = self._the_items
+        return self._shard.use(
+            lambda image: {index: items.digest(index, image, before_read) for index in indices}
+        )
 
     # Their values.
 
@@ -122,17 +133,14 @@ class DrainedShard:
     def _values(self, image: LazyImage, item: WriteItem, slot: Slot) -> Iterator[memoryview]:
         key = self._place_key(item)
         assert key is not None
-        number, part = self._the_items.places[key]
+        place = self._the_items.places[key]
         if not slot.nbytes:
             return
-        run = image.run_of(number)
-        if run is not None and part is None:
+        run = image.run_of(place.number)
+        if run is not None and place.part is None:
             yield from image.read(*run)
             return
-        tensor = image.tensor(number).detach()
-        for dim, (start, end) in enumerate(part or ()):
-            tensor = tensor.narrow(dim, start, end - start)
-        tensor = tensor.contiguous()
+        tensor = place.of(image.tensor(place.number))
         yield _memory_of(tensor)
 
     def _place_key(self, item: WriteItem) -> MetadataIndex | None:

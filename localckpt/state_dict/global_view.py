@@ -24,7 +24,15 @@ from localckpt.state_dict.foreign_values import ArrayTensor
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.sharded import is_sharded
 
-__all__ = ["Job", "NamedTensors", "Teller", "boxes_of", "named", "shard_runs"]
+__all__ = [
+    "Job",
+    "NamedTensors",
+    "Teller",
+    "boxes_of",
+    "has_other_order",
+    "named",
+    "shard_runs",
+]
 
 
 class Job(NamedTuple):
@@ -212,6 +220,8 @@ def _boxes(teller: Teller, sets: _RankSets, parts: _Parts) -> Iterator[tuple[Any
             yield value.data, Box(value.key, shape, _one_run(value.global_offset, sizes), ranks)
     elif kind == "DTensor":
         spec, shape = value._spec, tuple(value.shape)
+        if has_other_order(value):
+            return
         # A tensor made by DTensor.from_local() may be sharded as torch never does; the box does not
         # fit then.
         if (runs := parts.of(spec, shape)) is not None:
@@ -238,8 +248,6 @@ class _Parts:
     def of(self, spec: Any, shape: tuple[int, ...]) -> tuple[tuple[Run, ...], ...] | None:
         """Return the runs that this rank has of a DTensor; ``None`` if no box can say them."""
         mesh, placements = spec.mesh, spec.placements
-        if _is_in_other_order(spec):
-            return None
         # With the classes, since some versions of torch call placements of two classes equal.
         which = id(mesh), shape, placements, tuple(map(type, placements))
         if which not in self._of_specs:
@@ -365,9 +373,9 @@ def _one_run(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[Run, .
     return tuple(((int(a), int(n)),) for a, n in zip(offsets, sizes, strict=True))
 
 
-def _is_in_other_order(spec: Any) -> bool:
-    """Return whether the dimensions of a mesh divide a tensor in another order than theirs."""
-    order = getattr(spec, "shard_order", None) or ()
+def has_other_order(value: Any) -> bool:
+    """Return whether the dimensions of its mesh divide a DTensor in another order than theirs."""
+    order = getattr(value._spec, "shard_order", None) or ()
     return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
 
 

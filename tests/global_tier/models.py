@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.managers.jobs import assert_same
@@ -21,6 +22,7 @@ from tests.ranks import run_ranks
 
 __all__ = [
     "MAX_S",
+    "MISDESCRIBED",
     "Unpicklable",
     "assert_loads",
     "at_each_open",
@@ -32,6 +34,7 @@ __all__ = [
     "leftovers_in",
     "loaded_by",
     "manager_on",
+    "misdescribed",
     "run_sharded",
     "state_of",
     "states_of",
@@ -50,6 +53,46 @@ def run_sharded(fn: Callable[..., Any], world_size: int, root: Path, *args: Any)
 def manager_on(root: Path, session_id: str = "", **options: Any) -> GlobalCheckpointManager:
     """A manager with a deadline."""
     return GlobalCheckpointManager(root, session_id, **({"timeout": MAX_S} | options))
+
+
+def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of eight rows on a mesh of 2 x 2, whose parts are not those that torch describes.
+
+    Args:
+        kind: ``"partial"``, ``"order"``, or ``"rows"``.
+        mesh: The mesh.
+    """
+    whole = torch.arange(40.0).reshape(8, 5)
+    row, column = mesh.get_coordinate() or (0, 0)
+    if kind == "partial":
+        return DTensor.from_local(whole, mesh, [Partial(), Replicate()], run_check=False)
+    if kind == "order":
+        found = DTensor.from_local(whole, mesh, [Replicate()] * 2, run_check=False)
+        order = (dtensor_spec.ShardOrderEntry(0, (1, 0)),)
+        spec = dtensor_spec.DTensorSpec(
+            mesh, (Shard(0), Shard(0)), found._spec.tensor_meta, shard_order=order
+        )
+        first = 2 * (2 * column + row)
+        return DTensor(whole[first : first + 2].clone(), spec, requires_grad=False)
+    number = 2 * row + column
+    first, count = ((0, 3), (3, 1), (4, 2), (6, 2))[number]
+    return DTensor.from_local(
+        *(whole[first : first + count].clone(), mesh, [Shard(0), Shard(0)]),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+MISDESCRIBED = {
+    "partial": "it has a Partial placement",
+    "order": "its shard_order is not the order of the dimensions of its mesh",
+    "rows": "its placements give a local tensor of shape [2, 5], and it has one of [",
+}
+"""Kinds of :func:`misdescribed`, and what is said of them."""
+if not hasattr(dtensor_spec, "ShardOrderEntry"):
+    # Earlier releases of torch know no order.
+    del MISDESCRIBED["order"]
 
 
 def state_of(iteration: int, rank: int) -> dict[str, Any]:

@@ -267,6 +267,39 @@ def test_shards_of_uneven_strides_are_drained_as_what_they_are(tmp_path: Path) -
     run_sharded(_drain_runs, 4, tmp_path)
 
 
+def _drain_two_meshes(rank: int, world_size: int, root: Path) -> None:
+    """Layers that tensor parallelism leaves out are sharded over the other dimension alone."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def model_of(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 11))
+        parallelize_module(model, square["tensor"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=square["data"])
+        return model
+
+    model = model_of(5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    state = states_of(model, optimizer)
+    with _Job(root) as job:
+        job.nodes.save(state, 5)
+        job.promote(5)
+        assert job.shared.find_latest() == 5
+    other = model_of(99)
+    optimizer = torch.optim.AdamW(other.parameters())
+    step(other, optimizer)
+    assert_same(gathered(_loaded(root / "shared", states_of(other, optimizer))), gathered(state))
+    if rank == 0:
+        described = _metadata(root / "shared").state_dict_metadata
+        chunks: Any = described["model.2.weight"]
+        assert [tuple(chunk.offsets) for chunk in chunks.chunks] == [(0, 0), (6, 0)]
+
+
+def test_layers_that_tensor_parallelism_leaves_out_are_drained_once(tmp_path: Path) -> None:
+    run_sharded(_drain_two_meshes, 4, tmp_path)
+
+
 def _drain_hsdp(rank: int, world_size: int, root: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     model, optimizer = fsdp_model(mesh, seed=5)
@@ -537,7 +570,7 @@ def test_two_global_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     first, second = run_ranks(_different_owners, 2, tmp_path)
 
     assert first == second
-    assert "w at [0] is on ranks 0 and 1" in first
+    assert "w at [0] is on ranks 0 and 1, and their values differ" in first
 
 
 # Older and newer.

@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.planner import (
 
 from localckpt import MismatchError
 from localckpt.global_tier.drain_files import FILE_NBYTES, lay_out_in_order
-from localckpt.global_tier.drain_plan import RankPlan, _chunks, fingerprint, merge_plans, own_key
+from localckpt.global_tier.drain_plan import (
+    RankPlan,
+    _chunks,
+    fingerprint,
+    merge_plans,
+    own_key,
+    unsettled,
+)
 from localckpt.state_dict.boxes import Box, RankSet, Run
 from localckpt.state_dict.global_view import shard_runs
 
@@ -138,15 +145,25 @@ def test_parts_that_several_ranks_have_alike_are_spread_over_them() -> None:
     assert [len(plan.items) for plan in merged.plans] == [2, 2, 2, 2]
 
 
-def test_parts_of_one_name_that_are_not_said_to_be_equal_are_refused() -> None:
+def test_parts_of_one_name_that_are_not_said_to_be_equal_are_compared_between_the_sets() -> None:
     item = _shard("w", 0, 4, 4)
-    parts = [
-        RankPlan(SavePlan([item], planner_data={}), {}, {item.index: RankSet.of([rank])})
-        for rank in range(2)
-    ]
+    pairs = [RankSet.of([0, 2]), RankSet.of([1, 3])]
 
-    with pytest.raises(MismatchError, match=r"w at \[0\] is on ranks 0 and 1"):
-        merge_plans(parts)
+    def parts(*digests: str) -> list[RankPlan]:
+        told = [{item.index: digest} for digest in digests] or [{}] * 4
+        return [
+            RankPlan(SavePlan([item], planner_data={}), dict(told[r]), {item.index: pairs[r % 2]})
+            for r in range(4)
+        ]
+
+    assert unsettled(parts()) == {0: [item.index], 1: [item.index]}
+    assert unsettled(parts(*"1111")) == {}
+    assert len(merge_plans(parts(*"1111")).metadata.state_dict_metadata) == 1
+    for those in (parts(), parts(*"1212")):
+        with pytest.raises(MismatchError, match=r"w at \[0\] is on ranks 0 and 1"):
+            merge_plans(those)
+    # Within a set they are said to be equal; a check of replicas says otherwise, and no drain does.
+    merge_plans(parts(*"1122"))
 
 
 def test_placements_that_do_not_say_who_is_equal_are_compared() -> None:
@@ -155,7 +172,7 @@ def test_placements_that_do_not_say_who_is_equal_are_compared() -> None:
     other = [same[0], RankPlan(SavePlan([item], planner_data={}), {item.index: "2"})]
 
     assert merge_plans(same).unequal == []
-    with pytest.raises(MismatchError, match="w is a DTensor whose placement does not say"):
+    with pytest.raises(MismatchError, match="w is a DTensor whose image does not say"):
         merge_plans(other)
 
 

@@ -22,13 +22,22 @@ from localckpt import (
     CliqueReplicationStrategy,
     GlobalCheckpointManager,
     LocalCheckpointManager,
+    MismatchError,
     NoReplicasAvailableError,
     ParityReplicationStrategy,
     replicated,
 )
 from localckpt.global_tier import drain_files
 from localckpt.global_tier.drain_plan import choose_readers
-from tests.global_tier.models import checkpoints_in, leftovers_in, run_sharded
+from localckpt.state_dict import image
+from localckpt.state_dict.boxes import render_boxes
+from tests.global_tier.models import (
+    MISDESCRIBED,
+    checkpoints_in,
+    leftovers_in,
+    misdescribed,
+    run_sharded,
+)
 from tests.managers.jobs import MAX_S, assert_same, damage, error_of
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 
@@ -325,7 +334,60 @@ def test_dtensors_and_sharded_tensors_are_drained_by_a_rank_that_has_not_saved_t
     assert_same(found["fsdp1"], linear)
 
 
+def _save_without_boxes(rank: int, world_size: int, root: Path) -> None:
+    """Save as format 1 did, whose images do not say which part of a tensor they have."""
+    image.render_boxes = lambda boxes: render_boxes({})  # type: ignore[assignment]
+    _save_sharded(rank, world_size, root)
+
+
+def test_without_boxes_dtensors_are_drained_by_a_rank_that_has_not_saved_them(
+    tmp_path: Path,
+) -> None:
+    run_sharded(_save_without_boxes, 3, tmp_path)
+    shutil.rmtree(tmp_path / "node1")
+
+    run_sharded(_drain_sharded, 3, tmp_path)
+
+    (folder,) = checkpoints_in(tmp_path / "shared")
+    found = {"rows": torch.zeros(8, 5), "short": torch.zeros(2), "same": torch.zeros(4)}
+    dcp.load(found, checkpoint_id=tmp_path / "shared" / folder, no_dist=True)
+    assert_same(found["rows"], torch.arange(40.0).reshape(8, 5))
+    assert_same(found["short"], torch.arange(2.0))
+    assert_same(found["same"], torch.ones(4))
+
+
 # What cannot be had.
+
+
+def _save_misdescribed(rank: int, world_size: int, root: Path, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    with _Job(root) as job:
+        job.nodes.save({"model": {"w": misdescribed(kind, mesh)}}, 5)
+
+
+def _refused(rank: int, world_size: int, root: Path) -> list[str]:
+    with _Job(root) as job:
+        texts = [error_of(lambda: job.promote(5), MismatchError)]
+        # Once it is on its own node.
+        job.nodes.load()
+        texts.append(error_of(lambda: job.promote(5), MismatchError))
+        assert job.shared.find_latest() == -1
+        assert not list((root / "shared").rglob("*.partial"))
+    return texts
+
+
+@pytest.mark.parametrize("kind", MISDESCRIBED)
+def test_a_dtensor_that_torch_would_describe_as_another_part_is_refused_whoever_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
+    run_sharded(_save_misdescribed, 4, tmp_path, kind)
+    shutil.rmtree(tmp_path / "node1")
+
+    for texts in run_sharded(_refused, 4, tmp_path):
+        for text in texts:
+            assert "model.w of rank " in text
+            assert MISDESCRIBED[kind] in text
+            assert "full_tensor() gives. Nothing was drained" in text
 
 
 def _drain_of_parity(rank: int, world_size: int, root: Path) -> str:

@@ -32,6 +32,7 @@ from localckpt.global_tier.metadata import (
     create_read_items,
     format_version,
 )
+from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
@@ -241,6 +242,9 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
                 continue
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 # This rank has no part in it.
+                continue
+            if isinstance(value, DTensor) and (why := why_misdescribed(value)) is not None:
+                wrong.append(f"{name} is a DTensor that cannot be filled: {why}")
                 continue
             if isinstance(described, TensorStorageMetadata):
                 items += create_read_items_for_chunk_list(name, described, create_chunk_list(value))

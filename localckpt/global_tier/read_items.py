@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from localckpt.errors import CorruptShardError
+from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.read_files import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
@@ -108,6 +108,14 @@ class ItemRead:
     def _target(self) -> torch.Tensor:
         with self._context.lock:
             target = self._context.planner.resolve_tensor(self._request).detach()
+        if target.shape != self._request.lengths:
+            # torch narrows a tensor to a part that is larger than the tensor to all of it.
+            index = self._request.dest_index
+            raise MismatchError(
+                f"{index.fqn} is to get {list(self._request.lengths)} elements of its part at "
+                f"{list(index.offset or ())}, and the tensor has {list(target.shape)} for them. "
+                f"Other tensors may be filled already"
+            )
         self.device = target.device
         return target
 

@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 
@@ -160,6 +163,7 @@ def plan_save(
             storage_meta=writer.storage_meta(),
             is_coordinator=ranks.is_root,
         )
+        _require_described(planner)
         local = prepare(planner.create_local_plan())
         if not local.usable:
             raise CheckpointingException(
@@ -200,6 +204,18 @@ def plan_save(
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state with each ``Stateful`` object replaced by its own state."""
     return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+
+
+def _require_described(planner: SavePlanner) -> None:
+    """Refuse DTensors whose parts would be described as other ones."""
+    state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
+    for key, value in state.items():
+        if isinstance(value, DTensor) and (why := why_misdescribed(value)) is not None:
+            raise MismatchError(
+                f"{key} is a DTensor of which torch.distributed.checkpoint would describe another "
+                f"part than this rank has: {why}. Save what its redistribute() or full_tensor() "
+                f"gives. Nothing was saved, and older checkpoints stand"
+            )
 
 
 def _coordinate(

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,15 +36,17 @@ from localckpt.global_tier.load import ReshardingLoadPlanner
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from tests.global_tier.models import (
     MAX_S,
+    MISDESCRIBED,
     checkpoints_in,
     fsdp_model,
     gathered,
     manager_on,
+    misdescribed,
     run_sharded,
     states_of,
     step,
 )
-from tests.managers.jobs import assert_same
+from tests.managers.jobs import assert_same, error_of
 
 PLACEMENTS = (Replicate(), Shard(0), Shard(1))
 # Whole, uneven, and with fewer rows or columns than there are ranks.
@@ -327,3 +331,39 @@ def _go_between_ours_and_torchs(rank: int, world_size: int, root: Path) -> None:
 
 def test_torch_loads_what_we_saved_and_we_load_what_torch_saved(tmp_path: Path) -> None:
     run_sharded(_go_between_ours_and_torchs, 4, tmp_path)
+
+
+def _neither_saved_nor_filled(rank: int, world_size: int, root: Path, kind: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(40.0).reshape(8, 5)
+    good = distribute_tensor(whole, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    with manager_on(root) as manager:
+        manager.save({"w": good}, 1)
+        bad = misdescribed(kind, mesh)
+        texts = [error_of(lambda: manager.save({"w": bad}, 2), MismatchError)]
+        before = bad.to_local().clone()
+        texts.append(error_of(lambda: manager.load(into={"w": bad}), MismatchError))
+        assert torch.equal(bad.to_local(), before)
+        assert manager.all_iterations() == [1]
+    if kind == "rows":
+        # The planner of torch does not look at the tensor.
+        (folder,) = checkpoints_in(root)
+        with pytest.raises(CheckpointException, match="Other tensors may be filled already"):
+            dcp.load(
+                {"w": bad},
+                storage_reader=CachedMetadataFileSystemReader(root / folder),
+                planner=DefaultLoadPlanner(),
+            )
+    return texts
+
+
+@pytest.mark.parametrize("kind", MISDESCRIBED)
+def test_a_dtensor_that_torch_would_describe_as_another_part_is_neither_saved_nor_filled(
+    kind: str, tmp_path: Path
+) -> None:
+    for saved, filled in run_sharded(_neither_saved_nor_filled, 4, tmp_path, kind):
+        assert "w is a DTensor of which torch.distributed.checkpoint would describe" in saved
+        assert "Nothing was saved, and older checkpoints stand" in saved
+        assert "w is a DTensor that cannot be filled: " in filled
+        assert MISDESCRIBED[kind] in saved
+        assert MISDESCRIBED[kind] in filled

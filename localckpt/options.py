@@ -69,6 +69,11 @@ class SaveOptions:
                 f"{', '.join(map(repr, get_args(OnBusy)))}"
             )
         for key, rule in self.rules.items():
+            if not isinstance(key, str) or not key:
+                raise CheckpointingException(
+                    f"private= has a rule for {key!r}; a rule is for the value at a key of the "
+                    f"state, as 'rng' or 'data.position', and there is none for all of it"
+                )
             if not (rule in ("drop", "keep") or callable(rule)):
                 raise CheckpointingException(
                     f"the rule for {key!r} in private= is {rule!r}; it can be 'drop', 'keep', or a "

@@ -336,3 +336,10 @@ def test_a_private_tensor_that_is_given_nowhere_is_an_error_unless_its_rule_drop
     run_ranks(_save_own, 1, store_per_node=[tmp_path], timeout_s=_S)
 
     run_ranks(_load_without_own, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+
+@pytest.mark.parametrize("key", ["", 7])
+def test_a_rule_that_names_no_key_is_refused(key: Any, tmp_path: Path) -> None:
+    # Values would be dropped by the first of these, and plain tensors taken from any rank.
+    with pytest.raises(CheckpointingException, match="there is none for all of it"):
+        make_manager("disk", tmp_path, elastic=True, private={key: "drop"})

@@ -227,7 +227,8 @@ def with_values(state: TensorAwareStateDict, units: Sequence[Unit]) -> Any:
     except LookupError as error:
         raise MismatchError(
             f"the state to load into differs from the saved one, and was left as it is: it has no "
-            f"place {error} for a value that was saved"
+            f"place for {error}, a value that was saved. Give a state whose containers are at "
+            f"least those of the saved one"
         ) from error
     if isinstance(state, PlainState):
         return PlainState(root)

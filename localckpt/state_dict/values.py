@@ -288,8 +288,17 @@ def placed(root: Any, units: Sequence[Unit]) -> Any:
         units: The values.
 
     Raises:
-        LookupError: The containers have no such place.
+        LookupError: The containers have no such place; its text is the place's key.
     """
+    return _placed(root, units, ())
+
+
+def _placed(root: Any, units: Sequence[Unit], above: Place) -> Any:
+    """Return a part of a state with values in their places; ``above`` is the part's place."""
+
+    def lacking(key: Any) -> LookupError:
+        return LookupError(key_of((*above, key)))
+
     below: dict[Any, list[Unit]] = {}
     for place, value in units:
         if not place:
@@ -300,27 +309,30 @@ def placed(root: Any, units: Sequence[Unit]) -> Any:
     if isinstance(root, dict):
         result = copy.copy(root)
         for key, inner in below.items():
-            if key not in root and any(place for place, _ in inner):
-                raise LookupError(str(key))
-            result[key] = placed(root.get(key), inner)
+            if key not in root and (deeper := next((p for p, _ in inner if p), None)):
+                raise lacking(key_of((key, *deeper)))
+            result[key] = _placed(root.get(key), inner, (*above, key))
         return result
     if isinstance(root, list | tuple) and not hasattr(root, "_fields"):
         members = list(root)
         for key, inner in below.items():
             if type(key) is not int or not 0 <= key < len(members):
-                raise LookupError(str(key))
-            members[key] = placed(members[key], inner)
+                raise lacking(key)
+            members[key] = _placed(members[key], inner, (*above, key))
         return members if isinstance(root, list) else tuple(members)
     if names := getattr(root, "_fields", ()):
         if unknown := sorted(map(str, below.keys() - set(names))):
-            raise LookupError(unknown[0])
-        fields = {key: placed(getattr(root, str(key)), inner) for key, inner in below.items()}
+            raise lacking(unknown[0])
+        fields = {
+            key: _placed(getattr(root, str(key)), inner, (*above, key))
+            for key, inner in below.items()
+        }
         return type(root)(*(fields.get(key, getattr(root, key)) for key in names))
     if children_of(root) is None:
-        raise LookupError(str(next(iter(below))))
+        raise lacking(next(iter(below)))
     result = copy.copy(root)
     for key, inner in below.items():
         if not hasattr(root, str(key)):
-            raise LookupError(str(key))
-        object.__setattr__(result, key, placed(getattr(root, key), inner))
+            raise lacking(key)
+        object.__setattr__(result, key, _placed(getattr(root, key), inner, (*above, key)))
     return result

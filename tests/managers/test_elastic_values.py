@@ -343,3 +343,33 @@ def test_a_rule_that_names_no_key_is_refused(key: Any, tmp_path: Path) -> None:
     # Values would be dropped by the first of these, and plain tensors taken from any rank.
     with pytest.raises(CheckpointingException, match="there is none for all of it"):
         make_manager("disk", tmp_path, elastic=True, private={key: "drop"})
+
+
+def _save_places(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        layer = {"w": torch.arange(4.0), "step": 3, "list": [torch.ones(2), 5]}
+        manager.save({"layers": {"0": layer}}, 1)
+
+
+def _load_without_places(rank: int, world_size: int) -> list[str]:
+    texts = []
+    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+        layer = {"w": torch.full((4,), -1.0), "list": [torch.zeros(2)]}
+        # Rank 1 has no layer.
+        into = {"layers": {} if rank else {"0": layer}}
+        texts.append(error_of(lambda: manager.load(into=into), MismatchError))
+        assert bool((layer["w"] == -1.0).all())  # type: ignore[union-attr]
+        into = {"layers": {"0": layer}}
+        texts.append(error_of(lambda: manager.load(into=into), MismatchError))
+        layer["list"] = [torch.zeros(2), 0]
+        assert manager.load(into=into)[0]["layers"]["0"]["step"] == 3
+    return texts
+
+
+def test_a_value_without_a_place_in_the_state_is_named_by_its_key(tmp_path: Path) -> None:
+    run_ranks(_save_places, 3, store_per_node=[tmp_path], timeout_s=_S)
+
+    for texts in run_ranks(_load_without_places, 2, store_per_node=[tmp_path], timeout_s=_S):
+        assert "rank 1: " in texts[0]
+        assert "no place for layers.0.step, a value" in texts[0]
+        assert "no place for layers.0.list.1, a value" in texts[1]

@@ -46,7 +46,7 @@ class Placeholder:
     """Stands for a tensor, or for a value that is made of tensors.
 
     Attributes:
-        numbers: Numbers of the tensors in the image.
+        numbers: Numbers of the tensors in the image; none for a ShardedTensor without shards.
     """
 
     numbers: tuple[int, ...]
@@ -129,7 +129,9 @@ class _TreeUnpickler(pickle.Unpickler):
             # Meshes and placements of ranks that are not there.
             return _Ignored
         if name in _MAKES_TENSORS.get(module, ()):
-            return lambda *arguments: _made_of(arguments, found)
+            # A rank may have no shard of a ShardedTensor.
+            is_tensor = module == "localckpt.state_dict.sharded"
+            return lambda *arguments: _made_of(arguments, found, is_tensor=is_tensor)
         if module == "localckpt.state_dict.marks":
             return _leave
         return found
@@ -172,12 +174,12 @@ def _leave(*_: Any) -> None:
     """Replace the call that gives attributes to a tensor."""
 
 
-def _made_of(arguments: Sequence[Any], make: Callable[..., Any]) -> Any:
-    """A placeholder for a value that is made of placeholders; else the value."""
+def _made_of(arguments: Sequence[Any], make: Callable[..., Any], *, is_tensor: bool) -> Any:
+    """A placeholder for a tensor, or a value that is made of placeholders; else the value."""
     found: list[Placeholder | _Ignored] = []
     _find_parts(arguments, set(), found)
     numbers = [n for part in found if isinstance(part, Placeholder) for n in part.numbers]
-    return Placeholder(tuple(numbers)) if found else make(*arguments)
+    return Placeholder(tuple(numbers)) if found or is_tensor else make(*arguments)
 
 
 # Of what a DTensor is made, the values that are no containers.

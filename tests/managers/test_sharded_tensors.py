@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
     TensorProperties,
+    init_from_local_shards,
 )
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
+import localckpt
 from localckpt import RestoreError
 from localckpt.state_dict.image import pack, unpack
 from localckpt.state_dict.restore import ImageReader
@@ -145,3 +149,46 @@ def _save_several_shards(rank: int, world_size: int) -> None:
 
 def test_a_rank_may_have_several_shards_of_a_tensor() -> None:
     run_ranks(_save_several_shards, 2)
+
+
+def _divided_by_rows(rank: int, world_size: int, values: torch.Tensor) -> ShardedTensor:
+    """As FSDP1 divides a tensor: the last ranks may have no row of it."""
+    count = -(-len(values) // world_size)
+    rows = values[rank * count : (rank + 1) * count].clone()
+    shards = []
+    if len(rows):
+        shards = [Shard.from_tensor_and_offsets(rows, [rank * count, 0], rank)]
+    return init_from_local_shards(shards, *values.shape)
+
+
+def _save_rows(rank: int, world_size: int, root: Path) -> None:
+    values = torch.arange(15.0).view(5, 3)
+    with (
+        make_manager("disk", node_store()) as nodes,
+        localckpt.GlobalCheckpointManager(root, local=nodes) as shared,
+        localckpt.AsyncCallsQueue() as queue,
+    ):
+        nodes.save({"w": _divided_by_rows(rank, world_size, values), "step": 3}, 1)
+        queue.schedule_async_request(nodes.promote(1, to=shared))
+        queue.wait_until_finished()
+
+
+def _load_rows(rank: int, world_size: int) -> None:
+    values = torch.arange(15.0).view(5, 3)
+    given = _divided_by_rows(rank, world_size, torch.full_like(values, -1.0))
+    with make_manager("disk", node_store(), elastic=True) as manager:
+        loaded, _ = manager.load(into={"w": given, "step": 0})
+    _assert_same(loaded, {"w": _divided_by_rows(rank, world_size, values), "step": 3})
+
+
+@pytest.mark.parametrize("after", [2, 6])
+def test_a_rank_may_have_no_shard_of_a_tensor_before_and_after(after: int, tmp_path: Path) -> None:
+    nodes = [tmp_path / "node"]
+    run_ranks(_save_rows, 4, tmp_path / "shared", store_per_node=nodes)
+
+    run_ranks(_load_rows, after, store_per_node=nodes)
+
+    (folder,) = (tmp_path / "shared").glob("iteration_*")
+    drained = {"w": torch.zeros(5, 3)}
+    dcp.load(drained, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(drained["w"], torch.arange(15.0).view(5, 3))

@@ -13,7 +13,7 @@ import torch
 from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.global_view import Job, boxes_of, named
+from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
 from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
@@ -29,16 +29,19 @@ class Targets:
     """Tensors that are to be filled.
 
     Attributes:
-        tensors: Distinct tensors, in the order in which the state's skeleton numbers them.
+        tensors: Distinct tensors, in the order in which the state's skeleton numbers them. Those
+            of device meshes are copies, or left out where tensors are found by their names.
         names: ``id(tensor)`` to the tensor's path in the state, where known.
         optional: Beginnings of paths; a saved tensor with such a path may be missing here.
         boxes: ``id(tensor)`` to the part of a global tensor that the tensor is, where known.
+        of_meshes: Dtypes and shapes of the tensors of device meshes.
     """
 
     tensors: list[torch.Tensor]
     names: dict[int, str]
     optional: tuple[str, ...] = ()
     boxes: dict[int, Box] = field(default_factory=dict)
+    of_meshes: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def match(
         self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]
@@ -119,11 +122,19 @@ class Targets:
         for entry, tensor in zip(table.entries, self.tensors, strict=True):
             of_slot.setdefault(entry.slot, []).append(tensor)
         uses = Counter(entry.slot for entry in saved if entry.kind != ARRAY)
+        # They have no paths, and are made anew.
+        of_meshes = {
+            entry.slot
+            for number, entry in enumerate(saved)
+            if (entry.dtype, entry.shape) in self.of_meshes
+            and (entry.slot or "").removeprefix("shared:") == f"tensor.{number}"
+        }
         wrong = [
             f"{name}: saved, not given"
             for name in uses
             if name not in of_slot
             and not (name or "").removeprefix("shared:").startswith(self.optional)
+            and name not in of_meshes
         ]
         # Tensors that share a slot are given all together, or not at all.
         wrong += [
@@ -197,7 +208,35 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     # Places are compared, and not the ranks that have them.
     boxes = boxes_of(found.tellers, tensors, Job(0, ()))
     by_id = {id(tensors[number]): box for number, box in boxes.items()}
-    return Targets(tensors, found.names, optional, by_id)
+    of_meshes = _tensors_of_meshes(found.tellers)
+    kinds = frozenset(_kind(t) for t in tensors if id(t) in of_meshes)
+    if optional:
+        tensors = [tensor for tensor in tensors if id(tensor) not in of_meshes]
+    elif of_meshes:
+        # What was saved has them in these places, but they are the job's, and not to be filled.
+        tensors = [t.clone() if id(t) in of_meshes else t for t in tensors]
+    return Targets(tensors, found.names, optional, by_id, kinds)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _tensors_of_meshes(tellers: Sequence[Teller]) -> set[int]:
+    """Return the ids of the tensors in which the meshes of DTensors keep their ranks."""
+    left = {id(t.value._spec.mesh): t.value._spec.mesh for t in tellers if t.kind == "DTensor"}
+    seen: set[int] = set()
+    found: set[int] = set()
+    while left:
+        number, mesh = left.popitem()
+        seen.add(number)
+        for value in vars(mesh).values():
+            if isinstance(value, torch.Tensor):
+                found.add(id(value))
+            # A mesh that was sliced from another one has it.
+            elif type(value) is type(mesh) and id(value) not in seen:
+                left[id(value)] = value
+    return found
 
 
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:

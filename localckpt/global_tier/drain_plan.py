@@ -165,7 +165,14 @@ class ImageItems:
         # The tensors stay alive, so that their ids are their own.
         self._kept = tensors
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.planner.set_up_planner(state)
+        try:
+            self.planner.set_up_planner(state)
+        except ValueError as error:
+            # Keys with dots in them, or that are no text.
+            raise MismatchError(
+                f"torch.distributed.checkpoint has one key for two values of the state ({error}): "
+                f"give one of them another key. Nothing was drained"
+            ) from error
 
     def _objects(self) -> Iterator[Any]:
         for value in self.planner.state_dict.values():
@@ -381,7 +388,9 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     """
     _require_one_value(parts)
     unequal = _unequal(parts)
-    plans = [_with_own_keys(part.plan, rank, unequal) for rank, part in enumerate(parts)]
+    sharded = _sharded(parts)
+    firsts = {key: ranks[0] for key, ranks in unequal.items() if key not in sharded}
+    plans = [_with_own_keys(part.plan, rank, unequal, firsts) for rank, part in enumerate(parts)]
     _require_free(parts, unequal)
     finals, metadata = DefaultSavePlanner().create_global_plan(plans)
     return Merged(finals, metadata, sorted(unequal))
@@ -418,7 +427,7 @@ def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
         MismatchError: The values are parts of a global tensor.
     """
     found: dict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
-    sharded: set[str] = set()
+    sharded = _sharded(parts)
     shards: dict[MetadataIndex, str] = {}
     for rank, part in enumerate(parts):
         for item in part.plan.items:
@@ -426,7 +435,6 @@ def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
             if item.type != WriteItemType.SHARD:
                 found[index.fqn][rank] = (digest, item.type)
                 continue
-            sharded.add(index.fqn)
             if digest is None or index in part.ranks:
                 continue
             if shards.setdefault(index, digest) != digest:
@@ -442,8 +450,23 @@ def _unequal(parts: Sequence[RankPlan]) -> dict[str, list[int]]:
     }
 
 
-def _with_own_keys(plan: SavePlan, rank: int, unequal: Mapping[str, Sequence[int]]) -> SavePlan:
-    """Add each value that differs under its rank's key; the first rank's has the plain key, too."""
+def _sharded(parts: Sequence[RankPlan]) -> set[str]:
+    """Keys of global tensors; a value that another rank has under one is none of their parts."""
+    items = (item for part in parts for item in part.plan.items)
+    return {item.index.fqn for item in items if item.type == WriteItemType.SHARD}
+
+
+def _with_own_keys(
+    plan: SavePlan, rank: int, unequal: Mapping[str, Sequence[int]], firsts: Mapping[str, int]
+) -> SavePlan:
+    """Add each value that differs under its rank's key.
+
+    Args:
+        plan: Plan of one rank.
+        rank: The rank.
+        unequal: Keys of the values, with the ranks that have them.
+        firsts: Of these the rank whose value has the plain key, too, unless nobody's has.
+    """
     items: list[WriteItem] = []
     paths = dict(plan.planner_data)
     for item in plan.items:
@@ -451,7 +474,7 @@ def _with_own_keys(plan: SavePlan, rank: int, unequal: Mapping[str, Sequence[int
         if key not in unequal or item.type == WriteItemType.SHARD:
             items.append(item)
             continue
-        if rank == unequal[key][0]:
+        if rank == firsts.get(key):
             items.append(item)
         renamed = own_key(key, rank)
         items.append(dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=renamed)))

@@ -557,6 +557,33 @@ def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "shared").exists()
 
 
+def _shard_beside_a_value(rank: int, world_size: int, root: Path) -> None:
+    """One rank has a plain tensor under the key of another one's DTensor."""
+    values = torch.arange(6.0)
+    meshes = [DeviceMesh("cpu", [r]) for r in range(world_size)]
+    mine = values if rank == 0 else DTensor.from_local(values + 5, meshes[1], [Shard(0)])
+    with _Job(root) as job:
+        job.nodes.save({"w": mine}, 5)
+        job.promote(5)
+
+
+def test_a_value_under_the_key_of_a_global_tensor_is_drained_beside_it(tmp_path: Path) -> None:
+    run_ranks(_shard_beside_a_value, 2, tmp_path)
+
+    found = {"w": torch.zeros(6), "w.of_rank_0": torch.zeros(6)}
+    _loaded(tmp_path / "shared", found)
+    assert_same(found["w"], torch.arange(6.0) + 5)
+    assert_same(found["w.of_rank_0"], torch.arange(6.0))
+
+
+def test_two_values_of_one_key_are_refused(tmp_path: Path) -> None:
+    with _Job(tmp_path) as job:
+        job.nodes.save({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, 5)
+        text = error_of(lambda: job.promote(5), MismatchError)
+
+    assert "duplicated flatten key a.b): give one of them another key. Nothing was dr" in text
+
+
 def _different_owners(rank: int, world_size: int, root: Path) -> str:
     """Two meshes of one rank each, whose tensors have one name."""
     meshes = [DeviceMesh("cpu", [r]) for r in range(world_size)]

@@ -176,6 +176,20 @@ def test_placements_that_do_not_say_who_is_equal_are_compared() -> None:
         merge_plans(other)
 
 
+def test_a_value_under_the_key_of_a_global_tensor_takes_no_part_of_it() -> None:
+    item = _shard("w", 0, 4, 4)
+    parts = [
+        RankPlan(SavePlan([_plain("w")], planner_data={"w": ("w",)}), {MetadataIndex("w"): "1"}),
+        RankPlan(SavePlan([item], planner_data={}), {}, {item.index: RankSet.of([1])}),
+    ]
+
+    merged = merge_plans(parts)
+
+    named = [[item.index.fqn for item in plan.items] for plan in merged.plans]
+    assert named == [[own_key("w", 0)], ["w"]]
+    assert merged.unequal == ["w"]
+
+
 def test_a_key_of_a_rank_that_is_taken_is_refused() -> None:
     keys = ("a", own_key("a", 1))
     parts = [

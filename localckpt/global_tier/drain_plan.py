@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_MEGATRON = "megatron.core.dist_checkpointing.mapping"
 # Values that need no walk through what they hold.
 _LEAVES = (int, float, bool, str, bytes, type(None))
 
@@ -207,6 +208,13 @@ class ImageItems:
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
             return
+        if type(value).__module__ == _MEGATRON:
+            raise MismatchError(
+                f"{key} is a {type(value).__name__} of Megatron-Core, which "
+                f"torch.distributed.checkpoint does not know: it would be an object, and no part "
+                f"of a tensor. Megatron-Core's own dist_checkpointing saves it to shared storage. "
+                f"Nothing was drained"
+            )
         items = create_write_items(key, value)
         self._items += items
         if numbers is None:

@@ -54,6 +54,7 @@ from tests.global_tier.states import state_of as state_of_all_kinds
 from tests.managers.jobs import assert_same, damage, error_of, make_manager
 from tests.ranks import announce, await_announced, run_ranks, start_ranks
 from tests.state_dict.states import assert_same as assert_same_values
+from tests.upstream.environment import import_upstream, needs
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -582,6 +583,21 @@ def test_two_values_of_one_key_are_refused(tmp_path: Path) -> None:
         text = error_of(lambda: job.promote(5), MismatchError)
 
     assert "duplicated flatten key a.b): give one of them another key. Nothing was dr" in text
+
+
+def _promote_megatron(rank: int, world_size: int, root: Path) -> None:
+    core = import_upstream("megatron.core.dist_checkpointing.mapping")
+    part = core.ShardedTensor.from_rank_offsets("layers.weight", torch.ones(2), (0, rank, 2))
+    with _Job(root) as job:
+        job.nodes.save(localckpt.BasicTensorAwareStateDict({"layer": {"w": part}}), 5)
+        text = error_of(lambda: job.promote(5), MismatchError)
+        assert "layer.w is a ShardedTensor of Megatron-Core" in text
+        assert job.shared.find_latest() == -1
+
+
+@needs("megatron.core")
+def test_sharded_tensors_of_megatron_core_are_no_objects_on_shared_storage(tmp_path: Path) -> None:
+    run_ranks(_promote_megatron, 2, tmp_path)
 
 
 def _different_owners(rank: int, world_size: int, root: Path) -> str:

@@ -17,6 +17,7 @@ from localckpt import CheckpointingException, MismatchError, NoReplicasAvailable
 from tests.faults.damage import flip
 from tests.managers.jobs import error_of, make_manager
 from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
 
 _S = 60.0
 
@@ -373,3 +374,46 @@ def test_a_value_without_a_place_in_the_state_is_named_by_its_key(tmp_path: Path
         assert "rank 1: " in texts[0]
         assert "no place for layers.0.step, a value" in texts[0]
         assert "no place for layers.0.list.1, a value" in texts[1]
+
+
+def _megatron_state(rank: int, world_size: int, *, fill: float | None = None) -> Any:
+    """Rows of one tensor, another one that all ranks have, and plain values."""
+    core = import_upstream("megatron.core.dist_checkpointing.mapping")
+    rows = torch.arange(48.0).reshape(12, 4).chunk(world_size)[rank]
+    whole, plain = torch.arange(5.0), torch.ones(2)
+    if fill is not None:
+        rows, whole, plain = (torch.full_like(t, fill) for t in (rows, whole, plain))
+    sharded = core.ShardedTensor.from_rank_offsets
+    return localckpt.BasicTensorAwareStateDict(
+        {
+            "weight": sharded("layers.weight", rows.clone(), (0, rank, world_size)),
+            "bias": sharded("bias", whole, replica_id=rank),
+            "args": {"iteration": 5 if fill is None else 0},
+            "plain": plain,
+        }
+    )
+
+
+def _save_megatron(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save(_megatron_state(rank, world_size), 1)
+
+
+def _load_megatron(rank: int, world_size: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S, elastic=True) as manager:
+        loaded, _ = manager.load(into=_megatron_state(rank, world_size, fill=-1.0))
+    found, wanted = (s.state_dict for s in (loaded, _megatron_state(rank, world_size)))
+    for key in ("weight", "bias"):
+        assert torch.equal(found[key].data, wanted[key].data), key
+    assert found["args"] == wanted["args"]
+    assert torch.equal(found["plain"], wanted["plain"])
+
+
+@needs("megatron.core")
+@pytest.mark.parametrize("after", [2, 3])
+def test_sharded_tensors_of_megatron_core_are_filled_from_their_parts(
+    after: int, tmp_path: Path
+) -> None:
+    run_ranks(_save_megatron, 4, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_megatron, after, store_per_node=[tmp_path], timeout_s=_S)

@@ -205,6 +205,12 @@ class ImageItems:
         numbers = self._tensors_of(value)
         if isinstance(value, DTensor) and numbers:
             box = image.box_of(numbers[0]) or self._computed_box(key, value)
+            if box is not None and box.shape != tuple(value.shape):
+                raise RestoreError(
+                    f"{key} of rank {self._saved_by} is a DTensor of shape {list(value.shape)}, "
+                    f"and the image's table of boxes says {list(box.shape)}: another program has "
+                    f"written it. Nothing was drained"
+                )
             if box is not None:
                 self._add_box(key, value, box, numbers[0])
             return
@@ -392,7 +398,8 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     """Merge the plans of all ranks, in rank order; a pure function.
 
     Raises:
-        MismatchError: Ranks have different values of one part of a global tensor.
+        MismatchError: Ranks have different values of one part of a global tensor, or parts that do
+            not make it up.
     """
     _require_one_value(parts)
     unequal = _unequal(parts)
@@ -400,7 +407,13 @@ def merge_plans(parts: Sequence[RankPlan]) -> Merged:
     firsts = {key: ranks[0] for key, ranks in unequal.items() if key not in sharded}
     plans = [_with_own_keys(part.plan, rank, unequal, firsts) for rank, part in enumerate(parts)]
     _require_free(parts, unequal)
-    finals, metadata = DefaultSavePlanner().create_global_plan(plans)
+    try:
+        finals, metadata = DefaultSavePlanner().create_global_plan(plans)
+    except ValueError as error:
+        raise MismatchError(
+            f"the parts that ranks have of a tensor overlap, or do not make it up: {error}. "
+            f"Nothing was drained"
+        ) from error
     return Merged(finals, metadata, sorted(unequal))
 
 

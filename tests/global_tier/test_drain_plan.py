@@ -176,6 +176,18 @@ def test_placements_that_do_not_say_who_is_equal_are_compared() -> None:
         merge_plans(other)
 
 
+@pytest.mark.parametrize("second", [3, 5])
+def test_parts_that_overlap_or_leave_gaps_are_refused(second: int) -> None:
+    items = [_shard("w", 0, 4, 8), _shard("w", second, 4 if second == 3 else 3, 8)]
+    parts = [
+        RankPlan(SavePlan([item], planner_data={}), {}, {item.index: RankSet.of([rank])})
+        for rank, item in enumerate(items)
+    ]
+
+    with pytest.raises(MismatchError, match=r"overlap, or do not make it up: .*key:w"):
+        merge_plans(parts)
+
+
 def test_a_value_under_the_key_of_a_global_tensor_takes_no_part_of_it() -> None:
     item = _shard("w", 0, 4, 4)
     parts = [

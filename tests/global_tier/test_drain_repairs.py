@@ -25,12 +25,13 @@ from localckpt import (
     MismatchError,
     NoReplicasAvailableError,
     ParityReplicationStrategy,
+    RestoreError,
     replicated,
 )
 from localckpt.global_tier import drain_files
 from localckpt.global_tier.drain_plan import choose_readers
 from localckpt.state_dict import image
-from localckpt.state_dict.boxes import render_boxes
+from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from tests.global_tier.models import (
     MISDESCRIBED,
     checkpoints_in,
@@ -363,6 +364,29 @@ def _save_misdescribed(rank: int, world_size: int, root: Path, kind: str) -> Non
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     with _Job(root) as job:
         job.nodes.save({"model": {"w": misdescribed(kind, mesh)}}, 5)
+
+
+def _save_forged(rank: int, world_size: int, root: Path) -> None:
+    """Rank 1's image says that its tensor has a dimension more than it has."""
+    if rank == 1:
+        box = Box("rows", (1, 8, 5), (((0, 1),), ((3, 3),), ((0, 5),)), RankSet.of([1]))
+        image.render_boxes = lambda _: render_boxes({0: box})  # type: ignore[assignment]
+    _save_sharded(rank, world_size, root)
+
+
+def _drain_forged(rank: int, world_size: int, root: Path) -> str:
+    with _Job(root) as job:
+        return error_of(lambda: job.promote(5), RestoreError)
+
+
+@pytest.mark.fault("hostile-file")
+def test_a_table_that_contradicts_the_state_is_refused_by_a_drain(tmp_path: Path) -> None:
+    run_sharded(_save_forged, 3, tmp_path)
+
+    for text in run_sharded(_drain_forged, 3, tmp_path):
+        assert "rows of rank 1 is a DTensor of shape [8, 5]" in text
+        assert "table of boxes says [1, 8, 5]" in text
+    assert not (tmp_path / "shared").exists()
 
 
 def _refused(rank: int, world_size: int, root: Path) -> list[str]:

@@ -24,6 +24,8 @@ _TOKEN_NBYTES = 12
 _HELLO = struct.Struct(f"<Q{_TOKEN_NBYTES}s")
 # What a rank says of itself is there when it is accepted; a stranger may say nothing.
 _HELLO_S = 1.0
+# The kernel's own limit, net.core.somaxconn.
+_MOST_WAITING = 4096
 # Two pieces of an image: a sender then seldom waits until the receiver has had its turn.
 _BUFFER_NBYTES = 4 << 20
 
@@ -53,7 +55,8 @@ class Links:
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # A name that begins with 0 is in no file system, and ends with its last socket.
             self._listening.bind(_path(name))
-            self._listening.listen()
+            # Ranks connect before this one accepts any of them.
+            self._listening.listen(_MOST_WAITING)
         except OSError as error:
             logger.info("ranks of this node have no links: %s", error)
         else:

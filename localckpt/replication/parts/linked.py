@@ -56,7 +56,7 @@ class LinkOutlet:
             self._link.settimeout(self._progress.left().total_seconds())
             self._link.sendall(head)
             self._link.sendall(data)
-        self._progress.count(self.rank, sent=len(data))
+            self._progress.count(self.rank, sent=len(data))
 
     def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
         raise AssertionError("no part of a link takes bytes in place")

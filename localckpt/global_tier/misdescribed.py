@@ -29,6 +29,8 @@ def why_misdescribed(value: DTensor) -> str | None:
     runs = shard_runs(shape, mesh.shape, coordinate, value.placements)
     if runs is None:
         return f"its placements {value.placements} are not known"
+    if any(len(along) > 1 for along in runs):
+        return "this rank has several runs of its rows or columns, and one would be described"
     sizes = [sum(count for _, count in along) for along in runs]
     local = list(value._local_tensor.shape)
     if local != sizes:

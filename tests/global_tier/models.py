@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from tests.managers.jobs import assert_same
@@ -59,7 +60,7 @@ def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:
     """A DTensor of eight rows on a mesh of 2 x 2, whose parts are not those that torch describes.
 
     Args:
-        kind: ``"partial"``, ``"order"``, or ``"rows"``.
+        kind: ``"partial"``, ``"order"``, ``"rows"``, or ``"runs"``.
         mesh: The mesh.
     """
     whole = torch.arange(40.0).reshape(8, 5)
@@ -74,6 +75,10 @@ def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:
         )
         first = 2 * (2 * column + row)
         return DTensor(whole[first : first + 2].clone(), spec, requires_grad=False)
+    if kind == "runs":
+        strided = [_StridedShard(0, split_factor=2), Replicate()]
+        mine = whole.view(4, 2, 5)[row::2].reshape(4, 5)
+        return DTensor.from_local(mine, mesh, strided, run_check=False)
     number = 2 * row + column
     first, count = ((0, 3), (3, 1), (4, 2), (6, 2))[number]
     return DTensor.from_local(
@@ -87,6 +92,7 @@ def misdescribed(kind: str, mesh: DeviceMesh) -> DTensor:
 MISDESCRIBED = {
     "partial": "it has a Partial placement",
     "order": "its shard_order is not the order of the dimensions of its mesh",
+    "runs": "this rank has several runs of its rows or columns",
     "rows": "its placements give a local tensor of shape [2, 5], and it has one of [",
 }
 """Kinds of :func:`misdescribed`, and what is said of them."""

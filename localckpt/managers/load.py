@@ -45,6 +45,7 @@ from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry
 from localckpt.replication.shard_plans import plan_shards
 from localckpt.replication.watched import WatchedSource
+from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import MemorySource, ShardSource
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
@@ -135,7 +136,7 @@ class Load:
         while wanted := self._wanted(iteration):
             judge_newest(wanted, self._ranks.world_size, is_elastic=self._parts.options.elastic)
             self._choose(wanted[0])
-            with record_function("localckpt.load"):
+            with record_function("localckpt.load"), collection_paused():
                 loaded = self._load_any()
             if loaded is not None:
                 self._parts.epoch.resume_from(self._checkpoint)

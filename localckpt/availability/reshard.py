@@ -8,6 +8,7 @@ costs little however many tensors there are. Pure functions of plain data.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,16 @@ from localckpt.errors import MismatchError
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.regions import Region, bounds_of, common, volume, without
 
-__all__ = ["Keys", "ReshardPlan", "Take", "TensorGroup", "group_tensors", "plan_reshard"]
+__all__ = [
+    "Keys",
+    "ReshardPlan",
+    "Take",
+    "TensorGroup",
+    "Unsettled",
+    "group_tensors",
+    "plan_reshard",
+    "require_equal",
+]
 
 _SHOWN = 10
 
@@ -53,40 +63,44 @@ class TensorGroup(NamedTuple):
     Attributes:
         name: Name of the :class:`Keys`.
         region: The elements, the same of each tensor.
+        equal_on: Text for the ranks whose elements are said to be equal; of what is wanted, empty.
     """
 
     name: str
     region: Region
+    equal_on: str = ""
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorGroup:
-        name, region = fields
-        return cls(name, tuple(tuple((start, count) for start, count in runs) for runs in region))
+        name, region, equal_on = fields
+        runs_of = tuple(tuple((start, count) for start, count in runs) for runs in region)
+        return cls(name, runs_of, equal_on)
 
 
 def group_tensors(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], Region]],
+    tensors: Iterable[tuple[str, str, tuple[int, ...], Region, str]],
 ) -> tuple[dict[TensorGroup, list[list[int]]], dict[str, Keys]]:
     """Divide tensors into groups.
 
     Args:
-        tensors: Key, dtype, global shape and elements of each.
+        tensors: Key, dtype, global shape, elements, and the ranks that have them equal, of each.
 
     Returns:
         For each group the numbers of its tensors by key, in the order of the keys: more than one
         number where tensors are the same part of one global tensor; and the keys of each group by
         their name.
     """
-    alike: dict[tuple[str, tuple[int, ...], Region], dict[str, list[int]]] = {}
-    for number, (key, dtype, shape, region) in enumerate(tensors):
-        alike.setdefault((dtype, shape, region), {}).setdefault(key, []).append(number)
+    alike: dict[tuple[str, tuple[int, ...], Region, str], dict[str, list[int]]] = {}
+    for number, (key, dtype, shape, region, equal_on) in enumerate(tensors):
+        of_kind = alike.setdefault((dtype, shape, region, equal_on), {})
+        of_kind.setdefault(key, []).append(number)
     groups: dict[TensorGroup, list[list[int]]] = {}
     tables: dict[str, Keys] = {}
-    for (dtype, shape, region), numbers in alike.items():
+    for (dtype, shape, region, equal_on), numbers in alike.items():
         keys = Keys(dtype, shape, tuple(sorted(numbers)))
         name = keys.name
         tables[name] = keys
-        groups[TensorGroup(name, region)] = [numbers[key] for key in keys.keys]
+        groups[TensorGroup(name, region, equal_on)] = [numbers[key] for key in keys.keys]
     return groups, tables
 
 
@@ -110,15 +124,32 @@ class Take(NamedTuple):
     region: Region
 
 
+class Unsettled(NamedTuple):
+    """Elements of some global tensors that several shards have, and do not say that they are equal.
+
+    Ranks that shard a tensor over meshes of their own have such elements, as those of tensor
+    parallelism where a layer is left out of it.
+
+    Attributes:
+        keys: Keys of the tensors.
+        holders: A shard, with its group, for each set of ranks that says that it is equal.
+    """
+
+    keys: tuple[str, ...]
+    holders: tuple[tuple[int, TensorGroup], ...]
+
+
 @dataclass(slots=True)
 class ReshardPlan:
     """Plan of a load on another number of ranks.
 
     Attributes:
         takes: All that ranks take, each element once.
+        unsettled: What is to be compared before it is taken.
     """
 
     takes: list[Take] = field(default_factory=list)
+    unsettled: list[Unsettled] = field(default_factory=list)
 
 
 def plan_reshard(
@@ -165,6 +196,16 @@ def plan_reshard(
                 continue
             is_all = keys == all_keys[name].keys and holding == (name,)
             found = sources.of(holding)
+            plan.unsettled += [
+                Unsettled(keys, tuple(holders.of_sets.values()))
+                for holders in found.values()
+                if len(holders.of_sets) > 1
+            ]
+            if (clash := _clash(tables[name].shape, found)) is not None:
+                differences.append(
+                    f"{keys[0]}: the shards of ranks {clash[0]} and {clash[1]} have parts that "
+                    f"overlap, and are not said to be equal"
+                )
             for region, parts, lack in _covers(list(regions), list(found)):
                 if lack:
                     differences += [f"{keys[0]}: elements {_shown(lack[0])} are in no shard"]
@@ -181,7 +222,11 @@ def plan_reshard(
 
 
 class _Holders:
-    """Shards that have the same elements of some tensors."""
+    """Shards that have the same elements of some tensors.
+
+    Attributes:
+        of_sets: One of them for each set of ranks that says that it is equal.
+    """
 
     def __init__(self) -> None:
         self._shards: list[tuple[int, TensorGroup]] = []
@@ -189,11 +234,13 @@ class _Holders:
         self._by_node: dict[str, list[tuple[int, TensorGroup]]] = {}
         self._turns: dict[str, int] = {}
         self._nodes: Sequence[str] = ()
+        self.of_sets: dict[str, tuple[int, TensorGroup]] = {}
 
     def add(self, shard: int, group: TensorGroup, reader: int, nodes: Sequence[str]) -> None:
         """Add a shard."""
         self._nodes = nodes
         self._shards.append((shard, group))
+        self.of_sets.setdefault(group.equal_on, (shard, group))
         self._by_reader.setdefault(reader, (shard, group))
         self._by_node.setdefault(nodes[reader], []).append((shard, group))
 
@@ -255,6 +302,54 @@ def _divided(
         names = tuple(holding.get((keys.dtype, keys.shape, key), ()))
         parts.setdefault(names, []).append(key)
     return [(tuple(those), names) for names, those in parts.items()]
+
+
+def _clash(shape: Sequence[int], found: Mapping[Region, _Holders]) -> tuple[int, int] | None:
+    """Find two shards with different parts that overlap, and that are not said to be equal."""
+    held = [(region, holders.of_sets) for region, holders in found.items()]
+    if len({name for _, sets in held for name in sets}) < 2:
+        return None
+    # Parts that do not overlap, as of one mesh, are no more than the whole.
+    if sum(volume(region) for region, _ in held) <= math.prod(shape):
+        return None
+    bounds = [bounds_of(region) for region, _ in held]
+    for a, b in overlapping_pairs(bounds, bounds):
+        (one, of_one), (other, of_other) = held[a], held[b]
+        if a < b and of_one.keys().isdisjoint(of_other) and common(one, other) is not None:
+            return next(iter(of_one.values()))[0], next(iter(of_other.values()))[0]
+    return None
+
+
+def require_equal(
+    unsettled: Sequence[Unsettled], digests: Mapping[int, Mapping[str, Sequence[str]]]
+) -> None:
+    """Check that what shards have of the same elements is equal.
+
+    Args:
+        unsettled: The elements.
+        digests: For each shard, by the number of an item, the digests of its tensors, by key in
+            the order of the keys.
+
+    Raises:
+        MismatchError: Some differ; the error lists them.
+    """
+    differences = []
+    for number, (keys, holders) in enumerate(unsettled):
+        (first, _), *others = holders
+        expected = digests[first][str(number)]
+        for shard, _ in others:
+            pairs = zip(keys, expected, digests[shard][str(number)], strict=True)
+            differences += [
+                f"{key}: differs between the shards of ranks {first} and {shard}"
+                for key, one, other in pairs
+                if one != other
+            ]
+    if differences:
+        raise MismatchError(
+            f"tensors of one key differ between ranks that saved them: {_listed(differences)}. "
+            f"Nothing was changed. Give tensors that differ keys of their own, or load on as many "
+            f"ranks, with the same sharding, as saved them"
+        )
 
 
 def _covers(
@@ -324,15 +419,17 @@ def _differences(
 
 
 def _mismatch(lines: Sequence[str]) -> MismatchError:
-    distinct = list(dict.fromkeys(lines))
-    more = len(distinct) - _SHOWN
     return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: "
-        f"{'; '.join(distinct[:_SHOWN])}"
-        + (f"; and {more} more" if more > 0 else "")
-        + ". Give a state with the same global tensors: on another number of ranks, or with "
-        "another sharding, a load fills the given tensors only"
+        f"{_listed(lines)}. Give a state with the same global tensors: on another number of ranks, "
+        f"or with another sharding, a load fills the given tensors only"
     )
+
+
+def _listed(lines: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(lines))
+    more = len(distinct) - _SHOWN
+    return "; ".join(distinct[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _shown(region: Region) -> str:

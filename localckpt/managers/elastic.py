@@ -131,7 +131,12 @@ class ElasticLoad:
             if self._copies.take_out(asked_of_all["bad"]):
                 return None
             self._unequal = asked_of_all["unequal"]
-            if not self._take_plan(*self._tell(asked), opened):
+            verdict, own = self._tell(asked)
+            if verdict.get("name") is None:
+                verdict, own = self._settle(own)
+            if self._copies.take_out(verdict.get("bad", ())):
+                return None
+            if not self._take_plan(verdict, own, opened):
                 return None
         with self._parts.events.timed("read", step):
             return self._move()
@@ -204,6 +209,27 @@ class ElasticLoad:
         what = f"plan the load of iteration {self._checkpoint.iteration}"
         verdict, own = self._ranks.agree(what, telling, message, self._judge.plan)
         return verdict, own
+
+    def _settle(self, own: Message | None) -> tuple[Mapping[str, Any], Message | None]:
+        """Tell the root the digests of parts that shards do not say are equal; it plans."""
+        digests, found_bad = [], self._copies.found_bad
+        with Attempt() as reading:
+            for shard, number, group, keys in own.record["digests"] if own else ():
+                if shard in found_bad:
+                    continue
+                try:
+                    with self._copies.noting(shard):
+                        of_keys = self._tensors.digests(shard, group, keys)
+                except (StorageError, CorruptShardError) as error:
+                    # It is noted, and told to all ranks.
+                    forget_frames(error)
+                else:
+                    digests.append([shard, number, of_keys])
+        bad = [[shard, *found] for shard, found in found_bad.items()]
+        what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
+        message = Message({"bad": bad, "digests": digests})
+        verdict, plan = self._ranks.agree(what, reading, message, self._judge.settle)
+        return verdict, plan
 
     def _take_plan(
         self, verdict: Mapping[str, Any], own: Message | None, opened: ExitStack

@@ -20,7 +20,13 @@ from localckpt.availability.private_values import (
     tellers_of,
 )
 from localckpt.availability.readers import reader_of
-from localckpt.availability.reshard import Keys, TensorGroup, plan_reshard
+from localckpt.availability.reshard import (
+    Keys,
+    ReshardPlan,
+    TensorGroup,
+    plan_reshard,
+    require_equal,
+)
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import with_class
 from localckpt.ids import Checkpoint
@@ -102,6 +108,11 @@ class ElasticJudge:
         self._sections: dict[int, dict[str, str]] = {}
         self._ruled = RuledValues({}, ())
         self._made: list[str] = []
+        # What is planned, until digests that are asked for are judged.
+        self._plan = ReshardPlan()
+        self._tables: dict[str, Keys] = {}
+        self._packs: list[Packed] = []
+        self._addresses: list[str] = []
 
     def compare(self, reports: Sequence[Any]) -> PerRank:
         """Judge what all ranks describe; ask some of them for more.
@@ -118,12 +129,12 @@ class ElasticJudge:
         for rank, report in enumerate(reports):
             self._made += report["made"]
             self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
-            for name, _ in self._wanted[rank]:
+            for name, *_ in self._wanted[rank]:
                 names.setdefault(name, rank)
             for shard, groups, sections, of_rules in report["saved"]:
                 self._saved[shard] = [TensorGroup.from_json(group) for group in groups]
                 self._sections[shard], ruled[shard] = sections, of_rules
-                for name, _ in self._saved[shard]:
+                for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
         self._ruled = judge_values(dict(sorted(ruled.items())))
         asked: dict[int, dict[str, list[Any]]] = {}
@@ -137,6 +148,9 @@ class ElasticJudge:
 
     def plan(self, reports: Sequence[Any]) -> PerRank:
         """Plan with what all ranks told; each rank gets what concerns it.
+
+        Where shards have elements that are not said to be equal, ranks are asked for their digests,
+        which :meth:`settle` judges.
 
         Raises:
             MismatchError: The state does not fit what was saved, or values differ that no rule is
@@ -156,7 +170,8 @@ class ElasticJudge:
                 digests.setdefault(shard, {}).update(of_shard)
             packs += split_packs(record["packs"], message.data)
         judge_tables(self._checkpoint, digests, self._sections)
-        plan = plan_reshard(
+        self._tables, self._packs, self._addresses = tables, packs, addresses
+        self._plan = plan_reshard(
             dict(sorted(self._saved.items())),
             self._wanted,
             tables,
@@ -166,9 +181,37 @@ class ElasticJudge:
             excluded=self._ruled.unequal,
             dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
         )
+        if not self._plan.unsettled:
+            return self._planned()
+        asked: dict[int, list[Any]] = {}
+        for number, (those, holders) in enumerate(self._plan.unsettled):
+            for shard, group in holders:
+                asked.setdefault(self._readers[shard], []).append([shard, number, group, those])
+        return PerRank(
+            {"name": None}, {rank: Message({"digests": of}) for rank, of in asked.items()}
+        )
+
+    def settle(self, reports: Sequence[Message]) -> PerRank:
+        """Judge the digests that :meth:`plan` has asked for, and give the plan.
+
+        Raises:
+            MismatchError: Tensors of one key differ.
+        """
+        bad = [[rank, *c] for rank, report in enumerate(reports) for c in report.record["bad"]]
+        if bad:
+            return PerRank({"bad": bad}, {})
+        digests: dict[int, dict[str, list[str]]] = {}
+        for report in reports:
+            for shard, number, of_keys in report.record["digests"]:
+                digests.setdefault(shard, {})[str(number)] = of_keys
+        require_equal(self._plan.unsettled, digests)
+        return self._planned()
+
+    def _planned(self) -> PerRank:
+        tables, packs = self._tables, self._packs
         takes: dict[int, list[Any]] = {}
         gives: dict[int, list[Any]] = {}
-        for take in plan.takes:
+        for take in self._plan.takes:
             itemsize = getattr(torch, tables[take.wanted.name].dtype).itemsize
             reader = reader_of(take, itemsize, self._readers, self._nodes, self._held)
             mine = takes.setdefault(take.receiver, [])
@@ -184,18 +227,17 @@ class ElasticJudge:
                 "takes": takes.get(rank, []),
                 "gives": gives.get(rank, []),
                 "packs": about,
-                "links": self._links_of(rank, gives.get(rank, []), addresses),
+                "links": self._links_of(rank, gives.get(rank, [])),
             }
             parts[rank] = Message(record, data)
         values = [base64.b85encode(pack.data).decode() for pack in packs if pack.kind == "all"]
         return PerRank({"name": new_name(), "values": values}, parts)
 
-    def _links_of(
-        self, rank: int, gives: Sequence[Any], addresses: Sequence[str]
-    ) -> list[tuple[int, str]]:
+    def _links_of(self, rank: int, gives: Sequence[Any]) -> list[tuple[int, str]]:
         """Addresses of the ranks that a rank gives to and that are on its node."""
         receivers = sorted({give[1] for give in gives} - {rank})
-        return [(r, addresses[r]) for r in receivers if self._nodes[r] == self._nodes[rank]]
+        nodes, addresses = self._nodes, self._addresses
+        return [(r, addresses[r]) for r in receivers if nodes[r] == nodes[rank]]
 
     def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
         """Values that single ranks get."""

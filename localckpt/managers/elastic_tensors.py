@@ -49,7 +49,7 @@ class DescribedTensors:
         self._shards = shards
         self.tensors = wanted
         self._tables: dict[str, Keys] = {}
-        rows = [(w.key, w.dtype, w.shape, w.region) for w in wanted]
+        rows = [(w.key, w.dtype, w.shape, w.region, "") for w in wanted]
         self._wanted = self._grouped(rows)
         self._saved: dict[int, dict[TensorGroup, list[list[int]]]] = {}
         self.add_opened()
@@ -96,9 +96,17 @@ class DescribedTensors:
         nbytes = volume(region) * itemsize * len(numbers)
         return Give(shard, receiver, item, numbers, region, nbytes)
 
+    def digests(self, shard: int, group: Any, keys: Sequence[str]) -> list[str]:
+        """Return the digests of what a shard has of tensors."""
+        saved = TensorGroup.from_json(group)
+        numbers = self._of_keys(saved, self._saved[shard][saved], keys)
+        return [self._shards[shard].digest_of_part(of[0]) for of in numbers]
+
     def _groups_of(self, saved: SavedShard) -> dict[TensorGroup, list[list[int]]]:
         numbers, tensors = list(saved.tensors), saved.tensors.values()
-        groups = self._grouped([(t.key, t.entry.dtype, t.shape, t.region) for t in tensors])
+        groups = self._grouped(
+            [(t.key, t.entry.dtype, t.shape, t.region, t.equal_on) for t in tensors]
+        )
         return {
             group: [[numbers[row] for row in rows] for rows in of_keys]
             for group, of_keys in groups.items()
@@ -119,4 +127,4 @@ class DescribedTensors:
 
 
 def _region_of(fields: Any) -> Region:
-    return TensorGroup.from_json(["", fields]).region
+    return TensorGroup.from_json(["", fields, ""]).region

@@ -30,7 +30,7 @@ class SavedTensor:
         key: Key of the global tensor.
         shape: Shape of the global tensor.
         region: Elements of it that the tensor has.
-        is_private: Whether the table of boxes does not have the tensor: it is whole by itself.
+        equal_on: Text for the ranks whose tensors of this part are said to be equal.
         entry: Entry in the table of tensors.
         start: Offset of its first item in the image.
     """
@@ -39,7 +39,7 @@ class SavedTensor:
     key: str
     shape: tuple[int, ...]
     region: Region
-    is_private: bool
+    equal_on: str
     entry: TableEntry
     start: int
 

@@ -12,6 +12,7 @@ import xxhash
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
+from localckpt.memory.tensor_bytes import flat_bytes
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.part_stream import SavedTensor, stream_parts
 from localckpt.state_dict.regions import Region, whole
@@ -74,13 +75,15 @@ class SavedShard:
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
-                self._add(number, box.key, box.shape, self._region(number, box), is_private=False)
+                equal_on = "all" if box.ranks is None else repr(box.ranks.lattices)
+                self._add(number, box.key, box.shape, self._region(number, box), equal_on)
         below = (part for unit in ruled for part in _parts_of(unit))
         for unit in (*others, *below):
             if isinstance(unit.value, Placeholder):
                 for number, key in self._keys(unit):
                     shape = self._entries[number].shape
-                    self._add(number, key, shape, whole(shape), is_private=True)
+                    # Its digest is compared with those of other shards, as values are.
+                    self._add(number, key, shape, whole(shape), "private")
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +122,11 @@ class SavedShard:
         if not entry.reach_nbytes():
             return torch.empty(entry.shape, dtype=entry.torch_dtype())
         return self._as_stored(entry).contiguous()
+
+    def digest_of_part(self, number: int) -> str:
+        """Return the digest of what the shard has of a tensor, read into host memory."""
+        part = self._as_stored(self.tensors[number].entry)
+        return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().tobytes())
 
     def stream(self, wanted: Mapping[int, Iterable[tuple[PartReceiver, Region]]]) -> None:
         """Read parts of tensors, and only the pieces of the image that hold them.
@@ -175,7 +183,7 @@ class SavedShard:
         return box.runs if part is None else part.region(box, entry.shape)
 
     def _add(
-        self, number: int, key: str, shape: tuple[int, ...], region: Region, *, is_private: bool
+        self, number: int, key: str, shape: tuple[int, ...], region: Region, equal_on: str
     ) -> None:
         entry = self._entries[number]
         if (slot := entry.slot) is None:
@@ -189,7 +197,7 @@ class SavedShard:
         start = header.data_start + header.slots[slot].offset + offset
         if math.prod(shape) >= 1 << 62:
             raise CorruptShardError(f"{self.identity}: {key!r} would have {math.prod(shape)} items")
-        self.tensors[number] = SavedTensor(number, key, shape, region, is_private, entry, start)
+        self.tensors[number] = SavedTensor(number, key, shape, region, equal_on, entry, start)
 
     def _digest(self, placeholder: Placeholder) -> str:
         hasher = xxhash.xxh3_64()

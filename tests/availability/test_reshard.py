@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from localckpt.availability.reshard import (
     Keys,
     TensorGroup,
+    Unsettled,
     group_tensors,
     plan_reshard,
+    require_equal,
 )
 from localckpt.errors import MismatchError
 from localckpt.state_dict.regions import Region, whole
@@ -71,7 +73,7 @@ def _planned(
     groups: list[dict[int, list[TensorGroup]]] = [{}, {}]
     for number, side in enumerate((saved, wanted)):
         for rank, rows in side.items():
-            found, named = group_tensors(rows)
+            found, named = group_tensors([row if len(row) > 4 else (*row, "") for row in rows])
             groups[number][rank] = list(found)
             tables |= named
     readers = {shard: shard % len(wanted) for shard in saved}
@@ -218,3 +220,64 @@ def test_a_thousand_tensors_on_a_thousand_ranks_are_planned_in_seconds() -> None
 
     assert time.process_time() - began < 5.0
     assert sum(1 for _ in plan.takes) < 3 * 1024
+
+
+_EVEN, _ODD = (((0, 4),),), (((4, 4),),)
+
+
+def _unsettled(saved: dict[int, list[Any]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Keys that are to be compared, with one shard for each set of ranks."""
+    tables: dict[str, Keys] = {}
+    groups = {}
+    wanted = {0: [(key, "float32", (8,), whole((8,)), "") for key in ("v", "w")]}
+    for rank, rows in (saved | {-1: wanted[0]}).items():
+        found, named = group_tensors(rows)
+        groups[rank] = list(found)
+        tables |= named
+    mine = {0: groups.pop(-1)}
+    plan = plan_reshard(groups, mine, tables, dict.fromkeys(groups, 0), ["a"])
+    return [(keys, [shard for shard, _ in holders]) for keys, holders in plan.unsettled]
+
+
+def _rows(region: Region, equal_on: str, keys: str = "vw") -> list[Any]:
+    return [(key, "float32", (8,), region, equal_on) for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("saved", "unsettled"),
+    [
+        # One mesh, replicas on two, and what nobody says anything of.
+        ({0: _rows(_EVEN, "0"), 1: _rows(_ODD, "1")}, []),
+        ({s: _rows((_EVEN, _ODD)[s // 2], str(s // 2)) for s in range(4)}, []),
+        ({s: _rows(whole((8,)), "all") for s in range(2)}, []),
+        # Two meshes of one key each, and a key that is on one of them.
+        (
+            {s: _rows((_EVEN, _ODD)[s % 2], str(s)) for s in range(4)},
+            [(("v", "w"), [0, 2]), (("v", "w"), [1, 3])],
+        ),
+        (
+            {0: _rows(whole((8,)), "0"), 1: _rows(whole((8,)), "1", "w")},
+            [(("w",), [0, 1])],
+        ),
+    ],
+)
+def test_what_shards_do_not_say_is_equal_is_to_be_compared(
+    saved: dict[int, list[Any]], unsettled: list[Any]
+) -> None:
+    assert _unsettled(saved) == unsettled
+
+
+def test_parts_that_overlap_and_are_not_said_to_be_equal_are_refused() -> None:
+    saved = {0: _rows(_EVEN, "0"), 1: _rows(_ODD, "1"), 2: _rows((((2, 6),),), "2")}
+
+    with pytest.raises(MismatchError, match="ranks 0 and 2 have parts that overlap"):
+        _unsettled(saved)
+
+
+def test_tensors_of_one_key_that_differ_are_named_with_the_shards() -> None:
+    group = TensorGroup("g", whole((8,)))
+    unsettled = [Unsettled(("v", "w"), ((0, group), (3, group)))]
+
+    require_equal(unsettled, {0: {"0": ["a", "b"]}, 3: {"0": ["a", "b"]}})
+    with pytest.raises(MismatchError, match="w: differs between the shards of ranks 0 and 3"):
+        require_equal(unsettled, {0: {"0": ["a", "b"]}, 3: {"0": ["a", "c"]}})

@@ -27,14 +27,14 @@ from localckpt.availability.reshard import (
     plan_reshard,
     require_equal,
 )
-from localckpt.errors import MismatchError
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import with_class
 from localckpt.ids import Checkpoint
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
 from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
-from localckpt.state_dict.values import rule_for
+from localckpt.state_dict.values import key_of, rule_for
 
 __all__ = ["ElasticJudge", "Packed", "joined_packs", "kind_of", "split_packs"]
 
@@ -256,13 +256,27 @@ class ElasticJudge:
                     [list(place), self._ruled_value(place, values, rank, count)]
                     for place, values in saved.items()
                 ]
-                own.setdefault(rank, []).append(Packed("rule", -1, self._pack(made)))
+                own.setdefault(rank, []).append(Packed("rule", -1, self._pack_ruled(made, rank)))
         return own
+
+    def _pack_ruled(self, made: Sequence[Sequence[Any]], rank: int) -> bytes:
+        try:
+            return self._pack(made)
+        except CheckpointingException:
+            for place, value in made:
+                try:
+                    self._pack([[place, value]])
+                except CheckpointingException as error:
+                    raise MismatchError(
+                        f"what the function for {key_of(tuple(place))!r} in private= returned for "
+                        f"rank {rank} cannot be sent to it: {error}. Nothing was changed"
+                    ) from error
+            raise
 
     def _ruled_value(
         self, place: tuple[Any, ...], values: Mapping[int, Any], rank: int, count: int
     ) -> Any:
-        key = ".".join(map(str, place))
+        key = key_of(place)
         rule = self._rule_of(key)
         assert callable(rule), "only such rules are told values"
         try:

@@ -7,6 +7,7 @@ import errno
 import io
 import mmap
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -108,9 +109,12 @@ class OpenFile:
     def is_cached(self) -> bool:
         """Return whether the file is in the page cache, judged by a sample of its pages."""
         probe = bytearray(1)
-        for i in range(_PROBES):
+        for _ in range(_PROBES):
+            # At random places, as the kernel begins to read what a probe does not find: the same
+            # places would be cached when the file is opened again.
+            offset = secrets.randbelow(max(1, self.nbytes))
             try:
-                os.preadv(self.fd, [probe], i * self.nbytes // _PROBES, os.RWF_NOWAIT)
+                os.preadv(self.fd, [probe], offset, os.RWF_NOWAIT)
             except OSError as error:
                 # EAGAIN: the page is not cached. EOPNOTSUPP: the file system does not support the
                 # flag, and the file counts as cached.

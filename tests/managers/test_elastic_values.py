@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ def _position(values: list[Any], rank: int, world_size: int) -> Any:
     return {"position": min(value["position"] for value in values) + rank, "epoch": len(values)}
 
 
+def _lock(values: list[Any], rank: int, world_size: int) -> Any:
+    return threading.Lock()
+
+
 def _load(rank: int, world_size: int, saved_by: int) -> None:
     root = node_store()
     with make_manager("disk", root, timeout=_S) as manager:
@@ -94,6 +99,11 @@ def _load(rank: int, world_size: int, saved_by: int) -> None:
         kept = min(rank, saved_by) if rank < saved_by else rank
         assert loaded["rng"]["seed"] == 10 + kept
         assert loaded["data"] == {"position": rank, "epoch": saved_by}
+    private = {"rng": "keep", "data": _lock}
+    with make_manager("disk", root, timeout=_S, elastic=True, private=private) as manager:
+        given = _state(rank, world_size, fill=-1.0)
+        text = error_of(lambda: manager.load(into=given), MismatchError)
+        assert "the function for 'data' in private= returned for rank 0 cannot be sent" in text
     private = {"rng.noise": "drop", "rng": "drop", "data.position": "drop"}
     with make_manager("disk", root, timeout=_S, elastic=True, private=private) as manager:
         given = _state(rank, world_size, fill=-1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import threading
@@ -173,6 +175,34 @@ def test_a_long_read_of_a_cold_file_leaves_nothing_in_the_page_cache(tmp_path: P
     source.close()
 
     assert not is_cached(path, 11 << 20)
+
+
+def _cached_pages(path: Path) -> int:
+    """Number of pages in the page cache; without asking for them, as :func:`is_cached` does."""
+    nbytes = path.stat().st_size
+    seen = (ctypes.c_ubyte * -(-nbytes // 4096))()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(start))
+        assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(nbytes), seen) == 0
+        del start
+    return sum(page & 1 for page in seen)
+
+
+def test_a_cold_file_that_is_opened_often_is_not_taken_for_a_cached_one(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(64 << 20))
+    make_cold(path)
+    if is_cached(path, 1 << 20):
+        pytest.skip("this file system keeps files in memory")
+
+    # Asking makes the kernel read what it is asked for.
+    for _ in range(40):
+        source = FileSource(path)
+        source.read(33 << 20, 35 << 20)
+        source.close()
+
+    assert _cached_pages(path) < (1 << 20) // 4096
 
 
 def test_a_cold_file_is_read_past_the_page_cache_and_verified(tmp_path: Path) -> None:

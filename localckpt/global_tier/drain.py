@@ -34,9 +34,9 @@ from localckpt.events.event import Outcome
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import ranks_named, said_by
 from localckpt.global_tier.drain_files import FILE_NBYTES, DrainFiles
+from localckpt.global_tier.drain_items import RankPlan
 from localckpt.global_tier.drain_plan import (
     Merged,
-    RankPlan,
     choose_readers,
     fingerprint,
     merge_plans,

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from localckpt.global_tier.drain_files import DrainFiles, lay_out_in_order
-from localckpt.global_tier.drain_plan import ImageItems, RankPlan, own_key
+from localckpt.global_tier.drain_items import ImageItems, RankPlan
+from localckpt.global_tier.drain_plan import own_key
 from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.save_plan import Written
 from localckpt.global_tier.staging import FileLayout, Slot

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.planner import (
 
 from localckpt import MismatchError
 from localckpt.global_tier.drain_files import FILE_NBYTES, lay_out_in_order
+from localckpt.global_tier.drain_items import RankPlan, _chunks
 from localckpt.global_tier.drain_plan import (
-    RankPlan,
-    _chunks,
     fingerprint,
     merge_plans,
     own_key,

@@ -88,14 +88,15 @@ class ShardCopies:
             opened: Closes the shards.
         """
         self.shards, self.found_bad = {}, {}
-        rank = self._parts.ranks.rank
-        self.open_more((shard for shard, reader in readers.items() if reader == rank), opened)
+        for shard, reader in readers.items():
+            if reader == self._parts.ranks.rank:
+                self._open(shard, list(self._parts.options.rules), opened)
 
     def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
-        """Open shards of this node, and note the copies that are bad."""
+        """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
         for shard in shards:
             if shard not in self.shards:
-                self._open(shard, opened)
+                self._open(shard, None, opened)
 
     @contextmanager
     def noting(self, shard: int) -> Iterator[None]:
@@ -140,7 +141,7 @@ class ShardCopies:
                 if self._inventory.reader([node], shard) == self._parts.ranks.rank:
                     verify_again(self._parts.store, self.identity(shard), f"read: {why}")
 
-    def _open(self, shard: int, opened: ExitStack) -> None:
+    def _open(self, shard: int, rules: Sequence[str] | None, opened: ExitStack) -> None:
         identity, computed = self.identity(shard), self._recovery.slots.get(shard)
         source: ShardSource | None = None
         try:
@@ -151,7 +152,6 @@ class ShardCopies:
             )
             opened.callback(source.close)
             counted = CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
-            rules = list(self._parts.options.rules)
             saved = SavedShard(counted, self._parts.allowed, identity, rules)
             # They read private tensors.
             _ = saved.digests, saved.ruled_digests

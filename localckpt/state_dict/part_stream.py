@@ -18,7 +18,10 @@ from localckpt.state_dict.runs import PartReceiver, Run, Runs, run_in
 from localckpt.state_dict.source import PIECE_NBYTES
 from localckpt.state_dict.tensor_table import TableEntry
 
-__all__ = ["SavedTensor", "stream_parts"]
+__all__ = ["PRIVATE", "SavedTensor", "stream_parts"]
+
+PRIVATE = "private"
+"""Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.tensor_bytes import flat_bytes
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.part_stream import SavedTensor, stream_parts
+from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, stream_parts
 from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.runs import PartReceiver
@@ -42,7 +42,8 @@ class SavedShard:
         source: Source of the image; closed by :meth:`close`.
         allowed: Allow-list for the classes in the shard.
         identity: Identity that the image must have.
-        rules: Key prefixes of values that the caller has a rule for.
+        rules: Key prefixes of values that the caller has a rule for; ``None`` to leave values out,
+            and tensors that are not in the table of boxes.
 
     Attributes:
         tensors: Tensors by their number, but for those that are values or parts of values.
@@ -59,16 +60,18 @@ class SavedShard:
         source: ShardSource,
         allowed: SafeGlobals,
         identity: ShardIdentity,
-        rules: Sequence[str],
+        rules: Sequence[str] | None,
     ) -> None:
         self.identity = identity
         self._source = source
         self._reader = ImageReader(source, allowed, identity)
-        skeleton = self._reader.checked_skeleton()
         self._entries, boxes, self._divided = self._reader.tables
-        root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
-        ruled, others = units_of(root, boxes.__contains__, rules)
-        self.ruled, self.others = ruled, others
+        self.ruled: list[Unit] = []
+        self.others: list[Unit] = []
+        if rules is not None:
+            skeleton = self._reader.checked_skeleton()
+            root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
+            self.ruled, self.others = units_of(root, boxes.__contains__, rules)
         self.tensors: dict[int, SavedTensor] = {}
         taken: set[tuple[str, Region]] = set()
         for number, box in boxes.items():
@@ -77,13 +80,13 @@ class SavedShard:
                 taken.add((box.key, box.runs))
                 equal_on = "all" if box.ranks is None else repr(box.ranks.lattices)
                 self._add(number, box.key, box.shape, self._region(number, box), equal_on)
-        below = (part for unit in ruled for part in _parts_of(unit))
-        for unit in (*others, *below):
+        below = (part for unit in self.ruled for part in _parts_of(unit))
+        for unit in (*self.others, *below):
             if isinstance(unit.value, Placeholder):
                 for number, key in self._keys(unit):
                     shape = self._entries[number].shape
                     # Its digest is compared with those of other shards, as values are.
-                    self._add(number, key, shape, whole(shape), "private")
+                    self._add(number, key, shape, whole(shape), PRIVATE)
 
     @property
     def nbytes(self) -> int:

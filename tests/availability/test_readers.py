@@ -14,6 +14,7 @@ from localckpt.availability.readers import LONG_RUN_NBYTES, assign_readers, read
 from localckpt.availability.reshard import Take, TensorGroup
 from localckpt.errors import NoReplicasAvailableError
 from localckpt.ids import Checkpoint, Generation
+from localckpt.state_dict.part_stream import PRIVATE
 
 
 def _inventory(world_size: int, saved_by: int, held: list[list[int]], ranks: int) -> Inventory:
@@ -89,3 +90,5 @@ def test_a_long_run_is_read_by_the_rank_that_wants_it_if_its_node_has_the_shard(
     take = Take(0, 7, TensorGroup("w", part), saved, None, part)
 
     assert reader_of(take, 4, {7: 1}, nodes, {7: [nodes[1]]}) == reader
+    private = take._replace(saved=saved._replace(equal_on=PRIVATE))
+    assert reader_of(private, 4, {7: 1}, nodes, {7: [nodes[1]]}) == 1

@@ -63,6 +63,14 @@ class RankSet:
         return isinstance(rank, int) and any(_holds(lattice, rank) for lattice in self.lattices)
 
     @property
+    def text(self) -> str:
+        """Short text of the ranks, the same for equal sets."""
+        return ",".join(
+            "+".join([str(first), *(f"{count}x{step}" for count, step in steps)])
+            for first, steps in self.lattices
+        )
+
+    @property
     def last(self) -> int:
         """Highest rank."""
         return _last(self.lattices[-1])

@@ -78,7 +78,7 @@ class SavedShard:
             # Of equal parts of one tensor, such as tied weights, any will do.
             if (box.key, box.runs) not in taken:
                 taken.add((box.key, box.runs))
-                equal_on = "all" if box.ranks is None else repr(box.ranks.lattices)
+                equal_on = "all" if box.ranks is None else box.ranks.text
                 self._add(number, box.key, box.shape, self._region(number, box), equal_on)
         below = (part for unit in self.ruled for part in _parts_of(unit))
         for unit in (*self.others, *below):

@@ -40,6 +40,13 @@ def test_a_set_of_ranks_has_the_ranks_that_it_was_made_of(ranks: set[int]) -> No
     assert not ranks or found.last == max(ranks)
 
 
+@given(*[st.sets(st.integers(0, 9), min_size=1, max_size=6)] * 2)
+def test_sets_have_the_same_text_if_they_are_equal(one: set[int], other: set[int]) -> None:
+    texts = {RankSet.of(sorted(ranks)).text for ranks in (one, other)}
+
+    assert (len(texts) == 1) == (one == other)
+
+
 @pytest.mark.parametrize("kept", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1), (0, 1, 2)])
 def test_equal_ranks_in_a_mesh_of_16384_are_one_lattice(kept: tuple[int, ...]) -> None:
     mesh = numpy.arange(16_384).reshape(64, 32, 8)

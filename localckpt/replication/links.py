@@ -108,6 +108,7 @@ class Links:
             if rank in lacking:
                 self.incoming[rank] = link
             else:
+                logger.warning("rank %d turned a stranger away from its links", self._rank)
                 link.close()
 
     def _identify(self, link: socket.socket) -> int:

@@ -129,7 +129,7 @@ class SavedShard:
     def digest_of_part(self, number: int) -> str:
         """Return the digest of what the shard has of a tensor, read into host memory."""
         part = self._as_stored(self.tensors[number].entry)
-        return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().tobytes())
+        return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().data)
 
     def stream(self, wanted: Mapping[int, Iterable[tuple[PartReceiver, Region]]]) -> None:
         """Read parts of tensors, and only the pieces of the image that hold them.

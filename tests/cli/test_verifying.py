@@ -59,7 +59,9 @@ def test_a_file_that_was_cut_or_ends_in_zeros_is_found(
 ) -> None:
     path = only_shards(store)[-1]
     content = path.read_bytes()
-    lengths = [0, 1, 8, *range(100, len(content), 100 if long_form else 2500), len(content) - 1]
+    # Its last bytes are of a digest, and may be zeros as they are.
+    end = len(content.rstrip(b"\0")) - 1
+    lengths = [0, 1, 8, *range(100, end, 100 if long_form else 2500), end]
     for length in lengths:
         for torn in (content[:length], content[:length] + bytes(len(content) - length)):
             path.write_bytes(torn)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import localckpt
 from localckpt import CheckpointingException, PeerLostError, StorageError
+from localckpt.async_save.worker import is_readable
 from localckpt.ranks.round import Round
 from tests.managers.jobs import (
     KINDS,
@@ -433,6 +434,16 @@ def _worker() -> psutil.Process:
     return found[0]
 
 
+def _wait_until_asked(worker: psutil.Process) -> None:
+    """Return when a request waits for a worker that is stopped.
+
+    One that dies before is replaced without an error.
+    """
+    requests = worker.cmdline()[-2]
+    with open(f"/proc/{worker.pid}/fd/{requests}", "rb", buffering=0) as pipe:
+        assert is_readable(pipe.fileno(), MAX_S)
+
+
 def _kill(worker: psutil.Process) -> None:
     """Kill a process, and return when it has ended: on a busy machine it works on until then."""
     worker.kill()
@@ -456,12 +467,14 @@ def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
         for bad_rank in range(world_size):
             good = 2 * bad_rank
             if rank == bad_rank:
-                _worker().suspend()
+                worker = _worker()
+                worker.suspend()
             request = manager.save(state_of(rank, good + 1), good + 1, is_async=True)
             queue.schedule_async_request(request)
             assert queue.maybe_finalize_async_calls(blocking=False) == []
             if rank == bad_rank:
-                _worker().kill()
+                _wait_until_asked(worker)
+                worker.kill()
 
             told.append(error_of(lambda: queue.maybe_finalize_async_calls(blocking=True)))
 

@@ -25,6 +25,9 @@ _SECTIONS = {
     "save": "benchmarks.save",
     "load": "benchmarks.load",
     "elastic": "benchmarks.elastic",
+    "global-view": "benchmarks.global_view",
+    "save-once": "benchmarks.save_once",
+    "check-replicas": "benchmarks.check_replicas",
     "in-memory": "benchmarks.in_memory",
     "replicate": "benchmarks.replicate",
     "parity": "benchmarks.parity",
@@ -42,6 +45,7 @@ _SECTIONS = {
     "global-planning": "benchmarks.global_planning",
     "gpu": "benchmarks.device",
 }
+_IN_MEMORY = frozenset({"in-memory", "save-once", "check-replicas"})
 _PLOT = "plot"
 _SECTION_TIMEOUT_S = 1800.0
 
@@ -77,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_section(section: str, asked: argparse.Namespace, console: Console) -> None:
-    base = Path("/dev/shm") if section == "in-memory" else asked.dir
+    base = Path("/dev/shm") if section in _IN_MEMORY else asked.dir
     directory = Path(tempfile.mkdtemp(prefix="localckpt-bench-", dir=base))
     try:
         measure = importlib.import_module(_SECTIONS[section]).measure

@@ -1,19 +1,15 @@
 """Saves and loads of a state that all ranks have equal: said to be so and divided, and whole.
 
-``python -m benchmarks.save_once`` prints both for four ranks of one node, one after the other in
-each round, in shared memory, of which only one is there at a time: four ranks with 1.49 GB each
-take 18 GiB. With ``--nodes 2`` two ranks are on either of two nodes, which keep replicas of each
-other's shards. ``--width`` is that of the GPT-2.
+Four ranks save both, one after the other in each round, in shared memory, of which only one is
+there at a time: four ranks with 1.49 GB each take 18 GiB. They are on one node; then two are on
+either of two nodes, which keep replicas of each other's shards, with half the width of model.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,56 +19,62 @@ import torch.distributed as dist
 
 import localckpt
 from benchmarks.ranks import run_ranks
+from benchmarks.report import Report
+from benchmarks.setup import Options
 from benchmarks.state import build_state, state_nbytes
 
-__all__ = ["main"]
+__all__ = ["measure"]
 
 _RANKS = 4
 _TIMEOUT_S = 900.0
-_WHAT = (
-    *("stall", "save, until complete", "processor time of the save"),
-    *("load in place", "processor time of the load"),
-)
+# The greatest ratio that is good on one node, of what one round gives.
+_GOALS = {
+    "stall": 0.35,
+    "save, until complete": None,
+    "processor time of the save": None,
+    "load in place": 1.2,
+    "processor time of the load": None,
+}
+# Headers and tables are not divided, and are sent.
+_WRITTEN_GOAL, _SENT_GOAL = 1.01, 0.01
 
 
-def main(arguments: list[str]) -> None:
-    """Start the ranks, and print the medians of the slowest rank of each round."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="localckpt-bench-") as root:
-        command = [sys.executable, "-m", "benchmarks.save_once", "rank", root]
-        numbers = map(str, (given.width, given.rounds, given.nodes))
-        lines = run_ranks([*command, *numbers], _RANKS, _TIMEOUT_S)
+def measure(options: Options) -> Report:
+    """Times on one node and on two, and what is written and sent there."""
+    report = Report("save-once")
+    _measure_nodes(report, options, 1, options.width)
+    _measure_nodes(report, options, 2, options.width // 2)
+    return report
+
+
+def _measure_nodes(report: Report, options: Options, nodes: int, width: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.save_once", str(options.directory)]
+    lines = run_ranks([*command, *map(str, (width, options.rounds, nodes))], _RANKS, _TIMEOUT_S)
     told = json.loads(lines[0])
     nbytes = told["nbytes"]
-    print(
-        f"{_RANKS} ranks, {_RANKS // given.nodes} on each node, {nbytes / 1e9:.2f} GB that all "
-        f"have, medians of {given.rounds} rounds"
-    )
-    for what, (whole_s, divided_s) in told["seconds"].items():
-        print(
-            f"{what}: whole {1000 * whole_s:.1f} ms, divided {1000 * divided_s:.1f} ms "
-            f"({divided_s / whole_s:.2f} x)"
-        )
-    whole, divided = (written / nbytes for written in told["written"])
-    print(f"shards of all ranks: whole {whole:.3f} x the state, divided {divided:.3f} x")
-    if given.nodes > 1:
-        whole, divided = (sent / nbytes for sent in told["sent"])
-        print(f"sent between nodes: whole {whole:.3f} x the state, divided {divided:.6f} x")
+    where = f"{_RANKS} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    for what, goal in _GOALS.items():
+        name = f"{what}, divided, {where}"
+        comparison = report.compared(name, "whole", nbytes, goal if nodes == 1 else None)
+        for whole_s, divided_s in told["seconds"][what]:
+            comparison.add(whole_s, divided_s)
+    for what, goal in (("written", nodes * _WRITTEN_GOAL), ("sent", _SENT_GOAL)):
+        whole, divided = (count / nbytes for count in told[what])
+        if whole:
+            note = f"whole {whole:.3f}"
+            report.fact(f"bytes {what}, divided, {where}", divided, "x the state", note, goal)
 
 
-def _measure(root: Path, width: int, rounds: int, nodes: int) -> None:
+def _run_rank(root: Path, width: int, rounds: int, nodes: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     plain = build_state(width)
     # What is not said to be equal is private.
     states = plain, localckpt.replicated(plain)
-    samples: dict[str, list[list[float]]] = {name: [[], []] for name in _WHAT}
+    samples: dict[str, list[list[float]]] = {name: [] for name in _GOALS}
     written, sent = [0, 0], [0, 0]
     for _ in range(rounds):
+        pairs = []
         for which, state in enumerate(states):
             with _manager(root, nodes, divided=bool(which)) as manager:
                 # The first two saves make the memory.
@@ -82,15 +84,15 @@ def _measure(root: Path, width: int, rounds: int, nodes: int) -> None:
                 assert report is not None, "it has saved"
                 written[which] = int(_over_ranks(report.nbytes, dist.ReduceOp.SUM))
                 sent[which] = int(_over_ranks(report.sent_nbytes or 0, dist.ReduceOp.SUM))
-            for name, seconds in zip(_WHAT, times, strict=True):
-                samples[name][which].append(seconds)
+            pairs.append(times)
             # Both at a time, for four ranks of 1.49 GB, are more than 24 GiB.
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(root / "shards")
             dist.barrier()
-    medians = {what: [statistics.median(of) for of in pair] for what, pair in samples.items()}
-    told = {"nbytes": state_nbytes(plain), "seconds": medians, "written": written, "sent": sent}
+        for name, pair in zip(_GOALS, zip(*pairs, strict=True), strict=True):
+            samples[name].append(list(pair))
+    told = {"nbytes": state_nbytes(plain), "seconds": samples, "written": written, "sent": sent}
     print(json.dumps(told), flush=True)
     dist.destroy_process_group()
 
@@ -129,7 +131,4 @@ def _over_ranks(value: float, operation: Any) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        _measure(Path(sys.argv[2]), *map(int, sys.argv[3:6]))
-    else:
-        main(sys.argv[1:])
+    _run_rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -25,6 +25,7 @@ _SECTIONS = {
     "save": "benchmarks.save",
     "load": "benchmarks.load",
     "elastic": "benchmarks.elastic",
+    "elastic-worlds": "benchmarks.elastic_worlds",
     "global-view": "benchmarks.global_view",
     "save-once": "benchmarks.save_once",
     "check-replicas": "benchmarks.check_replicas",

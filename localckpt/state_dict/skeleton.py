@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import with_class
 from localckpt.state_dict.call_check import check_calls
+from localckpt.state_dict.dtensors import EqualParts
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
     is_data,
@@ -208,6 +208,7 @@ class _SkeletonPickler(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
         self.has_objects = False
         self._numbers: dict[int, int] = {}
+        self._parts = EqualParts()
 
     def persistent_id(self, obj: Any) -> int | None:
         # Called for every value of the state; most values are no tensors.
@@ -224,13 +225,18 @@ class _SkeletonPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         self.has_objects = True
+        kind = type(obj)
+        if kind is self._parts.dtensor:
+            return self._parts.reduce_dtensor(obj)
+        if kind is self._parts.spec:
+            return self._parts.reduce_spec(obj)
         if isinstance(obj, numpy.ndarray):
             return reduce_array(obj)
-        if type(obj) is Replicated:
+        if kind is Replicated:
             return given, (obj.value,)
         if isinstance(obj, torch.Generator):
             return reduce_generator(obj)
-        if type(obj) is type and obj in _CONSTANTS:
+        if kind is type and obj in _CONSTANTS:
             return type_of_constant, (_CONSTANTS[obj],)
         if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):
             raise CheckpointingException(
@@ -239,24 +245,19 @@ class _SkeletonPickler(pickle.Pickler):
             )
         if isinstance(obj, torch.Tensor) and is_sharded(obj):
             return reduce_sharded(obj)
-        if type(obj) in _PLAIN_TENSORS and _has_own_bytes(obj):
+        if kind in _PLAIN_TENSORS and _has_own_bytes(obj):
             return _itself, (_Bare(obj),), marks_of(obj), None, None, set_marks
         if isinstance(obj, torch.Tensor) and _has_own_bytes(obj) and not _dispatches(obj):
             base = obj.detach().as_subclass(torch.Tensor)
-            return _restore_subclass, (type(obj), base, obj.requires_grad, dict(vars(obj)))
+            return _restore_subclass, (kind, base, obj.requires_grad, dict(vars(obj)))
         return NotImplemented
 
 
 class _FindingPickler(_SkeletonPickler):
     """Pickler whose pickle nobody reads: it leaves out arrays, and what describes a DTensor."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        # A value of the class exists only where its module is imported, which takes long.
-        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is self._dtensor:
+        if type(obj) is self._parts.dtensor:
             # All in it that can hold tensors, in the order of its own pickle. That takes ten times
             # as long, and a restart waits for this.
             return _itself, ((vars(obj), obj._local_tensor, obj._spec.mesh),)

@@ -1,0 +1,178 @@
+"""DTensors come back as they were, and what is equal in several of them is written once."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from localckpt.state_dict.image import ImagePlanner, pack, unpack
+from localckpt.state_dict.pickles import MAX_DEPTH
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import check_skeleton, insert_tensors, take_tensors
+from tests.global_tier.models import MISDESCRIBED, misdescribed
+from tests.ranks import run_ranks
+from tests.state_dict.states import IDENTITY, bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+class Rows(Shard):
+    """A placement that is equal to a ``Shard`` for Python."""
+
+
+# torch 2.8 does not allow the class for strides by itself.
+_ALLOWED = SafeGlobals([Rows, TwoTensor, _StridedShard])
+_NESTING = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"})
+
+
+def _zoo(flat: DeviceMesh, square: DeviceMesh) -> dict[str, DTensor]:
+    def made(*placements: Any, mesh: DeviceMesh = flat, size: tuple[int, ...] = (4, 6)) -> DTensor:
+        return DTensor.from_local(torch.rand(size), mesh, placements, run_check=False)
+
+    learned = torch.nn.Parameter(made(Shard(0)))
+    learned.partition_dim, learned.tags = 1, ["a", (2, 3)]  # type: ignore[attr-defined]
+    shared = made(Shard(0))
+    meta = shared._spec.tensor_meta
+    assert meta is not None
+    # As a program may make it: equal to a torch.Size, but a plain tuple.
+    plain = DTensorSpec(flat, (Shard(0),), meta._replace(shape=tuple(meta.shape)))  # type: ignore[arg-type]
+    halves = TwoTensor(torch.rand(4, 6), torch.rand(4, 6))
+    return {
+        "rows": made(Shard(0)),
+        "same rows": made(Shard(0)),
+        "rows of a class": made(Rows(0)),
+        "columns": made(Shard(1)),
+        "turned": DTensor.from_local(torch.rand(6, 4).t(), flat, [Shard(0)], run_check=False),
+        "replicated": made(Replicate()),
+        "sum": made(Partial()),
+        "mean": made(Partial("avg")),
+        "both": made(Shard(0), Shard(1), mesh=square),
+        "strided": made(_StridedShard(0, split_factor=2), Shard(0), mesh=square),
+        "integers": DTensor.from_local(torch.arange(24).view(4, 6), flat, [Shard(0)]),
+        "scalar": made(Replicate(), size=()),
+        "learned": learned,
+        "frozen": torch.nn.Parameter(made(Shard(0)), requires_grad=False),
+        "leaf": made(Shard(0)).requires_grad_(),
+        "spec of another": DTensor(torch.rand(4, 6), shared._spec, requires_grad=False),
+        "shared": shared,
+        "plain": DTensor(torch.rand(4, 6), plain, requires_grad=False),
+        "halves": DTensor.from_local(halves, flat, [Shard(0)], run_check=False),
+        **{kind: misdescribed(kind, square) for kind in MISDESCRIBED},
+    }
+
+
+def _assert_same(found: DTensor, wanted: DTensor) -> None:
+    for name in ("dtype", "shape", "device", "layout", "requires_grad", "is_leaf"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert type(found) is type(wanted)
+    assert found.stride() == wanted.stride()
+    assert repr(vars(found)) == repr(vars(wanted))
+    local, saved = found._local_tensor, wanted._local_tensor
+    assert type(local) is type(saved)
+    inner = ("a", "b") if isinstance(saved, TwoTensor) else ()
+    pairs = [(getattr(local, name), getattr(saved, name)) for name in inner] or [(local, saved)]
+    for one, other in pairs:
+        assert bits(one) == bits(other)
+        assert one.stride() == other.stride()
+        assert one.requires_grad == other.requires_grad
+    about, saved_about = vars(found._spec), vars(wanted._spec)
+    assert list(about) == list(saved_about)
+    for name, value in saved_about.items():
+        assert _described(about[name]) == _described(value), name
+
+
+def _described(value: Any) -> Any:
+    """A value with the classes in it, which the operator == ignores."""
+    if isinstance(value, DeviceMesh):
+        return value.mesh.tolist(), value.mesh_dim_names, value.device_type
+    if isinstance(value, tuple):
+        return type(value), [_described(part) for part in value]
+    return type(value), repr(value)
+
+
+def _bring_back(rank: int, world_size: int) -> None:
+    state = _zoo(*_meshes(world_size))
+
+    loaded = unpack(pack(state, IDENTITY, ImagePlanner(_ALLOWED)), allowed=_ALLOWED)
+
+    for name, wanted in state.items():
+        _assert_same(loaded[name], wanted)
+    assert len({id(tensor.device_mesh) for tensor in loaded.values()}) == 2
+    assert loaded["rows"]._spec is not loaded["same rows"]._spec
+    assert loaded["shared"]._spec is loaded["spec of another"]._spec
+
+
+def test_dtensors_come_back_with_all_that_torch_pickles() -> None:
+    run_ranks(_bring_back, 4)
+
+
+def _meshes(world_size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    square = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("one", "other"))
+    return init_device_mesh("cpu", (world_size,)), square
+
+
+class _TorchsForm(pickle.Pickler):
+    """Writes DTensors as earlier images have them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, 5)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor:
+            return None
+        known = [number for number, tensor in enumerate(self.tensors) if tensor is obj]
+        if not known:
+            self.tensors.append(obj)
+        return known[0] if known else len(self.tensors) - 1
+
+
+def _compare_with_torchs_form(rank: int, world_size: int) -> None:
+    state = _zoo(*_meshes(world_size))
+    file = io.BytesIO()
+    before = _TorchsForm(file)
+    before.dump(state)
+    taken = take_tensors(state)
+
+    loaded = insert_tensors(file.getvalue(), before.tensors.__getitem__, _ALLOWED)
+
+    for name, wanted in state.items():
+        _assert_same(loaded[name], wanted)
+    assert list(map(id, before.tensors)) == list(map(id, taken.tensors))
+    names = [check_skeleton(made, _ALLOWED) for made in (file.getvalue(), taken.skeleton)]
+    assert names[0] == names[1]
+    assert len(taken.skeleton) < len(file.getvalue())
+
+
+def test_dtensors_name_what_they_named_in_earlier_images_which_are_loaded() -> None:
+    run_ranks(_compare_with_torchs_form, 4)
+
+
+def _count(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    # Of the specs, a third are objects of their own and the others are torch's, as in a training.
+    state: list[Any] = []
+    for number in range(734):
+        local = torch.rand(1 + number % 10, 3)
+        weight = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+        state += [weight, torch.zeros_like(weight), torch.zeros_like(weight)]
+
+    skeleton = take_tensors(state).skeleton
+
+    nesting = [code.name for code, _, _ in pickletools.genops(skeleton) if code.name in _NESTING]
+    assert len(state) > 2200
+    assert len(nesting) < 2 * len(state) + 150 < MAX_DEPTH
+
+
+def test_a_state_of_2200_dtensors_is_checked_without_the_exact_depth_of_its_tuples() -> None:
+    run_ranks(_count, 1)

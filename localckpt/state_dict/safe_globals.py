@@ -56,6 +56,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     # Part of torch's own defaults (get_safe_globals()) in torch 2.13, but not in torch 2.15.
     "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
+    # Part of torch's own defaults in torch 2.13, but not in torch 2.8.
+    "torch.distributed.tensor.placement_types": ("_StridedShard",),
     "numpy": ("ndarray", "dtype"),
     "numpy.random._pickle": (
         "__bit_generator_ctor",

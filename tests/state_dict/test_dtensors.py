@@ -30,8 +30,7 @@ class Rows(Shard):
     """A placement that is equal to a ``Shard`` for Python."""
 
 
-# torch 2.8 does not allow the class for strides by itself.
-_ALLOWED = SafeGlobals([Rows, TwoTensor, _StridedShard])
+_ALLOWED = SafeGlobals([Rows, TwoTensor])
 _NESTING = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"})
 
 

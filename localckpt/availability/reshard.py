@@ -422,7 +422,7 @@ def _mismatch(lines: Sequence[str]) -> MismatchError:
     return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: "
         f"{_listed(lines)}. Give a state with the same global tensors: on another number of ranks, "
-        f"or with another sharding, a load fills the given tensors only"
+        f"or with another sharding, a load makes no new tensors, also with partial=True"
     )
 
 

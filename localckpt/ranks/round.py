@@ -17,7 +17,6 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from localckpt.ranks.values import (
-    Message,
     delete,
     drop,
     if_there,
@@ -37,6 +36,7 @@ Fetch = Callable[[str, float], bytes | None]
 _SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
+_SMALL_PART_NBYTES = 4096
 _INLINE, _APART = "=", "@"
 # The value of a key that only has to be there; not an empty one, which would be waited for again.
 _THERE = "1"
@@ -194,31 +194,25 @@ class Round:
         seen: str | None = began[1] if began[0] > reported[0] else reported[1][0]
         return seen
 
-    def give_parts(self, parts: Mapping[int, Any]) -> None:
+    def give_parts(self, parts: Mapping[int, bytes]) -> None:
         """On the root, before the verdict: give ranks the parts of it that are theirs alone."""
-        messages = {}
-        for rank, part in parts.items():
-            record, data = (part.record, part.data) if isinstance(part, Message) else (part, None)
-            message = Message([self.number, record, data is not None], data or b"")
-            messages[_part_key(rank, self.number)] = message.to_bytes()
-        put_all(self._store, messages)
+        number = _packed_number(self.number)
+        put_all(
+            self._store,
+            {_part_key(rank, self.number): number + part for rank, part in parts.items()},
+        )
 
-    def part(self) -> Any:
+    def part(self) -> bytes | None:
         """Read this rank's part of a verdict that has parts; ``None`` if it has no part."""
-        key = _part_key(self._rank, self.number)
+        key, number = _part_key(self._rank, self.number), _packed_number(self.number)
         value = look_if_there(self._store, key)
-        if value is None:
-            return None
-        message = Message.from_bytes(value)
-        number, record, has_data = message.record
         # An earlier verdict may have had a part for this rank, and this one none.
-        if number != self.number:
+        if value is None or not value.startswith(number):
             return None
-        if not has_data:
-            return record
-        # It may be large.
-        drop(self._store, key, len(value))
-        return Message(record, message.data)
+        # Others are overwritten by the next.
+        if len(value) > _SMALL_PART_NBYTES:
+            drop(self._store, key, len(value))
+        return value[len(number) :]
 
     def decide(self, verdict: Any) -> Any:
         """Give the verdict, unless another rank has; the one that holds."""
@@ -294,6 +288,10 @@ def _data_key(rank: int, number: int) -> str:
 
 def _part_key(rank: int, number: int) -> str:
     return f"part/{rank}/{number % 2}"
+
+
+def _packed_number(number: int) -> bytes:
+    return number.to_bytes(8, "little")
 
 
 def _joined(values: list[bytes]) -> bytes:

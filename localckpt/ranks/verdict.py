@@ -44,23 +44,23 @@ class Verdict:
         value: Value that was decided.
         failure: Failure in place of a value.
         late: The ranks that were not waited for any longer.
-        parts: Parts of single ranks, which are sent apart; ``None`` for a verdict without parts.
+        parts: Parts of single ranks, packed, which are sent apart; ``None`` for a verdict without.
     """
 
     value: Any = None
     failure: Failure | None = None
     late: tuple[int, ...] = ()
-    parts: Mapping[int, Any] | None = None
+    parts: Mapping[int, bytes] | None = None
 
     def to_json(self) -> list[Any]:
         failure = self.failure and self.failure.to_json()
         return [self.value, failure, list(self.late), self.parts is not None]
 
     @classmethod
-    def received(cls, fields: list[Any], part: Callable[[], Any]) -> Verdict:
+    def received(cls, fields: list[Any], part: Callable[[], bytes | None]) -> Verdict:
         """The verdict as one rank has it; ``part`` gives that rank's part."""
         value, failure, late, has_parts = fields
-        value = [value, part()] if has_parts else value
+        value = [value, _unpacked_part(part())] if has_parts else value
         return cls(value, failure and Failure.from_json(failure), tuple(late))
 
 
@@ -148,7 +148,7 @@ def judge_reports(
     try:
         judged = call.judge(results)
         if isinstance(judged, PerRank):
-            parts = {rank: _as_received(part) for rank, part in judged.parts.items()}
+            parts = {rank: _packed_part(part) for rank, part in judged.parts.items()}
             return Verdict(_as_received(judged.common), parts=parts), None
         return Verdict(_as_received(judged)), None
     except Exception as error:  # noqa: BLE001 - raised on all ranks
@@ -174,8 +174,19 @@ def joint_failure(what: str, reports: Sequence[Any], ranks: Sequence[int]) -> Fa
     return Failure.joint(f"could not {what}: ", failures) if failures else None
 
 
+def _packed_part(part: Any) -> bytes:
+    record, data = (part.record, part.data) if isinstance(part, Message) else (part, None)
+    return Message([record, data is not None], data or b"").to_bytes()
+
+
+def _unpacked_part(packed: bytes | None) -> Any:
+    if packed is None:
+        return None
+    message = Message.from_bytes(packed)
+    record, has_data = message.record
+    return Message(record, message.data) if has_data else record
+
+
 def _as_received(value: Any) -> Any:
     """A value as other ranks receive it, on the rank that gives it as well."""
-    if isinstance(value, Message):
-        return Message(_as_received(value.record), value.data)
     return json.loads(json.dumps(value))

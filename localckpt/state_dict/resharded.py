@@ -83,7 +83,7 @@ class WantedTensor:
         if extra:
             local = local[(None,) * extra]
         target = narrowed(local, starts, sizes)
-        if values.dtype == torch.uint8 and target.itemsize > 1:
+        if values.dtype == torch.uint8:
             values = integer_view(values, target.itemsize).view(tuple(sizes))
         with torch.no_grad():
             copy_values(target, values.view(target.dtype))

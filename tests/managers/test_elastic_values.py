@@ -39,6 +39,7 @@ def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str
     return {
         "rows": sharded(wide, 0),
         "columns": sharded(wide, 1),
+        "bytes": sharded(wide.to(torch.int8), 1),
         "long": sharded(long, 0),
         "whole": whole,
         "turned": turned,
@@ -54,7 +55,7 @@ def _state(rank: int, world_size: int, *, fill: float | None = None) -> dict[str
 
 def _assert_filled(loaded: dict[str, Any], rank: int, world_size: int) -> None:
     wanted = _state(rank, world_size)
-    for key in ("rows", "columns", "long", "whole", "turned"):
+    for key in ("rows", "columns", "bytes", "long", "whole", "turned"):
         assert torch.equal(loaded[key].to_local(), wanted[key].to_local()), key
     assert torch.equal(loaded["marked"]["a"], torch.arange(7.0))
     for key in ("plain", "scalar"):

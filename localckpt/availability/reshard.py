@@ -132,10 +132,13 @@ class Unsettled(NamedTuple):
 
     Attributes:
         keys: Keys of the tensors.
-        holders: A shard, with its group, for each set of ranks that says that it is equal.
+        region: The elements.
+        holders: Shards that have them, with their groups: one for each set of ranks that says that
+            it is equal, or two whose parts overlap.
     """
 
     keys: tuple[str, ...]
+    region: Region
     holders: tuple[tuple[int, TensorGroup], ...]
 
 
@@ -196,16 +199,7 @@ def plan_reshard(
                 continue
             is_all = keys == all_keys[name].keys and holding == (name,)
             found = sources.of(holding)
-            plan.unsettled += [
-                Unsettled(keys, tuple(holders.of_sets.values()))
-                for holders in found.values()
-                if len(holders.of_sets) > 1
-            ]
-            if (clash := _clash(tables[name].shape, found)) is not None:
-                differences.append(
-                    f"{keys[0]}: the shards of ranks {clash[0]} and {clash[1]} have parts that "
-                    f"overlap, and are not said to be equal"
-                )
+            plan.unsettled += _unsettled(keys, tables[name].shape, found)
             for region, parts, lack in _covers(list(regions), list(found)):
                 if lack:
                     differences += [f"{keys[0]}: elements {_shown(lack[0])} are in no shard"]
@@ -304,20 +298,29 @@ def _divided(
     return [(tuple(those), names) for names, those in parts.items()]
 
 
-def _clash(shape: Sequence[int], found: Mapping[Region, _Holders]) -> tuple[int, int] | None:
-    """Find two shards with different parts that overlap, and that are not said to be equal."""
+def _unsettled(
+    keys: tuple[str, ...], shape: Sequence[int], found: Mapping[Region, _Holders]
+) -> list[Unsettled]:
+    """Find elements that shards of several sets have, each set being equal in itself."""
     held = [(region, holders.of_sets) for region, holders in found.items()]
     if len({name for _, sets in held for name in sets}) < 2:
-        return None
+        return []
+    result = [
+        Unsettled(keys, region, tuple(of_sets.values()))
+        for region, of_sets in held
+        if len(of_sets) > 1
+    ]
     # Parts that do not overlap, as of one mesh, are no more than the whole.
     if sum(volume(region) for region, _ in held) <= math.prod(shape):
-        return None
+        return result
     bounds = [bounds_of(region) for region, _ in held]
     for a, b in overlapping_pairs(bounds, bounds):
         (one, of_one), (other, of_other) = held[a], held[b]
-        if a < b and of_one.keys().isdisjoint(of_other) and common(one, other) is not None:
-            return next(iter(of_one.values()))[0], next(iter(of_other.values()))[0]
-    return None
+        is_said = a >= b or not of_one.keys().isdisjoint(of_other)
+        if not is_said and (shared := common(one, other)) is not None:
+            two = next(iter(of_one.values())), next(iter(of_other.values()))
+            result.append(Unsettled(keys, shared, two))
+    return result
 
 
 def require_equal(
@@ -334,7 +337,7 @@ def require_equal(
         MismatchError: Some differ; the error lists them.
     """
     differences = []
-    for number, (keys, holders) in enumerate(unsettled):
+    for number, (keys, _, holders) in enumerate(unsettled):
         (first, _), *others = holders
         expected = digests[first][str(number)]
         for shard, _ in others:

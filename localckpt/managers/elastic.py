@@ -214,12 +214,12 @@ class ElasticLoad:
         """Tell the root the digests of parts that shards do not say are equal; it plans."""
         digests, found_bad = [], self._copies.found_bad
         with Attempt() as reading:
-            for shard, number, group, keys in own.record["digests"] if own else ():
+            for shard, number, group, keys, part in own.record["digests"] if own else ():
                 if shard in found_bad:
                     continue
                 try:
                     with self._copies.noting(shard):
-                        of_keys = self._tensors.digests(shard, group, keys)
+                        of_keys = self._tensors.digests(shard, group, keys, part)
                 except (StorageError, CorruptShardError) as error:
                     # It is noted, and told to all ranks.
                     forget_frames(error)

@@ -184,9 +184,10 @@ class ElasticJudge:
         if not self._plan.unsettled:
             return self._planned()
         asked: dict[int, list[Any]] = {}
-        for number, (those, holders) in enumerate(self._plan.unsettled):
+        for number, (those, region, holders) in enumerate(self._plan.unsettled):
             for shard, group in holders:
-                asked.setdefault(self._readers[shard], []).append([shard, number, group, those])
+                wanted = asked.setdefault(self._readers[shard], [])
+                wanted.append([shard, number, group, those, region])
         return PerRank(
             {"name": None}, {rank: Message({"digests": of}) for rank, of in asked.items()}
         )

@@ -96,11 +96,12 @@ class DescribedTensors:
         nbytes = volume(region) * itemsize * len(numbers)
         return Give(shard, receiver, item, numbers, region, nbytes)
 
-    def digests(self, shard: int, group: Any, keys: Sequence[str]) -> list[str]:
-        """Return the digests of what a shard has of tensors."""
+    def digests(self, shard: int, group: Any, keys: Sequence[str], fields: Any) -> list[str]:
+        """Return the digests of elements that a shard has of tensors."""
         saved = TensorGroup.from_json(group)
         numbers = self._of_keys(saved, self._saved[shard][saved], keys)
-        return [self._shards[shard].digest_of_part(of[0]) for of in numbers]
+        region = _region_of(fields)
+        return [self._shards[shard].digest_of_part(of[0], region) for of in numbers]
 
     def _groups_of(self, saved: SavedShard) -> dict[TensorGroup, list[list[int]]]:
         numbers, tensors = list(saved.tensors), saved.tensors.values()

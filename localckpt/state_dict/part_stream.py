@@ -18,7 +18,7 @@ from localckpt.state_dict.runs import PartReceiver, Run, Runs, run_in
 from localckpt.state_dict.source import PIECE_NBYTES
 from localckpt.state_dict.tensor_table import TableEntry
 
-__all__ = ["PRIVATE", "SavedTensor", "stream_parts"]
+__all__ = ["PRIVATE", "SavedTensor", "picked", "stream_parts"]
 
 PRIVATE = "private"
 """Text for :attr:`SavedTensor.equal_on` of a tensor that the table of boxes does not have."""
@@ -189,6 +189,20 @@ def _deliver_irregular(
             sizes = (min(rows, items.shape[0] - begin), *tensor.local[1:]) if items.dim() else ()
             for cut in cuts_of(tensor.region, part, starts, sizes):
                 receiver.take_cut(cut.first, cut.sizes, narrowed(items, cut.local, cut.sizes))
+
+
+def picked(items: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
+    """Pick elements of the tensor of a region, in the order of their indices.
+
+    Args:
+        items: The tensor, with as many dimensions as the region.
+        region: Elements of the global tensor that the tensor has.
+        part: Elements of them.
+    """
+    for dim, (runs, wanted) in enumerate(zip(region, part, strict=True)):
+        cuts = cuts_of((runs,), (wanted,), (0,), (items.shape[dim],))
+        items = torch.cat([items.narrow(dim, cut.local[0], cut.sizes[0]) for cut in cuts], dim)
+    return items
 
 
 def _permuted(values: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:

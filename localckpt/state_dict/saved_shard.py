@@ -12,9 +12,9 @@ import xxhash
 
 from localckpt.errors import CorruptShardError
 from localckpt.ids import ShardIdentity
-from localckpt.memory.tensor_bytes import flat_bytes
+from localckpt.memory.tensor_bytes import flat_bytes, integer_view
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, stream_parts
+from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, picked, stream_parts
 from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.runs import PartReceiver
@@ -126,9 +126,12 @@ class SavedShard:
             return torch.empty(entry.shape, dtype=entry.torch_dtype())
         return self._as_stored(entry).contiguous()
 
-    def digest_of_part(self, number: int) -> str:
-        """Return the digest of what the shard has of a tensor, read into host memory."""
-        part = self._as_stored(self.tensors[number].entry)
+    def digest_of_part(self, number: int, region: Region) -> str:
+        """Return the digest of elements that the shard has of a tensor, read into host memory."""
+        tensor = self.tensors[number]
+        part = self._as_stored(tensor.entry)
+        if region != tensor.region:
+            part = picked(integer_view(part).reshape(tensor.local), tensor.region, region)
         return xxhash.xxh3_64_hexdigest(flat_bytes(part.contiguous()).numpy().data)
 
     def stream(self, wanted: Mapping[int, Iterable[tuple[PartReceiver, Region]]]) -> None:

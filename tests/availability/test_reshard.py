@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from localckpt.availability.reshard import (
     Keys,
+    ReshardPlan,
     TensorGroup,
     Unsettled,
     group_tensors,
@@ -225,8 +226,7 @@ def test_a_thousand_tensors_on_a_thousand_ranks_are_planned_in_seconds() -> None
 _EVEN, _ODD = (((0, 4),),), (((4, 4),),)
 
 
-def _unsettled(saved: dict[int, list[Any]]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Keys that are to be compared, with one shard for each set of ranks."""
+def _plan(saved: dict[int, list[Any]]) -> ReshardPlan:
     tables: dict[str, Keys] = {}
     groups = {}
     wanted = {0: [(key, "float32", (8,), whole((8,)), "") for key in ("v", "w")]}
@@ -235,8 +235,13 @@ def _unsettled(saved: dict[int, list[Any]]) -> list[tuple[tuple[str, ...], list[
         groups[rank] = list(found)
         tables |= named
     mine = {0: groups.pop(-1)}
-    plan = plan_reshard(groups, mine, tables, dict.fromkeys(groups, 0), ["a"])
-    return [(keys, [shard for shard, _ in holders]) for keys, holders in plan.unsettled]
+    return plan_reshard(groups, mine, tables, dict.fromkeys(groups, 0), ["a"])
+
+
+def _unsettled(saved: dict[int, list[Any]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Keys that are to be compared, with one shard for each set of ranks."""
+    unsettled = _plan(saved).unsettled
+    return [(keys, [shard for shard, _ in holders]) for keys, _, holders in unsettled]
 
 
 def _rows(region: Region, equal_on: str, keys: str = "vw") -> list[Any]:
@@ -267,16 +272,19 @@ def test_what_shards_do_not_say_is_equal_is_to_be_compared(
     assert _unsettled(saved) == unsettled
 
 
-def test_parts_that_overlap_and_are_not_said_to_be_equal_are_refused() -> None:
+def test_where_parts_overlap_that_are_not_said_to_be_equal_what_both_have_is_compared() -> None:
     saved = {0: _rows(_EVEN, "0"), 1: _rows(_ODD, "1"), 2: _rows((((2, 6),),), "2")}
 
-    with pytest.raises(MismatchError, match="ranks 0 and 2 have parts that overlap"):
-        _unsettled(saved)
+    compared = [
+        (item.region, [shard for shard, _ in item.holders]) for item in _plan(saved).unsettled
+    ]
+
+    assert compared == [((((2, 2),),), [0, 2]), ((((4, 4),),), [1, 2])]
 
 
 def test_tensors_of_one_key_that_differ_are_named_with_the_shards() -> None:
     group = TensorGroup("g", whole((8,)))
-    unsettled = [Unsettled(("v", "w"), ((0, group), (3, group)))]
+    unsettled = [Unsettled(("v", "w"), whole((8,)), ((0, group), (3, group)))]
 
     require_equal(unsettled, {0: {"0": ["a", "b"]}, 3: {"0": ["a", "b"]}})
     with pytest.raises(MismatchError, match="w: differs between the shards of ranks 0 and 3"):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import localckpt
-from tests.managers.jobs import KINDS, assert_same, cliques, make_manager, save
+from tests.managers.jobs import KINDS, assert_same, cliques, error_of, make_manager, save
 from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
@@ -183,6 +183,41 @@ def test_another_number_of_ranks_puts_the_parts_together(node_dirs: Dirs) -> Non
     run_ranks(_saves_for_others, 4, root, timeout_s=_LONG_S)
 
     run_ranks(_loads_what_others_saved, 3, root, timeout_s=_LONG_S)
+
+
+def _of_groups(rank: int, odd: int) -> dict[str, Any]:
+    """What rank 0 has, and what ranks 1 and 2 have in common: under one key."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    weight = torch.arange(60_000.0).reshape(300, 200)
+    if rank:
+        weight[200, 7] += odd
+    return {"model": localckpt.replicated({"weight": weight}, groups[min(rank, 1)])}
+
+
+def _saves_in_groups(rank: int, world_size: int, root: Path) -> None:
+    for odd in (0, 1):
+        with make_manager("disk", root, f"odd{odd}", divide_replicated=True) as manager:
+            save(manager, _of_groups(rank, odd), 3)
+
+
+def _loads_groups(rank: int, world_size: int, root: Path) -> None:
+    weight = torch.zeros(300, 200)
+    with make_manager("disk", root, "odd1", elastic=True) as manager:
+        text = error_of(lambda: manager.load(into={"model": {"weight": weight}}))
+        assert "model.weight: differs between the shards of ranks 0 and 2" in text
+        assert not weight.any()
+    with make_manager("disk", root, "odd0", elastic=True) as manager:
+        manager.load(into={"model": {"weight": weight}})
+        assert_same(weight, torch.arange(60_000.0).reshape(300, 200))
+
+
+def test_another_number_of_ranks_compares_parts_of_groups_that_are_cut_differently(
+    node_dirs: Dirs,
+) -> None:
+    (root,) = node_dirs(1)
+    run_ranks(_saves_in_groups, 3, root, timeout_s=_LONG_S)
+
+    run_ranks(_loads_groups, 2, root, timeout_s=_LONG_S)
 
 
 def _net(world_size: int) -> torch.nn.Module:

@@ -35,7 +35,7 @@ from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.optimizer_states import make_states
-from localckpt.state_dict.resharded import find_wanted, with_values
+from localckpt.state_dict.resharded import find_wanted, overlapping_keys, with_values
 
 __all__ = ["ElasticLoad"]
 
@@ -130,7 +130,7 @@ class ElasticLoad:
             asked_of_all, asked = self._describe(opened)
             if self._copies.take_out(asked_of_all["bad"]):
                 return None
-            self._unequal = asked_of_all["unequal"]
+            self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
             verdict, own = self._tell(asked)
             if verdict.get("name") is None:
                 verdict, own = self._settle(own)
@@ -162,6 +162,7 @@ class ElasticLoad:
                 "bad": [[shard, *bad] for shard, bad in self._copies.found_bad.items()],
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
                 "made": list(self._made),
+                "shared": overlapping_keys(self._tensors.tensors),
                 "wanted": self._tensors.wanted,
                 "saved": [
                     [
@@ -193,6 +194,8 @@ class ElasticLoad:
         """Tell the root what it asks for; it plans."""
         message = Message()
         with Attempt() as telling:
+            for shard in self._copies.shards.values():
+                shard.require_together(self._shared)
             asked = asked or {"tables": [], "sections": [], "equal": []}
             sections = {shard: self._values.sections(shard) for shard, _ in asked["sections"]}
             digests = [

@@ -126,6 +126,7 @@ class ElasticJudge:
         judge_rules([report["rules"] for report in reports])
         ruled: dict[int, dict[str, str]] = {}
         names: dict[str, int] = {}
+        shared = sorted({tuple(pair) for report in reports for pair in report["shared"]})
         for rank, report in enumerate(reports):
             self._made += report["made"]
             self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
@@ -144,7 +145,8 @@ class ElasticJudge:
             _ask(asked, self._readers[shard])["sections"].append([shard, told])
         for key, shard in self._ruled.equal.items():
             _ask(asked, self._readers[shard])["equal"].append([shard, key])
-        return PerRank({"bad": [], "unequal": list(self._ruled.unequal)}, asked)
+        of_all = {"bad": [], "unequal": list(self._ruled.unequal), "shared": shared}
+        return PerRank(of_all, asked)
 
     def plan(self, reports: Sequence[Any]) -> PerRank:
         """Plan with what all ranks told; each rank gets what concerns it.

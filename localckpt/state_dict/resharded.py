@@ -13,7 +13,13 @@ import torch
 
 from localckpt.errors import MismatchError
 from localckpt.memory.host_memory import memory_at
-from localckpt.memory.tensor_bytes import copy_values, integer_view, is_host_run, narrowed
+from localckpt.memory.tensor_bytes import (
+    copy_values,
+    integer_view,
+    is_flat,
+    is_host_run,
+    narrowed,
+)
 from localckpt.state_dict.basic import PlainState, TensorAwareStateDict
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.regions import (
@@ -28,9 +34,18 @@ from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.runs import PartReceiver, Reservation, run_in
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.source import scatter
+from localckpt.state_dict.targets import find_overlaps
 from localckpt.state_dict.values import Unit, placed, root_of
 
-__all__ = ["FilledPart", "Filling", "WantedTensor", "find_wanted", "with_values"]
+__all__ = [
+    "FilledPart",
+    "Filling",
+    "WantedTensor",
+    "find_wanted",
+    "overlapping_keys",
+    "require_one",
+    "with_values",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,11 +210,16 @@ class FilledPart:
 
 @collection_paused()
 def find_wanted(state: Any) -> list[WantedTensor]:
-    """Find the tensors of a state that can be filled; those of which no part is known are whole."""
+    """Find the tensors of a state that can be filled; those of which no part is known are whole.
+
+    Raises:
+        MismatchError: Two of them have one path, or one has items that share memory.
+    """
     tensors = find_tensors(state)
     names, tellers = named(state, tensors)
     boxes = boxes_of(tellers, tensors, Job(0, ()))
     wanted = []
+    private: set[str] = set()
     for number, tensor in enumerate(tensors):
         if tensor.is_meta:
             continue
@@ -207,9 +227,41 @@ def find_wanted(state: Any) -> list[WantedTensor]:
         if box is not None:
             wanted.append(WantedTensor(box.key, box.shape, box.runs, tensor))
         elif (key := names.get(id(tensor))) is not None:
+            require_one(key, private)
             shape = tuple(tensor.shape)
             wanted.append(WantedTensor(key, shape, whole(shape), tensor))
+    if expanded := [w.key for w in wanted if _is_expanded(w.tensor)]:
+        raise MismatchError(
+            f"the state to load into was left as it is: items of {expanded[0]!r} share memory, as "
+            f"expand() makes them, and cannot be filled one by one. Give a clone() of it"
+        )
     return wanted
+
+
+def require_one(key: str, found: set[str]) -> None:
+    """Note the path of a tensor.
+
+    Raises:
+        MismatchError: It is the path of another one, too.
+    """
+    if key in found:
+        raise MismatchError(
+            f"{key!r} is the path of two tensors, as keys with dots in them, or numbers beside "
+            f"their texts, make it: only as many ranks as have saved them, with the same sharding, "
+            f"can load them. Nothing was changed. Save them under other keys"
+        )
+    found.add(key)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def overlapping_keys(wanted: Sequence[WantedTensor]) -> list[tuple[str, str]]:
+    """Return the keys of tensors that share memory, in pairs."""
+    return find_overlaps((w.key, w.tensor) for w in wanted if is_flat(w.tensor))
 
 
 def with_values(state: TensorAwareStateDict, units: Sequence[Unit]) -> Any:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import xxhash
 
-from localckpt.errors import CorruptShardError
+from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, picked, stream_parts
-from localckpt.state_dict.regions import Region, whole
+from localckpt.state_dict.regions import Region, volume, whole
+from localckpt.state_dict.resharded import require_one
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.runs import PartReceiver
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -51,6 +52,7 @@ class SavedShard:
 
     Raises:
         CorruptShardError: The image is damaged, belongs to another shard, or contradicts itself.
+        MismatchError: Two tensors have one path.
         RestoreError: The values cannot be made.
     """
 
@@ -81,12 +83,38 @@ class SavedShard:
                 equal_on = "all" if box.ranks is None else box.ranks.text
                 self._add(number, box.key, box.shape, self._region(number, box), equal_on)
         below = (part for unit in self.ruled for part in _parts_of(unit))
+        private: set[str] = set()
         for unit in (*self.others, *below):
             if isinstance(unit.value, Placeholder):
                 for number, key in self._keys(unit):
+                    # One tensor in two places has the path of the first, as everywhere.
+                    if number in self.tensors:
+                        continue
+                    if len(unit.value.numbers) == 1:
+                        require_one(key, private)
                     shape = self._entries[number].shape
                     # Its digest is compared with those of other shards, as values are.
                     self._add(number, key, shape, whole(shape), PRIVATE)
+
+    def require_together(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Check that tensors which are given sharing memory were not saved apart.
+
+        Args:
+            pairs: Their keys.
+
+        Raises:
+            MismatchError: They were.
+        """
+        if not (pairs := list(pairs)):
+            return
+        slots = {t.key: t.entry.slot for t in self.tensors.values() if volume(t.region)}
+        for one, other in pairs:
+            if one in slots and other in slots and slots[one] != slots[other]:
+                raise MismatchError(
+                    f"the state to load into differs from the saved one, and was left as it is: "
+                    f"{one} and {other} were saved apart, and those given share memory. Give "
+                    f"tensors with memory of their own"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -110,12 +138,12 @@ class SavedShard:
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests of the values and private tensors that no rule is for, by their keys."""
-        return {unit.key: digest_of(unit.value, self._digest) for unit in self.others}
+        return self._digests_of(self.others)
 
     @cached_property
     def ruled_digests(self) -> dict[str, str]:
         """Digests of the values that a rule is for, by their keys."""
-        return {unit.key: digest_of(unit.value, self._digest) for unit in self.ruled}
+        return self._digests_of(self.ruled)
 
     def tensor_of(self, number: int) -> torch.Tensor:
         """Read a tensor, contiguous, into host memory."""
@@ -204,6 +232,14 @@ class SavedShard:
         if math.prod(shape) >= 1 << 62:
             raise CorruptShardError(f"{self.identity}: {key!r} would have {math.prod(shape)} items")
         self.tensors[number] = SavedTensor(number, key, shape, region, equal_on, entry, start)
+
+    def _digests_of(self, units: Sequence[Unit]) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for unit in units:
+            digest = digest_of(unit.value, self._digest)
+            # Of two values with one path, as keys with dots in them make it, each counts.
+            digests[unit.key] = digests[unit.key] + digest if unit.key in digests else digest
+        return digests
 
     def _digest(self, placeholder: Placeholder) -> str:
         hasher = xxhash.xxh3_64()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -189,7 +188,7 @@ class Targets:
             if not is_flat(target) or target.numel() < tensor.numel():
                 return None
             targets[entry.slot] = target
-        return targets if _find_overlap(targets.items()) is None else None
+        return None if find_overlaps(targets.items()) else targets
 
 
 @collection_paused()
@@ -242,22 +241,30 @@ def _tensors_of_meshes(tellers: Sequence[Teller]) -> set[int]:
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:
     """Refuse targets that share memory, as numpy arrays can: each would overwrite another."""
     flat = [(name, target) for name, target in targets.items() if is_flat(target)]
-    if overlap := _find_overlap(flat):
+    if overlaps := find_overlaps(flat):
+        one, other = overlaps[0]
         raise MismatchError(
-            f"the state to load into differs from the saved one, and was left as it is: "
-            f"{overlap[0]} and {overlap[1]} were saved apart, and those given share memory. Call "
-            f"load() without into= to get new tensors"
+            f"the state to load into differs from the saved one, and was left as it is: {one} and "
+            f"{other} were saved apart, and those given share memory. Call load() without into= to "
+            f"get new tensors"
         )
 
 
-def _find_overlap(flat: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Return the names of two flat tensors that share bytes, if there are any."""
+def find_overlaps(flat: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
+    """Return the names of flat tensors that share bytes, in pairs that connect all of them."""
     runs = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + nbytes, name)
         for name, tensor in flat
         if not tensor.is_meta and (nbytes := tensor.nbytes)
     )
-    return next(((a[2], b[2]) for a, b in pairwise(runs) if a[1] > b[0]), None)
+    found = []
+    end, last = 0, ""
+    for start, stop, name in runs:
+        if start < end:
+            found.append((last, name))
+        if stop >= end:
+            end, last = stop, name
+    return found
 
 
 def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEntry]) -> None:

@@ -440,3 +440,58 @@ def test_sharded_tensors_of_megatron_core_are_filled_from_their_parts(tmp_path: 
     run_ranks(_save_megatron, 3, store_per_node=[tmp_path], timeout_s=_S)
 
     run_ranks(_load_megatron, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+
+def _tied(fill: float | None = None) -> dict[str, dict[str, Any]]:
+    """States by name: one tensor in two places, two tensors of one path, and some apart."""
+    one = torch.arange(4.0) if fill is None else torch.full((4,), fill)
+    apart = {"one": one.clone(), "other": one + 1, "last": one + 2}
+    return {
+        "tied": {"one": one, "other": one, "view": one.view(2, 2)},
+        "one path": {"a.b": one.clone(), "a": {"b": one + 1}},
+        "apart": apart,
+    }
+
+
+def _save_tied(rank: int, world_size: int) -> None:
+    states = _tied() | {"values": {"a": {"t": torch.ones(2), "b": rank}, "a.b": 5}}
+    for name, state in states.items():
+        with make_manager("disk", node_store(), name, timeout=_S) as manager:
+            manager.save(state, 1)
+
+
+def _load_tied(rank: int, world_size: int) -> None:
+    def load(name: str, into: dict[str, Any]) -> dict[str, Any]:
+        with make_manager("disk", node_store(), name, timeout=_S, elastic=True) as manager:
+            loaded: dict[str, Any] = manager.load(into=into)[0]
+            return loaded
+
+    loaded = load("tied", _tied(-1.0)["tied"])
+    assert loaded["one"] is loaded["other"]
+    assert torch.equal(loaded["view"].flatten(), loaded["one"])
+    assert torch.equal(loaded["one"], torch.arange(4.0))
+
+    into = _tied(-1.0)["one path"]
+    text = error_of(lambda: load("one path", into), MismatchError)
+    assert "'a.b' is the path of two tensors" in text
+    assert torch.equal(into["a.b"], torch.full((4,), -1.0))
+    values = {"a": {"t": torch.zeros(2), "b": 0}, "a.b": 0}
+    assert "the values of 'a.b' differ" in error_of(lambda: load("values", values), MismatchError)
+
+    memory = torch.full((12,), -1.0)
+    for other, last, why in (
+        (memory[:4], memory[8:], "one and other were saved apart, and those given share memory"),
+        (memory[8:], memory[3:7], "one and last were saved apart, and those given share memory"),
+        (memory[8:], memory[4].expand(4), "items of 'last' share memory"),
+    ):
+        into = {"one": memory[:4], "other": other, "last": last}
+        assert why in error_of(lambda into=into: load("apart", into), MismatchError)  # type: ignore[misc]
+        assert bool((memory == -1.0).all())
+
+
+def test_tensors_that_share_memory_or_a_path_are_never_filled_with_another_ones_values(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save_tied, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_tied, 1, store_per_node=[tmp_path], timeout_s=_S)

@@ -7,7 +7,7 @@ top of a state. Pure functions of plain data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from localckpt.errors import MismatchError
@@ -50,11 +50,15 @@ def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
             )
 
 
-def judge_values(ruled: Mapping[int, Mapping[str, str]]) -> RuledValues:
+def judge_values(
+    ruled: Mapping[int, Mapping[str, str]], is_own: Callable[[str], bool]
+) -> RuledValues:
     """Divide values that a rule is for into equal and unequal ones.
 
     Args:
         ruled: For each rank that saved the digests of its values by key.
+        is_own: Whether the value of a key that one rank alone has saved is that rank's, and not
+            one that all ranks have equal.
     """
     digests: dict[str, list[str]] = {}
     tellers: dict[str, int] = {}
@@ -63,7 +67,9 @@ def judge_values(ruled: Mapping[int, Mapping[str, str]]) -> RuledValues:
             digests.setdefault(key, []).append(digest)
             tellers.setdefault(key, shard)
     unequal = [
-        key for key, those in digests.items() if len(set(those)) > 1 or len(those) < len(ruled)
+        key
+        for key, those in digests.items()
+        if len(set(those)) > 1 or len(those) < len(ruled) or (len(ruled) == 1 and is_own(key))
     ]
     equal = {key: shard for key, shard in tellers.items() if key not in unequal}
     return RuledValues(equal, sorted(unequal))

@@ -137,7 +137,9 @@ class ElasticJudge:
                 self._sections[shard], ruled[shard] = sections, of_rules
                 for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
-        self._ruled = judge_values(dict(sorted(ruled.items())))
+        self._ruled = judge_values(
+            dict(sorted(ruled.items())), lambda key: isinstance(self._rule_of(key), str)
+        )
         asked: dict[int, dict[str, list[Any]]] = {}
         for name, rank in names.items():
             _ask(asked, rank)["tables"].append(name)

@@ -345,9 +345,31 @@ def _load_without_own(rank: int, world_size: int) -> None:
 def test_a_private_tensor_that_is_given_nowhere_is_an_error_unless_its_rule_drops_it(
     tmp_path: Path,
 ) -> None:
-    run_ranks(_save_own, 1, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_save_own, 2, store_per_node=[tmp_path], timeout_s=_S)
 
-    run_ranks(_load_without_own, 2, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_load_without_own, 1, store_per_node=[tmp_path], timeout_s=_S)
+
+
+def _load_alone(rank: int, world_size: int) -> None:
+    private: Any = {"rng": "keep", "data": "drop", "nested": lambda *_: "not called"}
+    with make_manager("disk", node_store(), timeout=_S, elastic=True, private=private) as manager:
+        given = _state(rank, world_size, fill=-1.0)
+        given["rng"] = {"seed": -1, "noise": torch.full((4,), -1.0)}
+        given["data"] = {"position": -5, "epoch": 0}
+        loaded, _ = manager.load(into=given)
+    _assert_filled(loaded, rank, world_size)
+    assert loaded["rng"]["seed"] == (-1 if rank else 10)
+    assert torch.equal(loaded["rng"]["noise"], torch.full((4,), -1.0 if rank else 0.0))
+    assert loaded["data"] == {"position": -5, "epoch": 0}
+
+
+@pytest.mark.fault("world-size")
+def test_a_generator_of_the_only_rank_that_saved_is_not_that_of_every_rank(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_save, 1, store_per_node=[tmp_path], timeout_s=_S)
+
+    run_ranks(_load_alone, 2, store_per_node=[tmp_path], timeout_s=_S)
 
 
 @pytest.mark.parametrize("key", ["", 7])

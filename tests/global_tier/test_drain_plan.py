@@ -183,7 +183,8 @@ def test_parts_that_overlap_or_leave_gaps_are_refused(second: int) -> None:
         for rank, item in enumerate(items)
     ]
 
-    with pytest.raises(MismatchError, match=r"overlap, or do not make it up: .*key:w"):
+    # torch 2.8 does not name the key.
+    with pytest.raises(MismatchError, match=r"do not make it up: (.*key:w|Failed to validate)"):
         merge_plans(parts)
 
 

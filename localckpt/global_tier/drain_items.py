@@ -299,14 +299,15 @@ def _chunks(
     """Yield the parts of a box that are one range along each dimension.
 
     Yields:
-        Offsets in the global tensor, sizes, and the place in the local tensor.
+        Offsets in the global tensor, sizes, and the place in the local tensor. A part without
+        items begins where the tensor ends, as torch has it, and so where no other part does.
     """
     is_whole = all(len(runs) == 1 for runs in box.runs)
     placed = []
-    for runs in box.runs:
+    for runs, size in zip(box.runs, box.shape, strict=True):
         begin, along = 0, []
         for start, count in runs:
-            along.append((start, count, (begin, begin + count)))
+            along.append((start if count else size, count, (begin, begin + count)))
             begin += count
         placed.append(along)
     for chosen in product(*placed):

@@ -223,6 +223,8 @@ def _drain_placements(rank: int, world_size: int, root: Path) -> None:
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     wholes: dict[str, tuple[torch.Tensor, DeviceMesh, list[Any]]] = {
+        # First of all, so that every rank may still be the one that writes a part.
+        "twice": (torch.arange(6.0).reshape(2, 3), square, [Shard(0), Shard(0)]),
         "even": (torch.arange(32.0).reshape(8, 4), line, [Shard(0)]),
         "uneven": (torch.arange(30.0).reshape(3, 10), line, [Shard(1)]),
         "empty": (torch.arange(6.0).reshape(2, 3), line, [Shard(0)]),

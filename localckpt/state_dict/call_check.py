@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 
@@ -27,21 +27,30 @@ from localckpt.state_dict.stand_ins import (
     refuse,
 )
 
-__all__ = ["check_calls"]
+__all__ = ["Contents", "check_calls"]
+
+
+class Contents(NamedTuple):
+    """Contents of a skeleton that was checked.
+
+    Attributes:
+        names: The classes and functions that the pickle names.
+        of_meshes: Numbers of the tensors in which device meshes keep their ranks.
+    """
+
+    names: frozenset[Name]
+    of_meshes: frozenset[int]
 
 
 def check_calls(
     skeleton: bytes | memoryview, allowed: SafeGlobals, tensors: int | None = None
-) -> frozenset[Name]:
+) -> Contents:
     """Check a skeleton without making any object in it.
 
     Args:
         skeleton: A pickle that has passed :func:`~localckpt.state_dict.pickles.check_opcodes`.
         allowed: Allow-list for the classes and functions in the pickle.
         tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
-
-    Returns:
-        The classes and functions that the pickle names.
 
     Raises:
         UnsafeGlobalError: Classes or functions are not allowed; the error names all of them.
@@ -59,7 +68,7 @@ def check_calls(
         raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
     if unpickler.refused:
         raise allowed.refusal(unpickler.refused)
-    return frozenset(unpickler.named)
+    return Contents(frozenset(unpickler.named), frozenset(unpickler.of_meshes))
 
 
 class _CheckingUnpickler(pickle.Unpickler):
@@ -71,6 +80,8 @@ class _CheckingUnpickler(pickle.Unpickler):
         self._tensors = tensors
         self._dtypes: list[Dtype] = []
         self._dtype = type("_OwnDtype", (Dtype,), {"made": self._dtypes})
+        self.of_meshes: set[int] = set()
+        self._mesh = type("_OwnMesh", (_Mesh,), {"found": self.of_meshes})
 
     def load(self) -> None:
         super().load()
@@ -90,6 +101,8 @@ class _CheckingUnpickler(pickle.Unpickler):
         full_name = f"{module.replace('numpy._core', 'numpy.core')}.{name}"
         if full_name == "numpy.dtype":
             return self._dtype
+        if full_name == _MESH:
+            return self._mesh
         if isinstance(found, type) and issubclass(found, numpy.generic):
             return NamedClass
         return _STAND_INS.get(full_name, AnyObject)
@@ -99,11 +112,21 @@ class _CheckingUnpickler(pickle.Unpickler):
             raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
         if self._tensors is not None and not 0 <= pid < self._tensors:
             raise CorruptShardError(f"the skeleton refers to tensor {pid} of {self._tensors}")
-        return _TENSOR
+        return StandInTensor(pid)
 
 
-# One for all, since it has no state.
-_TENSOR = StandInTensor()
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
+
+
+class _Mesh(AnyObject):
+    """Stand-in for a device mesh."""
+
+    found: ClassVar[set[int]]
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            inside = [part for part in state.values() if isinstance(part, StandInTensor)]
+            self.found.update(part.number for part in inside if part.number is not None)
 
 
 class _Fraction(MadeOfLiterals):
@@ -118,21 +141,21 @@ class _TensorMaker(FixedObject):
     """Stand-in for a function that makes a tensor from others, and checks its own arguments."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _TENSOR
+        return StandInTensor()
 
 
 def _check_rebuilt(function: Any, kind: Any, args: Any, state: Any) -> StandInTensor:
     is_maker = isinstance(function, type) and issubclass(function, _TensorMaker)
     if not (is_maker or function is AnyObject) or not isinstance(kind, type):
         refuse("makes a tensor")
-    return _TENSOR
+    return StandInTensor()
 
 
 def _check_subclass(kind: Any, base: Any, requires_grad: Any, attributes: Any) -> StandInTensor:
     is_tensor = isinstance(base, StandInTensor)
     if not isinstance(kind, type) or not is_tensor or type(attributes) is not dict:
         refuse("makes a tensor of a class")
-    return _TENSOR
+    return StandInTensor()
 
 
 def _check_itself(tensor: Any) -> StandInTensor:

@@ -24,6 +24,7 @@ class EqualParts:
 
     Attributes:
         dtensor: Class of DTensors; ``None`` if its module is not imported.
+        mesh: Class of device meshes; ``None`` if its module is not imported.
         spec: Class of the objects that describe DTensors; ``None`` if its module is not imported.
     """
 
@@ -31,6 +32,8 @@ class EqualParts:
         # A value of these classes exists only where their modules are imported, which takes long.
         home = "torch.distributed.tensor"
         self.dtensor = getattr(sys.modules.get(home), "DTensor", None)
+        meshes = sys.modules.get("torch.distributed.device_mesh")
+        self.mesh = getattr(meshes, "DeviceMesh", None)
         self.spec = getattr(sys.modules.get(f"{home}._dtensor_spec"), "DTensorSpec", None)
         self._arguments: dict[Any, Any] = {}
         self._by_bytes: dict[bytes, Any] = {}

@@ -26,6 +26,7 @@ from localckpt.state_dict.sharded import is_sharded
 
 __all__ = [
     "Job",
+    "LocalParts",
     "NamedTensors",
     "Teller",
     "boxes_of",
@@ -190,7 +191,7 @@ def boxes_of(
         id(tensor.array) if type(tensor) is ArrayTensor else id(tensor): number
         for number, tensor in enumerate(tensors)
     }
-    sets, parts = _RankSets(job), _Parts()
+    sets, parts = _RankSets(job), LocalParts()
     boxes: dict[int, Box] = {}
     paths: Counter[str] = Counter()
     for teller in tellers:
@@ -208,7 +209,7 @@ def boxes_of(
     return dict(sorted(boxes.items()))
 
 
-def _boxes(teller: Teller, sets: _RankSets, parts: _Parts) -> Iterator[tuple[Any, Box]]:
+def _boxes(teller: Teller, sets: _RankSets, parts: LocalParts) -> Iterator[tuple[Any, Box]]:
     """Yield the tensors of a value with their boxes."""
     path, value, kind, marked = teller
     ranks = None if marked is None else sets.of(marked)
@@ -238,8 +239,8 @@ def _boxes(teller: Teller, sets: _RankSets, parts: _Parts) -> Iterator[tuple[Any
             yield inner, Box(inner_path, shape, _one_run((0,) * len(shape), shape), ranks)
 
 
-class _Parts:
-    """Parts of global tensors, each computed and checked once, however many tensors have it."""
+class LocalParts:
+    """Parts of global tensors that a rank has, each computed once, however many tensors have it."""
 
     def __init__(self) -> None:
         self._of_specs: dict[tuple[Any, ...], tuple[tuple[Run, ...], ...] | None] = {}

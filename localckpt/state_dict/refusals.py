@@ -62,7 +62,7 @@ def require_loadable(state: Any, skeleton: bytes, allowed: SafeGlobals) -> froze
 def _check(skeleton: bytes, allowed: SafeGlobals) -> frozenset[Name]:
     # Before Python 3.14, the recursion limit also bounds how deep a pickler writes nested values.
     limited = sys.version_info < (3, 14) and sys.getrecursionlimit() <= MAX_DEPTH
-    return check_skeleton(skeleton, allowed, depth_is_limited=limited)
+    return check_skeleton(skeleton, allowed, depth_is_limited=limited).names
 
 
 def _refusal(

@@ -25,6 +25,7 @@ from localckpt.memory.host_memory import memory_at, prefer_huge_pages
 from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
 from localckpt.state_dict.assembly import Piece, Tables, find_pieces, mates_of
 from localckpt.state_dict.boxes import Box, parse_boxes
+from localckpt.state_dict.call_check import Contents
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.layout import TensorSlot
@@ -131,11 +132,13 @@ class ImageReader:
         mates: Mapping[int, ImageReader],
     ) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
-        skeleton = self.checked_skeleton()
+        skeleton, contents = self._check_skeleton()
         entries, boxes, parts = self.tables
         pieces = self._find_pieces(mates)
+        dtensors: dict[int, Any] = {}
         if into is not None:
-            given, bases = into.match(entries, boxes)
+            given, bases = into.match(entries, boxes, contents.of_meshes)
+            dtensors = into.dtensors_of(given[number] for number in boxes)
             self._require_sizes(bases)
             matched = list(zip(entries, given, strict=True))
             lacking = tuple(entry for entry, tensor in matched if tensor is None)
@@ -156,8 +159,9 @@ class ImageReader:
             mates[rank]._fill(of_slots, alone=True)
             self.mates_nbytes += sum(target.nbytes for target in of_slots.values())
         # Given tensors keep the attributes that the program has set on them.
-        marked = into is None
-        return insert_tensors(skeleton, tensors.__getitem__, self.allowed, marked=marked)
+        return insert_tensors(
+            *(skeleton, tensors.__getitem__, self.allowed), marked=into is None, dtensors=dtensors
+        )
 
     def checked_skeleton(self) -> bytes:
         """Read and check the skeleton, and the tables, without making any object.
@@ -170,13 +174,16 @@ class ImageReader:
             UnsafeGlobalError: The skeleton names something that is not allowed.
             RestoreError: No object can be made of the skeleton.
         """
+        return self._check_skeleton()[0]
+
+    def _check_skeleton(self) -> tuple[bytes, Contents]:
         tables, skeleton = self._verified
         try:
-            check_skeleton(skeleton, self.allowed, len(tables.entries))
+            contents = check_skeleton(skeleton, self.allowed, len(tables.entries))
         except CorruptShardError as error:
             # The skeleton's bytes are verified, so another version of the program may read them.
             raise RestoreError(f"the state cannot be rebuilt: {error}") from error
-        return skeleton
+        return skeleton, contents
 
     def _find_pieces(self, mates: Mapping[int, ImageReader]) -> dict[int, list[Piece]]:
         identity = self.header.identity

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from localckpt.errors import (
     UnsafeGlobalError,
 )
 from localckpt.failure_texts import with_class
-from localckpt.state_dict.call_check import check_calls
+from localckpt.state_dict.call_check import Contents, check_calls
 from localckpt.state_dict.dtensors import EqualParts
 from localckpt.state_dict.foreign_values import (
     ArrayTensor,
@@ -32,10 +32,11 @@ from localckpt.state_dict.foreign_values import (
     reduce_generator,
     type_of_constant,
 )
+from localckpt.state_dict.given_dtensors import GivenDTensors, rebuild_wrapped
 from localckpt.state_dict.marks import marks_of, set_marks
 from localckpt.state_dict.pickles import Place, check_opcodes, place_at, unframed
 from localckpt.state_dict.replicated import Replicated, given
-from localckpt.state_dict.safe_globals import Name, SafeGlobals
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 
 __all__ = [
@@ -95,7 +96,9 @@ def take_tensors(state: Any) -> Taken:
 
 
 def find_tensors(state: Any) -> list[torch.Tensor]:
-    """Find the tensors of an object graph, in the order of :func:`take_tensors`, without arrays.
+    """Find the tensors of an object graph, in the order of :func:`take_tensors`.
+
+    Arrays are left out, and what device meshes keep their ranks in, which belongs to the job.
 
     Raises:
         CheckpointingException: The object holds a value that cannot be saved.
@@ -122,7 +125,7 @@ def check_skeleton(
     tensors: int | None = None,
     *,
     depth_is_limited: bool = False,
-) -> frozenset[Name]:
+) -> Contents:
     """Check a skeleton without making any object in it.
 
     :func:`insert_tensors` can load what passes, so a save runs the same check.
@@ -132,9 +135,6 @@ def check_skeleton(
         allowed: Allow-list for the classes and functions in the pickle.
         tensors: Number of tensors that the pickle may refer to; ``None`` for any number.
         depth_is_limited: True for the output of a pickler that fails before an unpickler's limit.
-
-    Returns:
-        The classes and functions that the pickle names.
 
     Raises:
         UnsafeGlobalError: Classes or functions are not allowed; the error names all of them.
@@ -151,6 +151,7 @@ def insert_tensors(
     allowed: SafeGlobals,
     *,
     marked: bool = True,
+    dtensors: Mapping[int, Any] | None = None,
 ) -> Any:
     """Rebuild the object graph, with ``tensor(n)`` in place of the n-th tensor.
 
@@ -161,6 +162,8 @@ def insert_tensors(
         tensor: Returns the tensor of a number.
         allowed: Allow-list for the classes and functions in the pickle.
         marked: True to set the saved attributes on the tensors.
+        dtensors: ``id(tensor)`` to the DTensor that is returned instead of the saved one with this
+            local tensor.
 
     Raises:
         UnsafeGlobalError: The pickle names a class or function that is not allowed.
@@ -169,7 +172,10 @@ def insert_tensors(
     """
 
     def load(file: io.BytesIO) -> Any:
-        return _SkeletonUnpickler(file, tensor, allowed, marked=marked).load()
+        given = GivenDTensors(dtensors or {})
+        state = _SkeletonUnpickler(file, tensor, allowed, marked, given).load()
+        given.finish()
+        return state
 
     try:
         return load(io.BytesIO(skeleton))
@@ -254,14 +260,14 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 class _FindingPickler(_SkeletonPickler):
-    """Pickler whose pickle nobody reads: it leaves out arrays, and what describes a DTensor."""
+    """Pickler whose pickle nobody reads: it leaves out arrays, meshes, and DTensors' specs."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is self._parts.dtensor:
             # All in it that can hold tensors, in the order of its own pickle. That takes ten times
             # as long, and a restart waits for this.
-            return _itself, ((vars(obj), obj._local_tensor, obj._spec.mesh),)
-        if isinstance(obj, numpy.ndarray) and is_data(obj):
+            return _itself, ((vars(obj), obj._local_tensor),)
+        if type(obj) is self._parts.mesh or (isinstance(obj, numpy.ndarray) and is_data(obj)):
             return type_of_constant, (None,)
         return super().reducer_override(obj)
 
@@ -278,18 +284,21 @@ class _SkeletonUnpickler(pickle.Unpickler):
         file: io.BytesIO,
         tensor: Callable[[int], Any],
         allowed: SafeGlobals,
-        *,
-        marked: bool = True,
+        marked: bool,
+        dtensors: GivenDTensors,
     ) -> None:
         super().__init__(file)
         self._tensor = tensor
         self._allowed = allowed
         self._marked = marked
+        self._dtensors = dtensors
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed.find(module, name)
         if found is set_marks and not self._marked:
             return _leave_marks
+        if found is rebuild_wrapped:
+            return self._dtensors.rebuild
         if found is torch._utils._rebuild_sparse_tensor:
             return _rebuild_sparse_tensor
         if found is torch._utils._rebuild_nested_tensor:

@@ -73,7 +73,14 @@ class FixedObject(AnyObject):
 
 
 class StandInTensor(FixedObject):
-    """Stand-in for a tensor."""
+    """Stand-in for a tensor.
+
+    Args:
+        number: Number of the tensor in the image; ``None`` for one that is made of others.
+    """
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
 
 
 class NamedClass(FixedObject):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
-from localckpt.state_dict.global_view import Job, Teller, boxes_of, named
+from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
@@ -28,48 +28,70 @@ class Targets:
     """Tensors that are to be filled.
 
     Attributes:
-        tensors: Distinct tensors, in the order in which the state's skeleton numbers them. Those
-            of device meshes are copies, or left out where tensors are found by their names.
+        tensors: Distinct tensors, in the order in which the state's skeleton numbers them, without
+            those of device meshes.
         names: ``id(tensor)`` to the tensor's path in the state, where known.
         optional: Beginnings of paths; a saved tensor with such a path may be missing here.
         boxes: ``id(tensor)`` to the part of a global tensor that the tensor is, where known.
-        of_meshes: Dtypes and shapes of the tensors of device meshes.
+        dtensors: ``id(tensor)`` to the DTensor that has the tensor as its local tensor, where its
+            part of a global tensor is known.
     """
 
     tensors: list[torch.Tensor]
     names: dict[int, str]
     optional: tuple[str, ...] = ()
     boxes: dict[int, Box] = field(default_factory=dict)
-    of_meshes: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    dtensors: dict[int, Any] = field(default_factory=dict)
 
     def match(
-        self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]
+        self, saved: Sequence[TableEntry], boxes: Mapping[int, Box], of_meshes: Container[int]
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """Find the given tensor for each saved tensor.
 
         Args:
             saved: The saved tensors.
             boxes: By the number of a saved tensor, the part of a global tensor that it is.
+            of_meshes: Numbers of the saved tensors that belong to device meshes.
 
         Returns:
-            For each saved tensor the given one, or ``None`` if a new one is needed (arrays, and
-            optional tensors that are missing); and for each slot of a given tensor its target.
+            For each saved tensor the given one, or ``None`` if a new one is needed (arrays, tensors
+            of meshes, and optional tensors that are missing); and for each slot of a given tensor
+            its target.
 
         Raises:
             MismatchError: The saved tensors differ from the given ones; the error lists them.
         """
-        given: list[torch.Tensor | None]
+        numbers = [
+            number
+            for number, entry in enumerate(saved)
+            if entry.kind != ARRAY and number not in of_meshes
+        ]
+        entries = [saved[number] for number in numbers]
+        names = self._names_for(numbers)
+        found: Sequence[torch.Tensor | None] = self.tensors
         if self.optional:
-            given = self._given_by_name(saved)
-            entries = [e for e, tensor in zip(saved, given, strict=True) if tensor is not None]
-            tensors = [tensor for tensor in given if tensor is not None]
-            targets = Targets(tensors, self.names).by_slot(entries)
-        else:
-            targets = self.by_slot([entry for entry in saved if entry.kind != ARRAY])
-            remaining = iter(self.tensors)
-            given = [None if entry.kind == ARRAY else next(remaining) for entry in saved]
+            found = self._find_by_name(entries, names)
+            entries = [e for e, tensor in zip(entries, found, strict=True) if tensor is not None]
+        targets = _by_slot(entries, [tensor for tensor in found if tensor is not None], names)
+        of_numbers = dict(zip(numbers, found, strict=True))
+        given = [of_numbers.get(number) for number in range(len(saved))]
         self._require_same_places(given, boxes)
         return given, targets
+
+    def _names_for(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Return the names, with those that tensors without a path have in an image.
+
+        Args:
+            numbers: Numbers of the saved tensors that are not made anew.
+        """
+        if len(numbers) != len(self.tensors):
+            return self.names
+        of_numbers = zip(numbers, self.tensors, strict=True)
+        return {id(tensor): f"tensor.{number}" for number, tensor in of_numbers} | self.names
+
+    def dtensors_of(self, tensors: Iterable[torch.Tensor | None]) -> dict[int, Any]:
+        """Return those of ``dtensors`` whose local tensors are among some tensors."""
+        return {id(t): self.dtensors[id(t)] for t in tensors if id(t) in self.dtensors}
 
     def are_sharded_otherwise(self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]) -> bool:
         """Return whether some are other parts of their global tensors than what was saved of these.
@@ -115,25 +137,19 @@ class Targets:
                 "the manager with elastic=True",
             )
 
-    def _given_by_name(self, saved: Sequence[TableEntry]) -> list[torch.Tensor | None]:
-        table = build_table(self.tensors, self.names)
+    def _find_by_name(
+        self, saved: Sequence[TableEntry], names: Mapping[int, str]
+    ) -> list[torch.Tensor | None]:
+        table = build_table(self.tensors, names)
         of_slot: dict[str | None, list[torch.Tensor]] = {}
         for entry, tensor in zip(table.entries, self.tensors, strict=True):
             of_slot.setdefault(entry.slot, []).append(tensor)
-        uses = Counter(entry.slot for entry in saved if entry.kind != ARRAY)
-        # They have no paths, and are made anew.
-        of_meshes = {
-            entry.slot
-            for number, entry in enumerate(saved)
-            if (entry.dtype, entry.shape) in self.of_meshes
-            and (entry.slot or "").removeprefix("shared:") == f"tensor.{number}"
-        }
+        uses = Counter(entry.slot for entry in saved)
         wrong = [
             f"{name}: saved, not given"
             for name in uses
             if name not in of_slot
             and not (name or "").removeprefix("shared:").startswith(self.optional)
-            and name not in of_meshes
         ]
         # Tensors that share a slot are given all together, or not at all.
         wrong += [
@@ -142,53 +158,7 @@ class Targets:
         if wrong:
             raise _mismatch(wrong)
         remaining = {name: iter(of) for name, of in of_slot.items()}
-        return [
-            next(remaining[entry.slot]) if entry.slot in remaining and entry.kind != ARRAY else None
-            for entry in saved
-        ]
-
-    def by_slot(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor]:
-        """Return the target of each slot of an image.
-
-        Raises:
-            MismatchError: The saved tensors differ from the given ones; the error lists them.
-        """
-        # A short cut that nearly always applies, since a restart waits for this.
-        if (targets := self._plain_targets(saved)) is not None:
-            return targets
-        table = build_table(self.tensors, self.names)
-        _require_same_structure(saved, table.entries)
-        targets = {
-            # With the saved strides, since the given tensor may have its dimensions in another
-            # order in memory.
-            slot.name: source._replace(strides=saved[source.number].strides).value(
-                self.tensors[source.number]
-            )
-            for slot, source in zip(table.slots, table.sources, strict=True)
-        }
-        _require_apart(targets)
-        return targets
-
-    def _plain_targets(self, saved: Sequence[TableEntry]) -> dict[str, torch.Tensor] | None:
-        """Return the targets if all tensors are alike and none share bytes; ``None`` if not."""
-        tensors, names = self.tensors, self.names
-        if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
-            return None
-        targets = {}
-        for entry, tensor in zip(saved, tensors, strict=True):
-            if (
-                entry.slot is None
-                or entry.slot != names.get(id(tensor))
-                or entry.shape != tensor.shape
-                or entry.torch_dtype() is not tensor.dtype
-                or tensor.is_meta
-            ):
-                return None
-            target = packed(tensor, entry.strides)
-            if not is_flat(target) or target.numel() < tensor.numel():
-                return None
-            targets[entry.slot] = target
-        return None if find_overlaps(targets.items()) else targets
+        return [next(remaining[e.slot]) if e.slot in remaining else None for e in saved]
 
 
 @collection_paused()
@@ -207,35 +177,71 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     # Places are compared, and not the ranks that have them.
     boxes = boxes_of(found.tellers, tensors, Job(0, ()))
     by_id = {id(tensors[number]): box for number, box in boxes.items()}
-    of_meshes = _tensors_of_meshes(found.tellers)
-    kinds = frozenset(_kind(t) for t in tensors if id(t) in of_meshes)
-    if optional:
-        tensors = [tensor for tensor in tensors if id(tensor) not in of_meshes]
-    elif of_meshes:
-        # What was saved has them in these places, but they are the job's, and not to be filled.
-        tensors = [t.clone() if id(t) in of_meshes else t for t in tensors]
-    return Targets(tensors, found.names, optional, by_id, kinds)
+    dtensors = _by_local_tensor(t.value for t in found.tellers if t.kind == "DTensor")
+    of_boxes = {number: dtensors[number] for number in by_id if number in dtensors}
+    return Targets(tensors, found.names, optional, by_id, of_boxes)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+def _by_local_tensor(dtensors: Iterable[Any]) -> dict[int, Any]:
+    """Return DTensors by the ``id()`` of their local tensors; none that have one in common."""
+    found: dict[int, Any] = {}
+    for dtensor in dtensors:
+        local = id(dtensor._local_tensor)
+        found[local] = dtensor if found.get(local, dtensor) is dtensor else None
+    return {local: dtensor for local, dtensor in found.items() if dtensor is not None}
 
 
-def _tensors_of_meshes(tellers: Sequence[Teller]) -> set[int]:
-    """Return the ids of the tensors in which the meshes of DTensors keep their ranks."""
-    left = {id(t.value._spec.mesh): t.value._spec.mesh for t in tellers if t.kind == "DTensor"}
-    seen: set[int] = set()
-    found: set[int] = set()
-    while left:
-        number, mesh = left.popitem()
-        seen.add(number)
-        for value in vars(mesh).values():
-            if isinstance(value, torch.Tensor):
-                found.add(id(value))
-            # A mesh that was sliced from another one has it.
-            elif type(value) is type(mesh) and id(value) not in seen:
-                left[id(value)] = value
-    return found
+def _by_slot(
+    saved: Sequence[TableEntry], tensors: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> dict[str, torch.Tensor]:
+    """Return the target of each slot of an image.
+
+    Args:
+        saved: The saved tensors.
+        tensors: The given ones.
+        names: ``id(tensor)`` to the name of a given tensor.
+
+    Raises:
+        MismatchError: The saved tensors differ from the given ones; the error lists them.
+    """
+    # A short cut that nearly always applies, since a restart waits for this.
+    if (targets := _plain_targets(saved, tensors, names)) is not None:
+        return targets
+    table = build_table(tensors, names)
+    _require_same_structure(saved, table.entries)
+    targets = {
+        # With the saved strides, since the given tensor may have its dimensions in another
+        # order in memory.
+        slot.name: source._replace(strides=saved[source.number].strides).value(
+            tensors[source.number]
+        )
+        for slot, source in zip(table.slots, table.sources, strict=True)
+    }
+    _require_apart(targets)
+    return targets
+
+
+def _plain_targets(
+    saved: Sequence[TableEntry], tensors: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> dict[str, torch.Tensor] | None:
+    """Return the targets if all tensors are alike and none share bytes; ``None`` if not."""
+    if len(saved) != len(tensors) or len({entry.slot for entry in saved}) < len(saved):
+        return None
+    targets = {}
+    for entry, tensor in zip(saved, tensors, strict=True):
+        if (
+            entry.slot is None
+            or entry.slot != names.get(id(tensor))
+            or entry.shape != tensor.shape
+            or entry.torch_dtype() is not tensor.dtype
+            or tensor.is_meta
+        ):
+            return None
+        target = packed(tensor, entry.strides)
+        if not is_flat(target) or target.numel() < tensor.numel():
+            return None
+        targets[entry.slot] = target
+    return None if find_overlaps(targets.items()) else targets
 
 
 def _require_apart(targets: dict[str, torch.Tensor]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,3 +258,123 @@ def test_a_load_into_dtensors_fills_parts_of_a_state_and_leaves_meshes_alone(
     node_dirs: Dirs,
 ) -> None:
     run_ranks(_load_beside_meshes, 2, store_per_node=node_dirs(1), timeout_s=150.0)
+
+
+def _network(shape: tuple[int, ...], *placed: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    network = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 5))
+    fully_shard(network, mesh=init_device_mesh("cpu", shape, mesh_dim_names=placed))
+    return network, torch.optim.AdamW(network.parameters(), lr=0.1)
+
+
+def _step(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    network(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _values(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    weights: list[Any] = list(network.parameters())
+    moments: list[Any] = [optimizer.state[weight]["exp_avg"] for weight in weights]
+    return [value.full_tensor() for value in weights + moments]
+
+
+def _load_onto_another_mesh(
+    rank: int, world_size: int, saved: tuple[int, ...], now: tuple[int, ...], *, elastic: bool
+) -> None:
+    """The parts of the ranks are the same, so what is saved fits; the mesh is that of the job."""
+    torch.manual_seed(1)
+    network, optimizer = _network(saved, *"ab"[: len(saved)])
+    _step(network, optimizer)
+    with make_manager("disk", node_store(), "mesh", timeout=_LONG_S, elastic=elastic) as manager:
+        raw = {name: weight.clone() for name, weight in network.state_dict().items()}
+        manager.save({"optimizer": optimizer, "model": network, "raw": raw}, 1)
+        other, fresh = _network(now, *"ab"[: len(now)])
+        given = {name: torch.zeros_like(weight) for name, weight in other.state_dict().items()}
+
+        into = {"optimizer": fresh, "model": other, "raw": given}
+        loaded, _ = manager.load(into=into)
+
+        assert all(loaded["raw"][name] is tensor for name, tensor in given.items())
+        for wanted, value in zip(_values(network, optimizer), _values(other, fresh), strict=True):
+            assert torch.equal(wanted, value)
+        for network_, optimizer_ in ((network, optimizer), (other, fresh)):
+            _step(network_, optimizer_)
+        for wanted, value in zip(_values(network, optimizer), _values(other, fresh), strict=True):
+            assert torch.equal(wanted, value)
+        # Without stateful values, tensors are matched by their order.
+        manager.save({"raw": network.state_dict()}, 2)
+        manager.load(into={"raw": given})
+        for name, weight in network.state_dict().items():
+            assert torch.equal(given[name].full_tensor(), weight.full_tensor())
+            assert given[name].device_mesh.shape == now
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize(("saved", "now"), [((2,), (1, 2)), ((1, 2), (2,)), ((2,), (2,))])
+def test_as_many_ranks_load_the_same_parts_into_tensors_on_another_mesh_and_train(
+    node_dirs: Dirs, saved: tuple[int, ...], now: tuple[int, ...], elastic: bool
+) -> None:
+    load = partial(_load_onto_another_mesh, elastic=elastic)
+    run_ranks(load, 2, saved, now, store_per_node=node_dirs(1), timeout_s=150.0)
+
+
+class Holder:
+    """Object with a tensor that has no path in a state."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _load_what_has_no_path(rank: int, world_size: int) -> None:
+    """Arrays and meshes, which are made anew, are numbered as tensors in what was saved."""
+    pair = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    every, half = init_device_mesh("cpu", (2,)), pair["b"]
+
+    def state(value: float, mesh: DeviceMesh) -> dict[str, Any]:
+        equal = DTensor.from_local(torch.full((3,), value), mesh, [Replicate()], run_check=False)
+        held = Holder(torch.full((5,), value))
+        return {"array": numpy.arange(2000), "equal": equal, "mesh": mesh, "held": held}
+
+    options = {"timeout": _LONG_S, "safe_globals": [Holder]}
+    with make_manager("disk", node_store(), "paths", **options) as manager:
+        manager.save(state(1.0, every), 1)
+        given = state(0.0, half)
+        loaded, _ = manager.load(into=given)
+
+    assert loaded["equal"] is given["equal"]
+    assert torch.equal(given["equal"].to_local(), torch.ones(3))
+    assert torch.equal(given["held"].tensor, torch.ones(5))
+    assert loaded["held"].tensor is given["held"].tensor
+    assert half.mesh.tolist() == [rank]
+    assert loaded["mesh"].shape == (2,)
+
+
+def test_tensors_without_a_path_are_filled_beside_arrays_and_meshes(node_dirs: Dirs) -> None:
+    run_ranks(_load_what_has_no_path, 2, store_per_node=node_dirs(1), timeout_s=150.0)
+
+
+def _load_what_is_not_given(rank: int, world_size: int) -> None:
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    on_line, on_square = (line, [Shard(0)]), (square, [Replicate(), Shard(0)])
+
+    def rows(value: float, mesh: DeviceMesh, placements: Any) -> DTensor:
+        return DTensor.from_local(torch.full((2, 3), value), mesh, placements, run_check=False)
+
+    with make_manager("disk", node_store(), "given", timeout=_LONG_S) as manager:
+        manager.save({key: rows(1.0, *on_line) for key in "abc"}, 1)
+        same, _ = manager.load(into={key: rows(0.0, *on_square) for key in "ab"}, partial=True)
+        into = {"a": rows(0.0, *on_square), "b": rows(0.0, *on_line)}
+        apart, _ = manager.load(into=into, partial=True)
+
+    assert same["c"].device_mesh == square
+    assert tuple(same["c"].placements) == (Replicate(), Shard(0))
+    assert apart["c"].device_mesh == line
+    for loaded in (same, apart):
+        assert torch.equal(loaded["c"].full_tensor(), torch.ones(4, 3))
+
+
+def test_a_dtensor_that_is_not_given_follows_the_given_ones_to_their_mesh_if_all_have_one(
+    node_dirs: Dirs,
+) -> None:
+    run_ranks(_load_what_is_not_given, 2, store_per_node=node_dirs(1), timeout_s=150.0)

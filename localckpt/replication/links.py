@@ -1,13 +1,14 @@
-"""Sockets between the ranks of one node, over which bytes go from one process to the other.
+"""Sockets between the ranks of one node, over which they tell each other of memory that they share.
 
-They are faster than gloo's connections over loopback, and end at once when a rank does. Where there
-are none, as between the network namespaces of two containers, gloo's serve.
+They end at once when a rank does. Where there are none, as between the network namespaces of two
+containers, gloo's connections serve.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -26,8 +27,6 @@ _HELLO = struct.Struct(f"<Q{_TOKEN_NBYTES}s")
 _HELLO_S = 1.0
 # The kernel's own limit, net.core.somaxconn.
 _MOST_WAITING = 4096
-# Two pieces of an image: a sender then seldom waits until the receiver has had its turn.
-_BUFFER_NBYTES = 4 << 20
 
 
 class Links:
@@ -52,6 +51,8 @@ class Links:
         # Every user of the host can see the name. What connects has to know the token, too.
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
         try:
+            # The kernel may forbid the memory that is shared over links.
+            os.close(os.memfd_create("localckpt", os.MFD_CLOEXEC))
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # A name that begins with 0 is in no file system, and ends with its last socket.
             self._listening.bind(_path(name))
@@ -77,8 +78,6 @@ class Links:
             try:
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self.outgoing[peer] = link
-                # The kernel allows less where net.core.wmem_max is less.
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
                 link.settimeout(deadline.left_s)
                 link.connect(_path(name))
                 link.sendall(_HELLO.pack(self._rank, bytes.fromhex(token)))

@@ -14,7 +14,7 @@ import torch
 from localckpt.memory.tensor_bytes import integer_view, narrowed
 from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.regions import Cut, Region, cuts_of, flat_rectangles
-from localckpt.state_dict.runs import PartReceiver, Run, Runs, run_in
+from localckpt.state_dict.runs import PartReceiver, RowRuns, Run, Runs
 from localckpt.state_dict.source import PIECE_NBYTES
 from localckpt.state_dict.tensor_table import TableEntry
 
@@ -107,8 +107,7 @@ def stream_parts(
     """
     runs: list[Run] = []
     others: list[tuple[SavedTensor, list[_Part]]] = []
-    # Few shapes and regions are those of many tensors.
-    rows_of: dict[tuple[Region, Region], tuple[int, int] | None] = {}
+    row_runs = RowRuns()
     for tensor, parts in wanted:
         if not math.prod(tensor.local):
             continue
@@ -121,10 +120,7 @@ def stream_parts(
             left = []
             row_nbytes = math.prod(tensor.local[1:]) * tensor.itemsize
             for part in those:
-                which = tensor.region, part.region
-                if which not in rows_of:
-                    rows_of[which] = run_in(*which)
-                if (rows := rows_of[which]) is None:
+                if (rows := row_runs.find(tensor.region, part.region)) is None:
                     left.append(part)
                     continue
                 start = tensor.start + rows[0] * row_nbytes

@@ -31,7 +31,7 @@ from localckpt.state_dict.regions import (
     whole,
 )
 from localckpt.state_dict.replicated import without_markers
-from localckpt.state_dict.runs import PartReceiver, Reservation, run_in
+from localckpt.state_dict.runs import PartReceiver, Reservation, RowRuns
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.source import scatter
 from localckpt.state_dict.targets import find_overlaps
@@ -69,14 +69,14 @@ class WantedTensor:
         """Name of the dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
-    def run_of(self, part: Region) -> memoryview | None:
+    def run_of(self, part: Region, row_runs: RowRuns) -> memoryview | None:
         """Return the bytes of a part of the tensor; ``None`` if they are no run of host memory."""
-        local = self.tensor.detach()
-        rows = run_in(self.region, part)
-        if rows is None or not local.nbytes or not is_host_run(local):
+        local = self.tensor
+        rows = row_runs.find(self.region, part)
+        if rows is None or not (nbytes := local.nbytes) or not is_host_run(local):
             return None
-        (_, count) = run_in(self.region, self.region) or rows
-        row_nbytes = local.nbytes // count
+        _, count = row_runs.find(self.region, self.region) or rows
+        row_nbytes = nbytes // count
         return memory_at(local.data_ptr() + rows[0] * row_nbytes, rows[1] * row_nbytes)
 
     def fill(self, first: Sequence[int], sizes: Sequence[int], values: torch.Tensor) -> int:
@@ -115,6 +115,7 @@ class Filling:
 
     def __init__(self, rank: int, expected: Sequence[tuple[WantedTensor, int]]) -> None:
         self.rank = rank
+        self.row_runs = RowRuns()
         self._left = {id(wanted): count for wanted, count in expected}
         self._wanted = [wanted for wanted, _ in expected]
         self._lock = threading.Lock()
@@ -168,7 +169,9 @@ class FilledPart:
         self.channel = filling
         self.tensors = tensors
         self._region = region
-        self.memory = tensors[0].run_of(region) if len(tensors) == 1 else None
+        self.memory = None
+        if len(tensors) == 1:
+            self.memory = tensors[0].run_of(region, filling.row_runs)
 
     def takes_direct(self, nbytes: int) -> bool:
         """Return whether the part is one run of memory."""

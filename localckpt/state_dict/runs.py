@@ -16,7 +16,7 @@ import torch
 from localckpt.state_dict.regions import Region
 from localckpt.state_dict.source import PIECE_NBYTES
 
-__all__ = ["Channel", "PartReceiver", "Reservation", "Run", "Runs", "run_in"]
+__all__ = ["Channel", "PartReceiver", "Reservation", "RowRuns", "Run", "Runs", "run_in"]
 
 
 class PartReceiver(Protocol):
@@ -105,6 +105,20 @@ def run_in(saved: Region, part: Region) -> tuple[int, int] | None:
         return None
     (first, rows), (saved_first, _) = part[0][0], saved[0][0]
     return first - saved_first, rows
+
+
+class RowRuns:
+    """Answers of :func:`run_in`, each computed once: few regions are those of many tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Region, Region], tuple[int, int] | None] = {}
+
+    def find(self, saved: Region, part: Region) -> tuple[int, int] | None:
+        """Find a part of a tensor, as :func:`run_in` does."""
+        which = saved, part
+        if which not in self._known:
+            self._known[which] = run_in(saved, part)
+        return self._known[which]
 
 
 class Runs:

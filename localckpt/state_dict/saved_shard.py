@@ -176,16 +176,17 @@ class SavedShard:
         stream_parts(self._reader.parts, tensors, self._as_stored)
 
     def _as_stored(self, entry: TableEntry) -> torch.Tensor:
-        assert entry.slot is not None, "a tensor without data is not read"
-        slot = self._reader.header.slots[entry.slot]
-        offset, strides = entry.view or (0, None)
-        start = self._reader.header.data_start + slot.offset
-        data = self._reader.parts.read(start + offset, start + entry.reach_nbytes())
-        dtype = entry.torch_dtype()
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-        if strides is None:
+        flat = torch.frombuffer(self._read(entry), dtype=torch.uint8).view(entry.torch_dtype())
+        if entry.view is None:
             return flat.view(entry.shape)
-        return flat.as_strided(entry.shape, strides)
+        return flat.as_strided(entry.shape, entry.view[1])
+
+    def _read(self, entry: TableEntry) -> memoryview:
+        """Read the bytes of the slot that a tensor has, into memory of their own."""
+        assert entry.slot is not None, "a tensor without data is not read"
+        start = self._reader.header.data_start + self._reader.header.slots[entry.slot].offset
+        offset = 0 if entry.view is None else entry.view[0]
+        return self._reader.parts.read(start + offset, start + entry.reach_nbytes())
 
     def _value_tensor(self, boxes: Mapping[int, Any]) -> Callable[[int], torch.Tensor | None]:
         """Give tensors that are in no container: arrays, and those in objects."""
@@ -247,6 +248,9 @@ class SavedShard:
             entry = self._entries[number]
             hasher.update(f"{entry.dtype}{entry.shape}".encode())
             if entry.slot is not None and entry.reach_nbytes():
+                if entry.view is None:
+                    hasher.update(self._read(entry))
+                    continue
                 run = self.tensor_of(number).reshape(-1).view(torch.uint8)
                 hasher.update(run.numpy().tobytes())
         return hasher.hexdigest()

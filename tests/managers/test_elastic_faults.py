@@ -21,7 +21,7 @@ from localckpt import PeerLostError
 from localckpt.availability import readers
 from localckpt.managers import elastic_move
 from localckpt.replication.links import Links
-from localckpt.replication.parts import linked
+from localckpt.replication.parts.over_links import LinkSender
 from localckpt.state_dict import image
 from localckpt.state_dict.boxes import Box, RankSet, render_boxes
 from localckpt.threads import Task
@@ -57,7 +57,7 @@ def _load_beside_one_that_dies(rank: int, world_size: int, dying: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        linked.LinkOutlet.end = die  # type: ignore[method-assign]
+        LinkSender.end = die  # type: ignore[method-assign]
     manager = make_manager("disk", node_store(), timeout=_SHORT_S, elastic=True)
     began = time.monotonic()
     text = error_of(lambda: manager.load(into=_state(world_size, fill=-1.0)), PeerLostError)
@@ -102,16 +102,16 @@ def _load_where_one_cannot_be_reached(rank: int, world_size: int, apart: int) ->
             thread.take_result(_S)
 
         Links.__init__ = listen_apart  # type: ignore[method-assign]
-    outlets = []
-    make = linked.LinkOutlet.__init__
+    senders = []
+    make = LinkSender.__init__
 
-    def noted(self: linked.LinkOutlet, *args: Any) -> None:
-        outlets.append(args)
+    def noted(self: LinkSender, *args: Any) -> None:
+        senders.append(args)
         make(self, *args)
 
-    linked.LinkOutlet.__init__ = noted  # type: ignore[method-assign]
+    LinkSender.__init__ = noted  # type: ignore[method-assign]
     _load(rank, world_size)
-    assert not outlets
+    assert not senders
 
 
 def test_where_a_rank_of_a_node_is_in_a_network_of_its_own_parts_go_over_gloo(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +14,17 @@ import pytest
 import torch
 
 from localckpt.errors import CorruptShardError, PeerLostError
+from localckpt.memory.host_memory import memory_at
 from localckpt.ranks.deadline import Deadline
 from localckpt.replication.links import Links
-from localckpt.replication.parts.linked import LinkedPart, LinkOutlet, take_all
+from localckpt.replication.parts.messages import (
+    IN_FLIGHT,
+    MESSAGE_NBYTES,
+    Outlet,
+    SentPart,
+    take_apart,
+)
+from localckpt.replication.parts.over_links import LinkSender, link_messages
 from localckpt.replication.parts.wire import run_head
 from localckpt.replication.progress import PeerFailed, Progress
 from localckpt.state_dict.regions import whole
@@ -93,40 +104,64 @@ def _filled(size: int) -> tuple[torch.Tensor, PartReceiver, Filling]:
 def _taking(link: socket.socket, part: PartReceiver) -> Task[None]:
     progress = Progress(1, _S)
     progress.expect(0)
-    task = Task(lambda: take_all(0, link, progress, lambda *_: part))
+
+    def take() -> None:
+        for message in link_messages(0, link, progress):
+            take_apart(0, message, lambda *_: part)
+
+    task = Task(take)
     task.start("taking", daemon=True)
     return task
 
 
-def _outlet(link: socket.socket) -> LinkOutlet:
+@pytest.fixture
+def sending(links: tuple[Links, Links]) -> Iterator[tuple[LinkSender, socket.socket]]:
+    """Sender over a link, and the other end of it."""
+    sent, taken = _connected(links)
     progress = Progress(0, _S)
     progress.expect(1)
-    return LinkOutlet(1, link, progress)
+    sender = LinkSender(1, sent, progress)
+    yield sender, taken
+    sender.close()
 
 
-def test_parts_are_taken_where_they_belong(links: tuple[Links, Links]) -> None:
-    sent, taken = _connected(links)
-    values = torch.arange(1000.0)
-    tensor, part, filling = _filled(1000)
-    taking, outlet = _taking(taken, part), _outlet(sent)
+Sending = tuple[LinkSender, socket.socket]
 
-    linked = LinkedPart(outlet, 0, 0)
-    linked.take_run(400, memoryview(bytearray(values.numpy().tobytes()))[400:2000])
-    linked.take_cut((0,), (100,), values[:100])
-    linked.take_cut((500,), (500,), values.view(2, 500)[1])
+
+def _files() -> list[str]:
+    return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
+
+
+def test_parts_are_taken_where_they_belong(sending: Sending) -> None:
+    # More than all messages of a pair of ranks have room for at a time.
+    size = 4 * IN_FLIGHT * MESSAGE_NBYTES // 4
+    sender, taken = sending
+    before = _files()
+    values = torch.arange(float(size))
+    tensor, part, filling = _filled(size)
+    taking, outlet = _taking(taken, part), Outlet(1, sender)
+
+    sent = SentPart(outlet, 0, 0)
+    sent.take_run(400, memory_at(values.data_ptr(), values.nbytes)[400 : size * 2])
+    sent.take_cut((0,), (100,), values[:100])
+    sent.take_cut((size // 2,), (size // 2,), values.view(2, -1)[1])
     outlet.end()
     outlet.await_taken()
 
     taking.take_result(_S)
     filling.require_full()
     assert torch.equal(tensor, values)
+    assert _files() == before
 
 
-def test_a_link_that_ends_early_is_a_rank_that_failed(links: tuple[Links, Links]) -> None:
+@pytest.mark.parametrize("note", [b"", b"\1\0\0"])
+def test_a_link_that_ends_early_is_a_rank_that_failed(
+    links: tuple[Links, Links], note: bytes
+) -> None:
     sent, taken = _connected(links)
     _, part, _ = _filled(1000)
     taking = _taking(taken, part)
-    sent.sendall(run_head(0, 0, 0, 4000) + bytes(100))
+    sent.sendall(note)
 
     sent.close()
 
@@ -146,15 +181,49 @@ def test_a_link_is_cut_from_another_thread(links: tuple[Links, Links]) -> None:
 
 
 @pytest.mark.parametrize("head", [run_head(0, 0, 3999, 4), run_head(0, 0, 0, 1 << 40)])
-def test_a_part_that_reaches_out_of_its_tensor_is_refused(
-    links: tuple[Links, Links], head: bytes
-) -> None:
-    sent, taken = _connected(links)
+def test_a_part_that_reaches_out_of_its_tensor_is_refused(sending: Sending, head: bytes) -> None:
+    sender, taken = sending
     tensor, part, _ = _filled(1000)
     taking = _taking(taken, part)
+    message = head + b"\xff" * 4
 
-    sent.sendall(head + b"\xff" * 4)
+    sender.make()[: len(message)] = message
+    sender.send(0, len(message))
 
     with pytest.raises(CorruptShardError):
         taking.take_result(_S)
     assert not tensor.any()
+
+
+def _memory(nbytes: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("files", "seals", "error"),
+    [
+        (0, 0, CorruptShardError),
+        (1, fcntl.F_SEAL_SHRINK, CorruptShardError),
+        # It may get shorter while it is read.
+        (1, fcntl.F_SEAL_GROW, PeerFailed),
+    ],
+)
+def test_a_message_that_is_not_in_memory_is_refused(
+    links: tuple[Links, Links], files: int, seals: int, error: type[Exception]
+) -> None:
+    sent, taken = _connected(links)
+    _, part, _ = _filled(1000)
+    before = _files()
+    taking = _taking(taken, part)
+
+    fds = [_memory(4096, seals) for _ in range(files)]
+    socket.send_fds(sent, [struct.pack("<II", 0, 4097)], fds)
+
+    with pytest.raises(error):
+        taking.take_result(_S)
+    for fd in fds:
+        os.close(fd)
+    assert _files() == before

@@ -1,4 +1,4 @@
-"""Exchange of parts of tensors between ranks: over links within a node, else over gloo.
+"""Exchange of parts of tensors between ranks: in shared memory within a node, else over gloo.
 
 A sender sends parts as it reads them, in whatever order that is, and a receiver takes each where it
 belongs.
@@ -7,14 +7,16 @@ belongs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 from localckpt.pacing import Pacer
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.links import Links
 from localckpt.replication.messages import Messages
-from localckpt.replication.parts.linked import LinkedPart, LinkOutlet, take_all
-from localckpt.replication.parts.messages import Inlet, Outlet, SentPart
+from localckpt.replication.parts.messages import MessageSender, Outlet, SentPart, take_apart
+from localckpt.replication.parts.over_gloo import GlooInlet, GlooSender
+from localckpt.replication.parts.over_links import LinkSender, link_messages
 from localckpt.replication.progress import Progress
 from localckpt.state_dict.runs import PartReceiver
 from localckpt.threads import run_interruptibly
@@ -92,29 +94,27 @@ class _Exchange:
             for peer in senders
         ]
         started = []
-        outlets = {peer: self._outlet(peer) for peer in receivers}
+        with ExitStack() as opened:
+            outlets = {peer: Outlet(peer, self._sender(peer, opened)) for peer in receivers}
 
-        def to(rank: int, item: int, index: int) -> PartReceiver:
-            outlet = outlets[rank]
-            if isinstance(outlet, LinkOutlet):
-                return LinkedPart(outlet, item, index)
-            return SentPart(outlet, item, index)
+            def to(rank: int, item: int, index: int) -> PartReceiver:
+                return SentPart(outlets[rank], item, index)
 
-        try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            send(to)
-            for outlet in outlets.values():
-                outlet.end()
-            for outlet in outlets.values():
-                outlet.await_taken()
-        except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
-            self._failures.append(error)
-            self.abort()
-        # Each of their waits has the deadline, and aborting ends them all.
-        for thread in started:
-            thread.join()
+            try:
+                for thread in threads:
+                    thread.start()
+                    started.append(thread)
+                send(to)
+                for outlet in outlets.values():
+                    outlet.end()
+                for outlet in outlets.values():
+                    outlet.await_taken()
+            except BaseException as error:  # noqa: BLE001 - raised once no thread uses the memory
+                self._failures.append(error)
+                self.abort()
+            # Each of their waits has the deadline, and aborting ends them all.
+            for thread in started:
+                thread.join()
         if self._failures:
             self._progress.raise_first(self._failures)
 
@@ -125,19 +125,24 @@ class _Exchange:
         if self._connections is not None:
             self._connections.disconnect()
 
-    def _outlet(self, peer: int) -> Outlet | LinkOutlet:
+    def _sender(self, peer: int, opened: ExitStack) -> MessageSender:
         if (link := self._links.outgoing.get(peer)) is not None:
-            return LinkOutlet(peer, link, self._progress)
+            sender = LinkSender(peer, link, self._progress)
+            opened.callback(sender.close)
+            return sender
         assert self._messages is not None, "who has no link is connected"
-        return Outlet(peer, self._messages)
+        return GlooSender(peer, self._messages)
+
+    def _messages_of(self, peer: int) -> Iterator[memoryview]:
+        if (link := self._links.incoming.get(peer)) is not None:
+            return link_messages(peer, link, self._progress)
+        assert self._messages is not None, "who has no link is connected"
+        return GlooInlet(peer, self._messages, self._progress).run()
 
     def _receive(self, peer: int) -> None:
         try:
-            if (link := self._links.incoming.get(peer)) is not None:
-                take_all(peer, link, self._progress, self._find)
-            else:
-                assert self._messages is not None, "who has no link is connected"
-                Inlet(peer, self._messages, self._progress, self._find).run()
+            for message in self._messages_of(peer):
+                take_apart(peer, message, self._find)
         except Exception as failure:  # noqa: BLE001 - raised by the thread that waits for this one
             self._failures.append(failure)
             self.abort()

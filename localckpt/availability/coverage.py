@@ -94,6 +94,8 @@ class JoinRecord:
     """Process that owns the rank's store."""
     draw: int = 0
     """Random number; that of rank 0 identifies this attempt among all others."""
+    is_elastic: bool = False
+    """Whether the rank loads what another number of ranks saved."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -104,11 +106,12 @@ class JoinRecord:
             self.newest_epoch,
             self.owner,
             self.draw,
+            self.is_elastic,
         ]
 
 
 def judge_join(records: Sequence[JoinRecord]) -> None:
-    """Check that all ranks have the same session, world size and format version.
+    """Check that all ranks have the same session, world size, format version and ``elastic``.
 
     Raises:
         MismatchError: The ranks differ; the error names the ranks with each value.
@@ -117,6 +120,7 @@ def judge_join(records: Sequence[JoinRecord]) -> None:
         ("session_id", [r.session_id for r in records]),
         ("world size", [r.world_size for r in records]),
         ("format version", [r.format_version for r in records]),
+        ("elastic", [r.is_elastic for r in records]),
     ):
         if len(set(values)) > 1:
             raise MismatchError(

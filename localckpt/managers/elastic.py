@@ -156,7 +156,10 @@ class ElasticLoad:
             self._state = wrapped(self._options.given)
             self._copies.open(self._readers, opened)
             shards = self._copies.shards
-            self._tensors = DescribedTensors(find_wanted(self._state), shards)
+            # Replicas that differ are a reason for the mark.
+            is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
+            wanted = find_wanted(self._state)
+            self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             self._values = SavedValues(dict(shards), self._rules, self._images)
             report = {
                 "bad": [[shard, *bad] for shard, bad in self._copies.found_bad.items()],

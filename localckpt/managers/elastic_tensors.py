@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.availability.reshard import Keys, TensorGroup, group_tensors
+from localckpt.state_dict.part_stream import PRIVATE, SavedTensor
 from localckpt.state_dict.regions import Region, volume
 from localckpt.state_dict.resharded import WantedTensor
 from localckpt.state_dict.saved_shard import SavedShard
@@ -43,10 +44,18 @@ class DescribedTensors:
     Args:
         wanted: Tensors that are to be filled.
         shards: Shards that this rank reads; :meth:`add_opened` adds those that are opened later.
+        is_doubted: Whether what shards say is equal may differ.
     """
 
-    def __init__(self, wanted: Sequence[WantedTensor], shards: Mapping[int, SavedShard]) -> None:
+    def __init__(
+        self,
+        wanted: Sequence[WantedTensor],
+        shards: Mapping[int, SavedShard],
+        *,
+        is_doubted: bool = False,
+    ) -> None:
         self._shards = shards
+        self._is_doubted = is_doubted
         self.tensors = wanted
         self._tables: dict[str, Keys] = {}
         rows = [(w.key, w.dtype, w.shape, w.region, "") for w in wanted]
@@ -58,7 +67,7 @@ class DescribedTensors:
         """Describe the shards that were opened since."""
         for shard, saved in self._shards.items():
             if shard not in self._saved:
-                self._saved[shard] = self._groups_of(saved)
+                self._saved[shard] = self._groups_of(shard, saved)
 
     @property
     def wanted(self) -> list[TensorGroup]:
@@ -103,10 +112,16 @@ class DescribedTensors:
         region = _region_of(fields)
         return [self._shards[shard].digest_of_part(of[0], region) for of in numbers]
 
-    def _groups_of(self, saved: SavedShard) -> dict[TensorGroup, list[list[int]]]:
+    def _groups_of(self, shard: int, saved: SavedShard) -> dict[TensorGroup, list[list[int]]]:
         numbers, tensors = list(saved.tensors), saved.tensors.values()
+
+        def equal_on(tensor: SavedTensor) -> str:
+            # What is equal on one rank only is compared with what others have of it.
+            is_alone = self._is_doubted and tensor.equal_on != PRIVATE
+            return f"rank {shard}" if is_alone else tensor.equal_on
+
         groups = self._grouped(
-            [(t.key, t.entry.dtype, t.shape, t.region, t.equal_on) for t in tensors]
+            [(t.key, t.entry.dtype, t.shape, t.region, equal_on(t)) for t in tensors]
         )
         return {
             group: [[numbers[row] for row in rows] for rows in of_keys]

@@ -34,6 +34,7 @@ class Epoch:
         session_id: The training run.
         checkpoints: The complete checkpoints of the job.
         events: Stream for the time of the rendezvous.
+        is_elastic: Whether this rank loads what another number of ranks saved.
 
     Attributes:
         generation: Generation of the last save.
@@ -49,7 +50,10 @@ class Epoch:
         session_id: str,
         checkpoints: JobCheckpoints,
         events: EventStream,
+        *,
+        is_elastic: bool = False,
     ) -> None:
+        self._is_elastic = is_elastic
         self._ranks = ranks
         self._store = store
         self._strategy = strategy
@@ -84,7 +88,8 @@ class Epoch:
         if not self._is_joined:
             with self._events.timed("meet"):
                 self._nodes, self.generation = join(
-                    self._ranks, self._store, self._strategy, self._session_id
+                    *(self._ranks, self._store, self._strategy, self._session_id),
+                    is_elastic=self._is_elastic,
                 )
             self._is_joined = True
 

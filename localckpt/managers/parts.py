@@ -104,7 +104,8 @@ class Parts:
             raise
         self.store = store
         self.epoch = Epoch(
-            self.ranks, store, self.strategy, self.session_id, self.checkpoints, self.events
+            *(self.ranks, store, self.strategy, self.session_id, self.checkpoints, self.events),
+            is_elastic=self.options.elastic,
         )
         self.resuming = Resuming(store.claim, self.options.max_attempts)
         job = Job(self.ranks.rank, self.ranks.global_ranks)

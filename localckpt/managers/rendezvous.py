@@ -27,9 +27,21 @@ _DRAWS = 2**32
 
 
 def join(
-    ranks: Ranks, store: Store, strategy: ReplicationStrategy, session_id: str
+    ranks: Ranks,
+    store: Store,
+    strategy: ReplicationStrategy,
+    session_id: str,
+    *,
+    is_elastic: bool = False,
 ) -> tuple[list[str], Generation]:
     """Check that all ranks belong together, and begin a new attempt; all ranks call it.
+
+    Args:
+        ranks: The ranks of the job.
+        store: Notes the epoch on this node.
+        strategy: Learns the nodes of the ranks.
+        session_id: The training run.
+        is_elastic: Whether this rank loads what another number of ranks saved.
 
     Returns:
         For each rank the name of its node, and the generation from which this attempt counts its
@@ -52,6 +64,7 @@ def join(
             max([store.claim.newest_epoch(), *epochs]),
             store.claim.owner,
             secrets.randbelow(_DRAWS),
+            is_elastic,
         ).to_json()
     (epoch, draw, runs), owners = ranks.agree(RENDEZVOUS, looking, mine, _judge_join)
     nodes = _node_names([number for number, count in runs for _ in range(count)])

@@ -158,6 +158,7 @@ def test_ranks_that_belong_together_may_join_whatever_their_nodes_and_epochs() -
         ("session_id", "b", "session_id: 'a' on ranks 0 and 2, 'b' on rank 1"),
         ("world_size", 4, "world size: 3 on ranks 0 and 2, 4 on rank 1"),
         ("format_version", "2", "format version: '1' on ranks 0 and 2, '2' on rank 1"),
+        ("is_elastic", True, "elastic: False on ranks 0 and 2, True on rank 1"),
     ],
 )
 def test_a_rank_that_does_not_belong_is_named(field: str, value: object, named: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import localckpt
-from localckpt import DivergenceError, SaveFailedError
+from localckpt import DivergenceError, MismatchError, SaveFailedError
 from localckpt.errors import PeerLostError
 from localckpt.events.stream import EventStream
 from localckpt.ids import Generation
@@ -319,6 +320,43 @@ def test_with_a_warning_the_checkpoint_is_complete_and_marked_bad(node_dirs: Dir
         assert len(details["nodes"]) == 1
         assert details["minority"]
         assert is_explained
+
+
+def _save_doubtful(rank: int, world_size: int, *, differs: bool) -> None:
+    weight = torch.arange(12.0)
+    if differs and rank == 2:
+        _flip(weight, 1)
+    options: dict[str, Any] = {"check": lambda _: "the loss is too high"}
+    if differs:
+        options = {"check_replicas": 1, "on_divergence": "warn"}
+    with make_manager("disk", node_store(), **options) as manager:
+        manager.save({"model": localckpt.replicated({"w": weight})}, 1)
+        assert manager.is_bad(1)
+
+
+def _load_doubtful(rank: int, world_size: int) -> str:
+    given = torch.zeros(12)
+    with make_manager("disk", node_store(), elastic=True) as manager:
+        try:
+            manager.load(into={"model": localckpt.replicated({"w": given})}, iteration=1)
+        except MismatchError as error:
+            assert not given.any()
+            return str(error)
+    assert torch.equal(given, torch.arange(12.0))
+    return ""
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_another_number_of_ranks_gets_a_checkpoint_marked_bad_if_its_replicas_are_equal(
+    node_dirs: Dirs, differs: bool
+) -> None:
+    dirs = node_dirs(1)
+    run_ranks(partial(_save_doubtful, differs=differs), 3, store_per_node=dirs)
+
+    told = run_ranks(_load_doubtful, 2, store_per_node=dirs)
+
+    expected = "model.w: differs between the shards of ranks 0 and 2" if differs else ""
+    assert all(expected in text if differs else not text for text in told)
 
 
 def _own_hooks(rank: int, world_size: int) -> tuple[str, ...]:

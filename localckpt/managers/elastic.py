@@ -259,7 +259,7 @@ class ElasticLoad:
             ]
             deadline = Deadline.after(self._ranks.timeout_s)
             lacks_link = not self._links.connect(dict(record["links"]), deadline)
-            images = [base64.b85decode(text) for text in verdict["values"]]
+            images = [base64.b64decode(text) for text in verdict["values"]]
             images += [p.data for p in split_packs(record["packs"], own.data)] if own else []
             units = [unit for image in images for unit in self._images.units(image)]
             units += self._values.unequal_of(rank, self._unequal, "keep")

@@ -235,7 +235,7 @@ class ElasticJudge:
                 "links": self._links_of(rank, gives.get(rank, [])),
             }
             parts[rank] = Message(record, data)
-        values = [base64.b85encode(pack.data).decode() for pack in packs if pack.kind == "all"]
+        values = [base64.b64encode(pack.data).decode() for pack in packs if pack.kind == "all"]
         return PerRank({"name": new_name(), "values": values}, parts)
 
     def _links_of(self, rank: int, gives: Sequence[Any]) -> list[tuple[int, str]]:

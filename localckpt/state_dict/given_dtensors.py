@@ -47,7 +47,7 @@ class GivenDTensors:
 
     def finish(self) -> None:
         """Move the DTensors that were made onto the meshes of the given ones."""
-        if not self._made:
+        if not (self._made and self._replaced):
             return
         parts = LocalParts()
         placed: dict[tuple[Any, ...], Any] = {}

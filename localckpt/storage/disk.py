@@ -171,6 +171,8 @@ class DiskStore(PooledStore):
     def check_space(self, checkpoints: int, ranks: int) -> None:
         super().check_space(checkpoints, ranks)
         if self._writer == "process":
+            # One whose making fails may take all room, and be gone when the buffers are counted.
+            self._pool.await_prepared()
             with storage_errors("look at", self._staging.path):
                 status = os.statvfs(self._staging.path)
                 had = self._staging.nbytes()

@@ -24,7 +24,7 @@ __all__ = ["BufferPool", "allocate", "buffer_nbytes", "check_memory", "wait_unti
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.001
-_CLOSE_S = 60.0
+_LONGEST_PREPARE_S = 60.0
 
 
 class BufferPool:
@@ -66,6 +66,13 @@ class BufferPool:
                 logger.warning("a staging buffer could not be made ahead of time: %s", error)
             else:
                 self._preparing[purpose] = preparing
+
+    def await_prepared(self) -> None:
+        """Wait until no buffer is being made ahead of time, or that takes too long."""
+        with self._lock:
+            preparing = list(self._preparing.values())
+        for task in preparing:
+            task.wait(_LONGEST_PREPARE_S)
 
     def is_busy(self, purpose: Hashable) -> bool:
         """Return whether :meth:`take` would have to wait for an older save."""
@@ -139,9 +146,7 @@ class BufferPool:
             return
         with self._lock:
             self._closed = True
-            preparing = list(self._preparing.values())
-        for task in preparing:
-            task.wait(_CLOSE_S)
+        self.await_prepared()
         with self._lock:
             for buffers in self._buffers.values():
                 for buffer in buffers:

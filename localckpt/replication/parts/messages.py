@@ -41,7 +41,10 @@ _ALIGN = 16
 
 
 class MessageSender(Protocol):
-    """Way of messages to one rank; its methods are called by one thread at a time."""
+    """Way of messages to one rank.
+
+    One thread at a time calls :meth:`send` and :meth:`end`, and one the other methods.
+    """
 
     def make(self) -> memoryview:
         """Make memory of :data:`MESSAGE_NBYTES` bytes for one more message."""

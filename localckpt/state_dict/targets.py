@@ -67,7 +67,7 @@ class Targets:
             if entry.kind != ARRAY and number not in of_meshes
         ]
         entries = [saved[number] for number in numbers]
-        names = self._names_for(numbers)
+        names = self._names_for(saved, numbers)
         found: Sequence[torch.Tensor | None] = self.tensors
         if self.optional:
             found = self._find_by_name(entries, names)
@@ -78,16 +78,31 @@ class Targets:
         self._require_same_places(given, boxes)
         return given, targets
 
-    def _names_for(self, numbers: Sequence[int]) -> dict[int, str]:
+    def _names_for(self, saved: Sequence[TableEntry], numbers: Sequence[int]) -> dict[int, str]:
         """Return the names, with those that tensors without a path have in an image.
 
+        They have only their order, so where some are missing, the others get names that no saved
+        tensor has: one must never take the values of another.
+
         Args:
-            numbers: Numbers of the saved tensors that are not made anew.
+            saved: The saved tensors.
+            numbers: Numbers of those that are not made anew.
         """
-        if len(numbers) != len(self.tensors):
+        unnamed = [tensor for tensor in self.tensors if id(tensor) not in self.names]
+        if not unnamed:
             return self.names
-        of_numbers = zip(numbers, self.tensors, strict=True)
-        return {id(tensor): f"tensor.{number}" for number, tensor in of_numbers} | self.names
+        if len(numbers) == len(self.tensors):
+            of_numbers = zip(numbers, self.tensors, strict=True)
+            return {id(tensor): f"tensor.{number}" for number, tensor in of_numbers} | self.names
+        there: Sequence[int] = [
+            number
+            for number in numbers
+            if (saved[number].slot or "").removeprefix("shared:") == f"tensor.{number}"
+        ]
+        if len(there) != len(unnamed):
+            there = range(len(saved), len(saved) + len(unnamed))
+        of_unnamed = zip(there, unnamed, strict=True)
+        return self.names | {id(tensor): f"tensor.{number}" for number, tensor in of_unnamed}
 
     def dtensors_of(self, tensors: Iterable[torch.Tensor | None]) -> dict[int, Any]:
         """Return those of ``dtensors`` whose local tensors are among some tensors."""
@@ -178,7 +193,7 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     boxes = boxes_of(found.tellers, tensors, Job(0, ()))
     by_id = {id(tensors[number]): box for number, box in boxes.items()}
     dtensors = _by_local_tensor(t.value for t in found.tellers if t.kind == "DTensor")
-    of_boxes = {number: dtensors[number] for number in by_id if number in dtensors}
+    of_boxes = {local: dtensors[local] for local in by_id if local in dtensors}
     return Targets(tensors, found.names, optional, by_id, of_boxes)
 
 

@@ -353,6 +353,23 @@ def test_tensors_without_a_path_are_filled_beside_arrays_and_meshes(node_dirs: D
     run_ranks(_load_what_has_no_path, 2, store_per_node=node_dirs(1), timeout_s=150.0)
 
 
+def test_a_tensor_without_a_path_never_takes_another_ones_values(tmp_path: Path) -> None:
+    def holder(value: float) -> Holder:
+        return Holder(torch.full((5,), value))
+
+    options = {"timeout": _LONG_S, "safe_globals": [Holder]}
+    with make_manager("disk", tmp_path, "paths", **options) as manager:
+        manager.save({"a": holder(1.0), "b": holder(2.0), "w": torch.ones(2), "x": "y"}, 1)
+        one = holder(0.0)
+        with pytest.raises(MismatchError, match="given, not saved so"):
+            manager.load(into={"b": one}, partial=True)
+        both = holder(0.0), holder(0.0)
+        manager.load(into={"a": both[0], "b": both[1]}, partial=True)
+
+    assert not one.tensor.any()
+    assert [held.tensor[0].item() for held in both] == [1.0, 2.0]
+
+
 def _load_what_is_not_given(rank: int, world_size: int) -> None:
     line = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +39,7 @@ _WHERE = "cached", "on disk"
 
 
 def measure(options: Options) -> Report:
-    """Save with both numbers of ranks; then load both by turns, on the lower number."""
+    """Save with both numbers of ranks; then load both by turns, A B B A, on the lower number."""
     report = Report("elastic")
     _run(options, _BEFORE, "save", "other")
     _run(options, _AFTER, "save", "same")
@@ -142,14 +143,14 @@ def _measure_loads(directory: Path, rounds: int, width: int) -> dict[str, Any]:
     found: dict[str, Any] = {"needed": needed, "read": [], "sent": []}
     found |= {where: {"same": [], "other": []} for where in _WHERE}
     for number in range(rounds + 1):
-        for where in _WHERE:
-            same_s = _load_s(directory / "elastic-same", where, state)
+        for where, which in product(_WHERE, ("same", "other") if number % 2 else ("other", "same")):
             read, sent = counted.read, counted.sent
-            other_s = _load_s(directory / "elastic-other", where, state)
+            seconds = _load_s(directory / f"elastic-{which}", where, state)
             # The first loads find memory that was never touched.
-            if number:
-                found[where]["same"].append(same_s)
-                found[where]["other"].append(other_s)
+            if not number:
+                continue
+            found[where][which].append(seconds)
+            if which == "other":
                 found["read"].append(counted.read - read)
                 found["sent"].append(counted.sent - sent)
     return found | {"due": _due(state, dist.get_rank(), dist.get_world_size())}

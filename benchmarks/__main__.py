@@ -50,6 +50,7 @@ _SECTIONS = {
 _IN_MEMORY = frozenset({"in-memory", "save-once", "check-replicas"})
 _PLOT = "plot"
 _SECTION_TIMEOUT_S = 1800.0
+_ENDING_TIMEOUT_S = 60.0
 
 
 def main(arguments: list[str]) -> int:
@@ -59,8 +60,7 @@ def main(arguments: list[str]) -> int:
     )
     Options.add_to(parser, Path(tempfile.gettempdir()))
     asked = parser.parse_args(arguments)
-    # Whoever ends this, as by a deadline, leaves no files of gigabytes in memory.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _end_in_order)
     if asked.section == [_PLOT]:
         print(plot())
         return 0
@@ -81,10 +81,25 @@ def main(arguments: list[str]) -> int:
                 if process.wait(_SECTION_TIMEOUT_S):
                     failed.append(section)
             finally:
-                process.terminate()
+                _terminate(process)
     if failed:
         console.print(f"failed: {', '.join(failed)}", style="red")
     return 1 if failed else 0
+
+
+def _end_in_order(number: int, _: object) -> None:
+    """End with the cleaning up: no files of gigabytes are left in memory."""
+    # A second signal would interrupt that.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _terminate(section: subprocess.Popen[bytes]) -> None:
+    section.terminate()
+    try:
+        section.wait(_ENDING_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        section.kill()
 
 
 def _run_section(section: str, asked: argparse.Namespace, console: Console) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from localckpt.errors import StorageError as StorageError
     from localckpt.errors import UnsafeGlobalError as UnsafeGlobalError
     from localckpt.errors import WorkerDiedError as WorkerDiedError
-    from localckpt.global_tier.load import ReshardingLoadPlanner as ReshardingLoadPlanner
+    from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
     from localckpt.global_tier.retention import Best as Best
     from localckpt.global_tier.retention import Retention as Retention
@@ -111,7 +111,7 @@ _HOMES = {
     "PeerLostError": "errors",
     "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",
-    "ReshardingLoadPlanner": "global_tier.load",
+    "ReshardingLoadPlanner": "global_tier.load_planner",
     "RestoreError": "errors",
     "Retention": "global_tier.retention",
     "SameMachineReplicationException": "errors",

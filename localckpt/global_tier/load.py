@@ -1,21 +1,16 @@
-"""Loads: all ranks agree on a checkpoint, each reads what it lacks, and all take it together.
-
-The planner is torch's, for checkpoints of very many chunks, and runs no code from files.
-"""
+"""Loads: all ranks agree on a checkpoint, compare it with their states, and read it together."""
 
 from __future__ import annotations
 
-import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -27,21 +22,17 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.global_tier.committed import Committed, Found
-from localckpt.global_tier.metadata import (
-    create_chunk_list,
-    create_read_items,
-    format_version,
-)
-from localckpt.global_tier.misdescribed import why_misdescribed
-from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
+from localckpt.global_tier.load_planner import ReshardingLoadPlanner
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.global_tier.write_items import load_object
+from localckpt.memory.tensor_bytes import byte_span, integer_view, same_view, storage_address
 from localckpt.ranks.ranks import Ranks
 
-__all__ = ["Loads", "ReshardingLoadPlanner"]
+__all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 10
 
 OpenReader = Callable[[Found], CachedMetadataFileSystemReader]
 
@@ -86,8 +77,12 @@ class Loads:
 
         return self._ranks.act("find all checkpoints", lambda: [self._session_id, "all"], look)
 
+    def open(self, found: Found) -> OpenCheckpoint:
+        """Read what a checkpoint holds; all ranks call it."""
+        return OpenCheckpoint(found, self._open_reader(found), self._ranks)
+
     def load_newest(
-        self, state_dict: dict[str, Any], iteration: int | None, allow_partial_load: bool
+        self, state_dict: dict[str, Any], iteration: int | None, options: LoadOptions
     ) -> Found:
         """Fill a state from the newest checkpoint that is not damaged, or from one iteration.
 
@@ -106,10 +101,10 @@ class Loads:
                 raise NoReplicasAvailableError(self._why_none(iteration, older_than))
             older_than = found.folder.version
             try:
-                self._load(found, state_dict, allow_partial_load)
+                self.open(found).fill(state_dict, options)
             except (CorruptShardError, StorageError) as error:
                 # With a partial load, values of both would be left.
-                if iteration is not None or allow_partial_load:
+                if iteration is not None or options.is_partial:
                     raise
                 logger.error(
                     "iteration %d cannot be loaded, trying an older one: %s",
@@ -118,28 +113,6 @@ class Loads:
                 )
             else:
                 return found
-
-    def _load(self, found: Found, state_dict: dict[str, Any], partial: bool) -> None:
-        began = time.monotonic()
-        reader = self._open_reader(found)
-        planner = ReshardingLoadPlanner(
-            allow_partial_load=partial, safe_globals=reader.safe_globals
-        )
-        loaded: dict[str, Any] = {}
-
-        def read() -> None:
-            with record_function("localckpt.global.load"):
-                loaded.update(_read(state_dict, reader, planner))
-
-        # While all are here, since they share it.
-        reader.read_metadata()
-        self._ranks.act(f"load iteration {found.folder.iteration}", read, lambda _: None)
-        _give(state_dict, loaded)
-        nbytes, seconds = reader.nbytes_read / 1e9, time.monotonic() - began
-        logger.info(
-            "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
-            *(found.folder.path, nbytes, seconds, nbytes / seconds),
-        )
 
     def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
         if older_than is not None:
@@ -152,26 +125,219 @@ class Loads:
         )
 
 
-def _read(
-    state_dict: dict[str, Any],
-    reader: CachedMetadataFileSystemReader,
-    planner: ReshardingLoadPlanner,
-) -> dict[str, Any]:
-    """Read what ``dcp.load`` reads on one rank, without asking others; the state for :func:`_give`.
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What may differ between a state and the checkpoint that fills it.
 
-    Tensors of ``state_dict`` are filled in place.
+    Attributes:
+        is_partial: Whether values may be in one of them only; they are logged, and stay as they
+            are.
+        allow_dtype_change: Whether tensors may have other dtypes; their values are converted.
+        let_go: Tells by its name whether a saved value need not be in the state of any rank.
     """
-    # In the same order on all ranks.
-    state = {
-        name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
-        for name in sorted(state_dict, key=str)
-    }
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
-    return state
+
+    is_partial: bool = False
+    allow_dtype_change: bool = False
+    let_go: Callable[[str], bool] = lambda name: False
+
+
+class OpenCheckpoint:
+    """Checkpoint whose metadata all ranks have read.
+
+    Args:
+        found: The checkpoint.
+        reader: Its storage reader.
+        ranks: The ranks of the job.
+
+    Attributes:
+        found: The checkpoint.
+        saved: Descriptions of the saved values, by name.
+        paths: Keys on the way to each value in the state that was saved, by name.
+
+    Raises:
+        CorruptShardError, StorageError: The metadata is damaged, or cannot be read.
+        PeerLostError: The rank that reads it did not answer in time.
+    """
+
+    def __init__(self, found: Found, reader: CachedMetadataFileSystemReader, ranks: Ranks) -> None:
+        self.found = found
+        self._reader = reader
+        self._ranks = ranks
+        # While all are here, since they share it.
+        metadata = reader.read_metadata()
+        self.saved = metadata.state_dict_metadata
+        self.paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
+
+    def fill(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
+        """Fill a state in place; all ranks call it.
+
+        Raises:
+            MismatchError: The state does not fit the checkpoint, on some rank; nothing is changed.
+            CorruptShardError, StorageError: It is damaged, or cannot be read; the state may be
+                partly filled. As every error it is raised on every rank.
+        """
+        began = time.monotonic()
+        iteration = self.found.folder.iteration
+        names = [name for name in sorted(self.saved) if not options.let_go(name)]
+        planned: list[_Planned] = []
+
+        def plan() -> str | None:
+            planned.append(self._plan(state_dict, options))
+            given = planned[0].planner.state_dict
+            self._require_apart(given, options)
+            return _packed_bits([name in given for name in names])
+
+        judge = partial(_judge_given, names, options.is_partial)
+        unwanted = self._ranks.decide(f"compare the state with iteration {iteration}", plan, judge)
+        self._log_partial(unwanted, planned[0].planner.state_dict)
+
+        def read() -> None:
+            with record_function("localckpt.global.load"):
+                planned[0].read(self._reader)
+
+        self._ranks.act(f"load iteration {iteration}", read, lambda _: None)
+        _give(state_dict, planned[0].state)
+        nbytes, seconds = self._reader.nbytes_read / 1e9, time.monotonic() - began
+        logger.info(
+            "loaded %s: read %.3f GB in %.2f s (%.2f GB/s)",
+            *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
+        )
+
+    def read(self, state_dict: dict[str, Any]) -> None:
+        """Fill a state of plain values on this rank alone; the other ranks are not asked.
+
+        Raises:
+            MismatchError, CorruptShardError, StorageError: As :meth:`fill`, on this rank.
+        """
+        planned = self._plan(state_dict, LoadOptions())
+        planned.read(self._reader)
+        _give(state_dict, planned.state)
+
+    def _plan(self, state_dict: dict[str, Any], options: LoadOptions) -> _Planned:
+        """Plan what ``dcp.load`` reads on one rank."""
+        planner = ReshardingLoadPlanner(
+            allow_partial_load=options.is_partial,
+            allow_dtype_change=options.allow_dtype_change,
+            safe_globals=self._reader.safe_globals,
+        )
+        # In the same order on all ranks.
+        state = {
+            name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
+            for name in sorted(state_dict, key=str)
+        }
+        metadata = self._reader.read_metadata()
+        planner.set_up_planner(state, metadata)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        local = self._reader.prepare_local_plan(planner.create_local_plan())
+        return _Planned(state, planner, planner.finish_plan(local))
+
+    def _require_apart(self, given: Mapping[str, Any], options: LoadOptions) -> None:
+        """Refuse tensors that share memory, unless what was saved of them is equal.
+
+        Raises:
+            MismatchError: One would overwrite another. Nothing is changed.
+        """
+        for one, other in _sharing_memory(given):
+            if one not in self.saved or other not in self.saved:
+                continue
+            if same_view(_local(given[one]), _local(given[other])):
+                apart = {name: _empty_like(given[name]) for name in (one, other)}
+                self._plan(apart, options).read(self._reader)
+                if torch.equal(*(integer_view(_local(tensor)) for tensor in apart.values())):
+                    continue
+            raise MismatchError(
+                f"{one} and {other} share memory now, as tied weights do, and were saved with "
+                f"different values, of which one would overwrite the other. Nothing was changed: "
+                f"make the state as it was when it was saved"
+            )
+
+    def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
+        absent = sorted(given.keys() - self.saved.keys())
+        if self._ranks.is_root and (unwanted or absent):
+            logger.warning(
+                "iteration %d is loaded in part; saved, not given: %s; given, not saved: %s",
+                *(self.found.folder.iteration, _listed(unwanted), _listed(absent)),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Load of one rank: the state with the states of its ``Stateful`` values, and the plan."""
+
+    state: dict[str, Any]
+    planner: ReshardingLoadPlanner
+    plan: LoadPlan
+
+    def read(self, reader: CachedMetadataFileSystemReader) -> None:
+        reader.read_data(self.plan, self.planner).wait()
+
+
+def _judge_given(names: list[str], is_partial: bool, given_by: Sequence[str | None]) -> list[str]:
+    """Find the saved values that no rank gives; raises MismatchError unless that is allowed."""
+    if None in given_by:
+        return []
+    given = 0
+    for bits in given_by:
+        given |= int(bits or "0", 16)
+    lacking = [name for number, name in enumerate(names) if not given >> number & 1]
+    if lacking and not is_partial:
+        raise MismatchError(
+            f"the checkpoint has {len(lacking)} values that the state has not: {_listed(lacking)}. "
+            f"Nothing was read. Give all that was saved, or pass allow_partial_load=True to leave "
+            f"them out"
+        )
+    return lacking
+
+
+def _packed_bits(given: Sequence[bool]) -> str | None:
+    """Return whether each value is given, as hexadecimal digits; ``None`` where all are."""
+    if all(given):
+        return None
+    return f"{int(''.join('01'[is_given] for is_given in reversed(given)), 2):x}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + f" and {more} more" * (more > 0) or "nothing"
+
+
+def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the names of tensors that share memory, in pairs that connect all of them."""
+    spans = []
+    for name, value in state.items():
+        tensor = _local(value) if isinstance(value, torch.Tensor) else None
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        assert tensor is not None
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            first, last = byte_span(tensor)
+            start = storage_address(tensor)
+            spans.append((str(tensor.device), start + first, start + last, name))
+    found = []
+    device, end, holder = "", 0, ""
+    for on, start, stop, name in sorted(spans):
+        if on == device and start < end:
+            found.append((holder, name))
+        if on != device or stop >= end:
+            device, end, holder = on, stop, name
+    return found
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the shape and the sharding of another one, in memory of its own."""
+    empty = torch.empty_like(_local(value).detach(), memory_format=torch.contiguous_format)
+    if not isinstance(value, DTensor):
+        return empty
+    return DTensor.from_local(
+        *(empty, value.device_mesh, value.placements),
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def _give(state_dict: dict[str, Any], loaded: dict[str, Any]) -> None:
@@ -181,116 +347,3 @@ def _give(state_dict: dict[str, Any], loaded: dict[str, Any]) -> None:
             owner.load_state_dict(value)
         else:
             state_dict[name] = value
-
-
-class ReshardingLoadPlanner(DefaultLoadPlanner):
-    """Planner of loads of a state with any sharding from a checkpoint with any other.
-
-    Args:
-        allow_partial_load: Leave values of the state that the checkpoint has not as they are; else
-            they are an error.
-        safe_globals: Classes and functions that objects may name, beyond torch's own.
-    """
-
-    def __init__(
-        self, *, allow_partial_load: bool = False, safe_globals: Iterable[Any] = ()
-    ) -> None:
-        super().__init__(allow_partial_load=allow_partial_load)
-        self._safe_globals = tuple(safe_globals)
-        # Keys of dicts of the state by their text.
-        self._keys: dict[int, dict[str, Any]] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Take the state that is to be filled; tensors on the meta device are made."""
-        if not (dist.is_available() and dist.is_initialized()):
-            # torch makes them on the device of the default group.
-            _make_meta_tensors(state_dict)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Plan the reads of this rank.
-
-        Raises:
-            MismatchError: The checkpoint does not fit; it lists everything that does not.
-        """
-        assert self.metadata is not None, "set_up_planner comes first"
-        saved = self.metadata.state_dict_metadata
-        if format_version(self.metadata) is None and saved.keys() - self.state_dict.keys():
-            # Maybe saved before torch 2.4, with other names for what is nested.
-            return super().create_local_plan()
-        wrong, items = [], []
-        for name, value in self.state_dict.items():
-            described = saved.get(name)
-            if described is None:
-                if not self.allow_partial_load:
-                    wrong.append(f"{name} is not in the checkpoint")
-                continue
-            if isinstance(value, torch.Tensor) != isinstance(described, TensorStorageMetadata):
-                kinds = ("an object", "a tensor")
-                wrong.append(
-                    f"{name} is {kinds[isinstance(value, torch.Tensor)]}, and was saved as "
-                    f"{kinds[isinstance(described, TensorStorageMetadata)]}"
-                )
-                continue
-            if isinstance(described, TensorStorageMetadata) and value.size() != described.size:
-                wrong.append(f"{name} has shape {tuple(value.size())}, not {tuple(described.size)}")
-                continue
-            if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-                # This rank has no part in it.
-                continue
-            if isinstance(value, DTensor) and (why := why_misdescribed(value)) is not None:
-                wrong.append(f"{name} is a DTensor that cannot be filled: {why}")
-                continue
-            if isinstance(described, TensorStorageMetadata):
-                items += create_read_items_for_chunk_list(name, described, create_chunk_list(value))
-            else:
-                items += create_read_items(name, described, value)
-        if wrong:
-            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
-            raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read. To leave "
-                f"values that are not in the checkpoint as they are, pass allow_partial_load=True"
-            )
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state; nothing but values is made from a file.
-
-        Raises:
-            UnsafeGlobalError: It names a class that is not allowed.
-        """
-        name = read_item.dest_index.fqn
-        loaded = load_object(name, value, self._safe_globals)
-        if self.flatten_state_dict:
-            self._put(self.mappings[name], loaded)
-        else:
-            self.state_dict[name] = loaded
-
-    def _put(self, path: tuple[str | int, ...], value: Any) -> None:
-        """Replace a value of the state that is filled."""
-        container: Any = self.original_state_dict
-        for key in path[:-1]:
-            container = container[self._key_in(container, key)]
-        container[self._key_in(container, path[-1])] = value
-
-    def _key_in(self, container: Any, key: str | int) -> Any:
-        """The key that torch names so: its names know the text of keys only."""
-        if not isinstance(container, Mapping) or key in container:
-            return key
-        known = self._keys.get(id(container))
-        if known is None:
-            known = self._keys[id(container)] = {str(real): real for real in container}
-        return known[str(key)]
-
-
-def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            values[key] = torch.empty_like(value, device="cpu")
-        elif isinstance(value, dict | list):
-            _make_meta_tensors(value)

@@ -12,22 +12,23 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.committed import Found
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.drains import Drains
-from localckpt.global_tier.load import Loads
+from localckpt.global_tier.load import LoadOptions, Loads, OpenCheckpoint
 from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import Save
@@ -218,11 +219,16 @@ class GlobalCheckpointManager:
         on_commit: Callable[[], None] | None = None,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
+        may_differ: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Save the state of all ranks; all ranks call it.
 
         What is saved is the value that the state has at the call. A save that comes while the one
         before is being written waits for it.
+
+        What several ranks have under one name, and no DTensor or ShardedTensor says to be a part,
+        is saved once, so it must be equal: it is compared by digests, and a difference fails the
+        save.
 
         Args:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all
@@ -234,8 +240,12 @@ class GlobalCheckpointManager:
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
             metrics: Numbers that are recorded with it, such as a loss, for ``Retention(best=...)``
                 and for whoever looks. Those of the first rank count.
+            may_differ: Tells by its name, such as ``"model.0.running_mean"``, whether ranks may
+                have different values, of which any one is saved.
 
         Raises:
+            MismatchError: Ranks have different values under one name; of the save before, or
+                raised as what goes wrong behind training is.
             CheckpointingException: The save before failed, and some rank has not been told yet;
                 nothing was begun. Or this one did. The same on every rank; older checkpoints are as
                 they were, and training may go on and save again.
@@ -269,6 +279,7 @@ class GlobalCheckpointManager:
                 began=began,
                 called=called,
                 events=self._events,
+                may_differ=may_differ,
             )
         save.stage(planner)
         save.start()
@@ -380,6 +391,7 @@ class GlobalCheckpointManager:
         into: dict[str, Any],
         iteration: int | None = None,
         allow_partial_load: bool = False,
+        allow_dtype_change: bool = False,
     ) -> tuple[dict[str, Any], CkptID]: ...
 
     @overload
@@ -389,6 +401,7 @@ class GlobalCheckpointManager:
         iteration: int | None = None,
         *,
         allow_partial_load: bool = False,
+        allow_dtype_change: bool = False,
     ) -> int: ...
 
     def load(
@@ -398,6 +411,7 @@ class GlobalCheckpointManager:
         *,
         into: dict[str, Any] | None = None,
         allow_partial_load: bool = False,
+        allow_dtype_change: bool = False,
     ) -> tuple[dict[str, Any], CkptID] | int:
         """Fill a state in place, with whatever sharding it has; all ranks call it.
 
@@ -407,7 +421,9 @@ class GlobalCheckpointManager:
         Args:
             into: The state to fill. Tensors on the meta device are made; objects are replaced.
             iteration: The checkpoint; ``None`` for the newest.
-            allow_partial_load: Leave values that the checkpoint has not as they are.
+            allow_partial_load: Leave values that the checkpoint has not as they are, and leave out
+                saved values that no rank gives; both are logged.
+            allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
             state_dict: Older name of ``into``, with which only the iteration is returned.
 
         Returns:
@@ -417,7 +433,9 @@ class GlobalCheckpointManager:
         Raises:
             NoReplicasAvailableError: There is no such checkpoint.
             CheckpointingException: There is no state to fill.
-            MismatchError: The state does not fit.
+            MismatchError: The state does not fit: values are in the checkpoint and not in the state
+                of any rank, or the reverse, or have another shape or dtype; or tensors that share
+                memory were saved with different values. Nothing was changed.
             CorruptShardError, StorageError: It is damaged, or cannot be read. As every error it is
                 raised on every rank, and the state may be partly filled.
         """
@@ -425,23 +443,49 @@ class GlobalCheckpointManager:
         if given is None or (state_dict is not None and into is not None):
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
         given = without_markers(given)
+        self._prepare_load()
+        options = LoadOptions(allow_partial_load, allow_dtype_change)
+        with self._events.timed("read"):
+            found = self._loads.load_newest(given, iteration, options)
+        self._go_on_from(found)
+        if into is None:
+            return found.folder.iteration
+        return into, CkptID(found.folder.iteration, self.rank, self.session_id)
+
+    @contextmanager
+    def opened(self, iteration: int) -> Iterator[OpenCheckpoint]:
+        """Context in which all ranks load a checkpoint whose description they want to see first.
+
+        What is saved after it goes on from the checkpoint, unless an error leaves the context.
+
+        Raises:
+            NoReplicasAvailableError, CorruptShardError, StorageError: As for :meth:`load`.
+        """
+        self._prepare_load()
+        with self._events.timed("read"):
+            found = self._loads.find(iteration)
+            if found is None:
+                raise NoReplicasAvailableError(
+                    f"there is no checkpoint of iteration {iteration} under {self._root.path}"
+                )
+            yield self._loads.open(found)
+        self._go_on_from(found)
+
+    def _prepare_load(self) -> None:
         self._require_usable()
         try:
             self._take_error()
         except CheckpointingException as error:
             logger.error("the last save had failed: %s", error)
-        with self._events.timed("read"):
-            found = self._loads.load_newest(given, iteration, allow_partial_load)
-        # What is saved from here on belongs to a new epoch, and is newer than all there is.
+
+    def _go_on_from(self, found: Found) -> None:
+        """Have what is saved from here on belong to a new epoch, newer than all there is."""
         self._newest_iteration = found.folder.iteration
         self._root.go_on_from(found)
         if self.rank == 0:
             self._root.committed.note_resume(found)
         if self._local is not None:
             self._local.begin(found.folder.iteration, lineage=found.lineage)
-        if into is None:
-            return found.folder.iteration
-        return into, CkptID(found.folder.iteration, self.rank, self.session_id)
 
     def note_progress(self, iteration: int) -> None:
         """Note that the job has got on, to a checkpoint that is complete; asks no other rank."""
@@ -522,6 +566,12 @@ class GlobalCheckpointManager:
                     f"must grow. To go back, load() the checkpoint to go on from"
                 )
 
+        def prepare(plan: SavePlan) -> SavePlan:
+            if plan != self.plans.local:
+                # Before training goes on, with what could never be loaded.
+                self._writer.require_loadable(plan, planner)
+            return plan
+
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
@@ -531,6 +581,7 @@ class GlobalCheckpointManager:
                 tag=[self.session_id, what],
                 check=check,
                 begin=begin,
+                prepare=prepare,
             )
         return planner, planned
 

@@ -25,7 +25,7 @@ from localckpt.global_tier.metadata import StorageInfo
 from localckpt.global_tier.read_files import READ_NBYTES, FileReads, Run
 from localckpt.global_tier.write_items import Frame, frame_of, load_object
 from localckpt.memory.host_memory import address_of
-from localckpt.memory.tensor_bytes import copy_values
+from localckpt.memory.tensor_bytes import copy_values, is_host_run
 
 __all__ = ["ItemRead", "LoadContext", "add_runs"]
 
@@ -240,7 +240,7 @@ class _Values:
         """Return the runs to read."""
         whole_rows = torch.Size(length for _, length in self._inner) == self._row_shape
         target = self._target
-        if whole_rows and target.is_cpu and target.is_contiguous() and target.dtype is self._dtype:
+        if whole_rows and is_host_run(target) and target.dtype is self._dtype:
             ends = range(
                 self._begin // READ_NBYTES * READ_NBYTES + READ_NBYTES, self._end, READ_NBYTES
             )
@@ -298,7 +298,9 @@ def _copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
             f"a part of shape {tuple(source.shape)} was saved where one of shape "
             f"{tuple(target.shape)} is wanted"
         )
-    if target.dtype is source.dtype:
-        copy_values(target, source)
-    else:
-        target.copy_(source)
+    # Tensors that were made in inference mode are written to in that mode only.
+    with torch.inference_mode(target.is_inference()):
+        if target.dtype is source.dtype:
+            copy_values(target, source)
+        else:
+            target.copy_(source)

@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.metadata import FORMAT_VERSION
+from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import PlannedSave, Written, plan_save
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
@@ -57,6 +59,7 @@ class Save:
         began: When the trainer asked for it, by ``time.monotonic()``.
         called: When the save before was over, by the same clock.
         events: Stream for the end of the save.
+        may_differ: Tells by its name whether ranks may have different values for a key.
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.
@@ -78,6 +81,7 @@ class Save:
         began: float,
         called: float,
         events: EventStream,
+        may_differ: Callable[[str], bool],
     ) -> None:
         self.iteration = begun.folder.iteration
         self.committed = False
@@ -92,6 +96,8 @@ class Save:
         self._plans = writer.plans
         self._on_commit = on_commit
         self._on_over = on_over
+        self._may_differ = may_differ
+        self._common: CommonValues | None = None
         self._process = os.getpid()
         self._writes: list[FileWrite] = []
         self._staging_error: BaseException | None = None
@@ -114,6 +120,9 @@ class Save:
                 self._writer.reset(self._begun.path)
                 self._writer.save_id = self._begun.save_id
                 self._writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
+                self._common = CommonValues(
+                    *(self._plans.local, self._plans.common, planner, self._may_differ)
+                )
                 self._writes = self._writer.preload_tensors()
         except BaseException as error:
             if os.getpid() != self._process:
@@ -206,9 +215,10 @@ class Save:
         try:
             self._ranks.rounds = self._number
             with self._plans.kept_if_all_is_well():
-                problem = self._ranks.act(
-                    f"save iteration {self.iteration}", self._write, self._commit
-                )
+                what = f"save iteration {self.iteration}"
+                problem, groups = self._ranks.act(what, self._write, self._commit)
+                if groups:
+                    self._raise_differing(groups)
         except BaseException:
             if self._ranks.is_root and not self.committed:
                 self._root.roll_back(self._begun)
@@ -237,10 +247,28 @@ class Save:
             results = self._writer.results(write_files(self._writes))
         self._log_written()
         files = {write.path.name: write.nbytes for write in self._writes}
-        return self._plans.report_written(Written(results, files))
+        assert self._common is not None, "everything is staged"
+        return self._plans.report_written(Written(results, files), self._common.folded())
 
-    def _commit(self, reports: list[Message]) -> str:
-        """On the first rank: make it a checkpoint; what went wrong after that."""
+    def _raise_differing(self, groups: dict[str, list[list[int]]]) -> None:
+        common = self._common
+        assert common is not None, "everything is staged"
+        # One rank of each group of equal ranks speaks for it.
+        asked = {set_id: [ranks[0] for ranks in equal] for set_id, equal in groups.items()}
+        self._ranks.decide(
+            f"name what differs in iteration {self.iteration}",
+            lambda: common.told(asked, self._ranks.rank),
+            partial(judge_differing, self.iteration, groups),
+        )
+
+    def _commit(self, reports: list[Message]) -> tuple[str, dict[str, list[list[int]]]]:
+        """On the first rank: make it a checkpoint, unless values under one name differ.
+
+        Returns:
+            What went wrong after the commit, and the sets of ranks whose values differ.
+        """
+        if groups := differing([message.record for message in reports]):
+            return "", groups
         written, as_before = self._plans.merge_written(reports)
         files = {name: nbytes for part in written for name, nbytes in part.files.items()}
         metadata = self._pickle_metadata(written, as_before)
@@ -250,8 +278,8 @@ class Save:
             if self._on_commit is not None:
                 self._on_commit()
         except Exception as error:  # noqa: BLE001 - raised on every rank
-            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}"
-        return ""
+            return f"iteration {self.iteration} is committed, but on_commit failed: {error!r}", {}
+        return "", {}
 
     def _pickle_metadata(self, written: list[Written], as_before: bool) -> bytes:
         """Pickle the checkpoint's metadata, unless it is the same as that of the save before."""

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.misdescribed import why_misdescribed
+from localckpt.global_tier.replicas import common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 
@@ -46,6 +47,7 @@ class PlanCache:
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
+        common: Numbers of this rank's items that other ranks plan, too, by the set of ranks.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class PlanCache:
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
         self.coordinated: _Coordinated | None = None
+        self.common: dict[int, tuple[int, ...]] = {}
 
         # The metadata of the last checkpoint, and its pickle.
         self.pickled: tuple[Metadata, bytes] | None = None
@@ -73,12 +76,12 @@ class PlanCache:
             self.clear()
             raise
 
-    def report_written(self, written: Written) -> Message:
-        """Report of this rank to the coordinator: empty, if it wrote as it did before."""
+    def report_written(self, written: Written, record: Any = None) -> Message:
+        """Report of this rank to the coordinator: a record, and what it wrote unless as before."""
         if written == self._last_report:
-            return Message()
+            return Message(record)
         self._last_report = written
-        return Message(None, pickle.dumps(written))
+        return Message(record, pickle.dumps(written))
 
     def merge_written(self, reports: list[Message]) -> tuple[list[Written], bool]:
         """Merge the reports on the coordinator; returns also whether all is as it was before."""
@@ -101,6 +104,7 @@ class _Coordinated:
     local: list[SavePlan]
     final: list[SavePlan]
     metadata: Metadata
+    common: list[dict[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -183,20 +187,25 @@ def plan_save(
             return PerRank(begin(), {})
         pending = _coordinate(before, plans, planner, writer)
         # Who sent a plan may have forgotten what came of it, even if it is what it was.
-        finals_before = [None] * len(plans) if before is None else before.final
+        parts = list(zip(pending.final, pending.common, strict=True))
+        parts_before = (
+            [None] * len(plans)
+            if before is None
+            else list(zip(before.final, before.common, strict=True))
+        )
         changed = {
-            rank: Message(None, pickle.dumps(final))
-            for rank, (final, last) in enumerate(zip(pending.final, finals_before, strict=True))
-            if final != last or plans[rank]
+            rank: Message(None, pickle.dumps(part))
+            for rank, (part, last) in enumerate(zip(parts, parts_before, strict=True))
+            if part != last or plans[rank]
         }
         return PerRank(begin(), changed)
 
     with cache.kept_if_all_is_well():
         planned: Any = ranks.act("plan the save", local_step, global_step)
         begun, changed = planned
-        final = None if changed is None else pickle.loads(changed.data)
     cache.local, cache.coordinated = local, pending
-    cache.final = cache.final if final is None else final
+    if changed is not None:
+        cache.final, cache.common = pickle.loads(changed.data)
     assert cache.final is not None, "a rank for which nothing changed has a plan"
     return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
 
@@ -231,7 +240,7 @@ def _coordinate(
         for rank, plan in enumerate(plans)
     ]
     final, metadata = planner.create_global_plan(local)
-    return _Coordinated(local, writer.prepare_global_plan(final), metadata)
+    return _Coordinated(local, writer.prepare_global_plan(final), metadata, common_items(local))
 
 
 def _require_all(reports: Sequence[bytes]) -> None:

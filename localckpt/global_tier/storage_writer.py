@@ -169,6 +169,16 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # One save.
 
+    def require_loadable(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Check that what a rank plans to save could be loaded again; copies nothing.
+
+        Raises:
+            UnsafeGlobalError: The state holds an object that could not be loaded again.
+            CheckpointingException: It could not be loaded again for another reason.
+        """
+        for item in plan.items:
+            self._items.read(item, planner)
+
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Find what this rank is to write, and where. Tensors are not copied yet.
 

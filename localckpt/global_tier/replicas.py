@@ -1,0 +1,202 @@
+"""Comparison of values that several ranks save under one name: shared storage keeps one for all.
+
+Each rank hashes what it has in common with other ranks while it stages its part, and reports one
+digest for each set of ranks with the outcome of the save. Only if digests differ do ranks send
+those of single values. Tensors that say themselves which part of a global tensor they are (DTensor,
+ShardedTensor) are not compared.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
+
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import ranks_named
+from localckpt.memory.host_memory import memory_at
+from localckpt.state_dict.value_digests import digest_of
+
+__all__ = ["CommonValues", "common_items", "differing", "judge_differing"]
+
+_SHOWN = 8
+
+
+def common_items(plans: Sequence[SavePlan]) -> list[dict[int, tuple[int, ...]]]:
+    """Group the items of each rank's plan that other ranks plan, too.
+
+    Args:
+        plans: Plans of all ranks.
+
+    Returns:
+        For each rank, by the number of a set of ranks, the numbers of the items that these ranks
+        have in common. Sets have the same numbers on all ranks.
+    """
+    owners: dict[MetadataIndex, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            owners.setdefault(item.index, []).append(rank)
+    sets: dict[tuple[int, ...], int] = {}
+    of_index = {
+        index: sets.setdefault(tuple(ranks), len(sets))
+        for index, ranks in owners.items()
+        if len(ranks) > 1
+    }
+    found: list[dict[int, tuple[int, ...]]] = []
+    for plan in plans:
+        items: dict[int, list[int]] = {}
+        for number, item in enumerate(plan.items):
+            if (set_id := of_index.get(item.index)) is not None:
+                items.setdefault(set_id, []).append(number)
+        found.append({set_id: tuple(numbers) for set_id, numbers in items.items()})
+    return found
+
+
+class CommonValues:
+    """Digests of the values that this rank saves and other ranks save, too.
+
+    Args:
+        plan: This rank's plan, before others were told to write some of its items.
+        common: Numbers of the items by set of ranks, of :func:`common_items`.
+        planner: Knows the values.
+        may_differ: Tells by its name whether ranks may have different values for a key.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan | None,
+        common: Mapping[int, Sequence[int]],
+        planner: SavePlanner,
+        may_differ: Callable[[str], bool],
+    ) -> None:
+        assert plan is not None, "the save is planned"
+        assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
+        self._digests: dict[int, dict[str, str]] = {}
+        for set_id, numbers in common.items():
+            for number in numbers:
+                index = plan.items[number].index
+                value = planner.state_dict[index.fqn]
+                if may_differ(index.fqn) or isinstance(value, DTensor | ShardedTensor):
+                    continue
+                self._digests.setdefault(set_id, {})[index.fqn] = _digest(value)
+
+    def folded(self) -> list[list[Any]]:
+        """Return pairs of the number of a set of ranks and the digest of all values in common."""
+        return [
+            [set_id, xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())]
+            for set_id, digests in self._digests.items()
+        ]
+
+    def told(self, asked: Mapping[str, Sequence[int]], rank: int) -> dict[str, dict[str, str]]:
+        """Return the digests of single values for sets in which this rank is asked for them."""
+        return {
+            set_id: self._digests[int(set_id)] for set_id, ranks in asked.items() if rank in ranks
+        }
+
+
+def differing(reports: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[list[int]]]:
+    """Find the sets of ranks whose values differ.
+
+    Args:
+        reports: For each rank, what :meth:`CommonValues.folded` returned.
+
+    Returns:
+        By the number of a set, the ranks whose values are equal, in several lists.
+    """
+    by_digest: dict[int, dict[str, list[int]]] = {}
+    for rank, pairs in enumerate(reports):
+        for set_id, digest in pairs:
+            by_digest.setdefault(set_id, {}).setdefault(digest, []).append(rank)
+    return {
+        str(set_id): list(groups.values())
+        for set_id, groups in by_digest.items()
+        if len(groups) > 1
+    }
+
+
+def judge_differing(
+    iteration: int,
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    told_by: Sequence[Mapping[str, Mapping[str, str]]],
+) -> None:
+    """Raise MismatchError that names the values that differ, and the ranks.
+
+    Args:
+        iteration: Iteration of the save.
+        groups: What :func:`differing` returned.
+        told_by: For each rank, what :meth:`CommonValues.told` returned where the first rank of each
+            group was asked.
+    """
+    texts = []
+    for set_id, equal in groups.items():
+        firsts = [told_by[ranks[0]][set_id] for ranks in equal]
+        for name in sorted(firsts[0].keys()):
+            by_digest: dict[str | None, list[int]] = {}
+            for ranks, told in zip(equal, firsts, strict=True):
+                by_digest.setdefault(told.get(name), []).extend(ranks)
+            if len(by_digest) > 1:
+                of = " differs from ".join(ranks_named(ranks) for ranks in by_digest.values())
+                texts.append(f"{name} ({of})")
+    shown = "; ".join(texts[:_SHOWN]) + f"; and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
+    raise MismatchError(
+        f"iteration {iteration} is not saved: ranks have different values under one name, of which "
+        f"shared storage would keep one rank's for all: {shown}. Older checkpoints are as they "
+        f"were. Give each of them a name of its own, such as f'stage{{rank}}' for the stages of a "
+        f"pipeline, or have Checkpointer save one for each rank: private={{name: 'keep'}}. If they "
+        f"are meant to be equal, the ranks have diverged: see check_replicas"
+    )
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of a strided tensor's dtype, shape and bits, equal on all ranks.
+
+    A tensor on a GPU is reduced there: it is not copied to the host.
+    """
+    about = f"{tensor.device.type != 'cpu'}{tensor.dtype}{tuple(tensor.shape)}"
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    if tensor.is_cpu:
+        whole = memory_at(content.data_ptr(), content.numel())
+        return f"{about}{xxhash.xxh3_64_hexdigest(whole)}"
+    return f"{about}{device_digest(content)}"
+
+
+# Bytes of a tensor that are reduced at once: what is made meanwhile is eight times as large.
+_REDUCED_NBYTES = 64 << 20
+
+
+def device_digest(content: torch.Tensor) -> list[int]:
+    """Reduce bytes to integers where they are, so that other bytes give other integers.
+
+    Each eight bytes are mixed, as hash tables do it, and added up with odd weights.
+
+    Args:
+        content: The bytes, uint8, contiguous.
+    """
+    whole = content.numel() // 8 * 8
+    totals = []
+    for start in range(0, whole, _REDUCED_NBYTES):
+        words = content[start : min(start + _REDUCED_NBYTES, whole)].view(torch.int64)
+        weights = torch.arange(1, 2 * len(words), 2, device=words.device)
+        mixed = (words ^ (words >> 32)) * -0x61C8864680B583EB
+        totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
+    rest = content[whole:].tolist()
+    return [*(int(total) for total in totals), *rest]
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return digest_of(value, str)
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return tensor_digest(value)
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return xxhash.xxh3_64_hexdigest(stream.getbuffer())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.replicated import Replicated
+from localckpt.state_dict.stateful import Freedom, freedom_of, is_below, plain_names
 
 __all__ = ["RNG", "ModulePart", "OptimizerPart", "RandomPart", "ValuePart", "parts_of"]
 
@@ -76,7 +78,7 @@ def _part_of(key: str, value: Any) -> Any:
 
 
 class ModulePart:
-    """A module, by the names that its parameters have without DDP and ``torch.compile``.
+    """A module, by the names that its values have without DDP and ``torch.compile``.
 
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
@@ -86,25 +88,53 @@ class ModulePart:
         self.module = _unwrapped(module)
         self._is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
 
+    @property
+    def freedom(self) -> Freedom:
+        """Values that are taken as they were saved, as :func:`freedom_of` has them."""
+        free = freedom_of(self.module)
+        plain = plain_names(self.module, {*free.below, *free.shapes})
+        return Freedom(
+            tuple(plain[name] for name in free.below),
+            frozenset(plain[name] for name in free.shapes),
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        with self._sharded():
-            return dict(self.module.state_dict())
+        own = self._own_state()
+        plain = plain_names(self.module, own)
+        return {plain[name]: value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was loaded; tensors that were filled in place are there already."""
-        if self._is_fsdp1:
-            with self._sharded():
-                self.module.load_state_dict(dict(state))
-            return
-        own = self.module.state_dict()
-        if unknown := sorted(state.keys() - own.keys()):
+        own, free = self._own_state(), self.freedom
+        names = {plain: name for name, plain in plain_names(self.module, own).items()}
+        if unknown := sorted(
+            name for name in state.keys() - names.keys() if not is_below(name, free.below)
+        ):
             raise MismatchError(
                 f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
                 f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
             )
-        rest = {name: value for name, value in state.items() if not _is_same(value, own[name])}
-        if rest:
-            self.module.load_state_dict(rest, strict=False)
+        loaded = OrderedDict((names.get(name, name), value) for name, value in state.items())
+        # A hook needs all that its module saved, and FSDP1's own tensors are copies.
+        is_whole = self._is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
+        if not is_whole:
+            loaded = OrderedDict((n, v) for n, v in loaded.items() if not _is_same(v, own[n]))
+        if not loaded:
+            return
+        # The versions of the modules' states, by which hooks see that nothing is to be converted.
+        loaded._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
+        try:
+            with self._sharded():
+                self.module.load_state_dict(loaded, strict=is_whole)
+        except RuntimeError as error:
+            raise MismatchError(
+                f"{type(self.module).__name__} does not take its state from the checkpoint, and "
+                f"may have a part of it: {error}. Make the module as it was when it was saved"
+            ) from error
+
+    def _own_state(self) -> dict[str, Any]:
+        with self._sharded():
+            return self.module.state_dict()
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from localckpt.checkpointer.parts import (
 )
 from localckpt.options import PrivateRule
 from localckpt.state_dict.replicated import without_marker
+from localckpt.state_dict.stateful import plain_names
 
 __all__ = ["TrainingState"]
 
@@ -89,8 +90,9 @@ class TrainingState:
         for key, part in unmarked.items():
             if isinstance(part, ModulePart):
                 # Such as the statistics of BatchNorm, which each rank has of its own data.
-                buffers = (f"{key}.{name}" for name, _ in part.module.named_buffers())
-                rules |= dict.fromkeys(buffers, _of_one_rank)
+                names = [name for name, _ in part.module.named_buffers()]
+                plain = plain_names(part.module, names).values()
+                rules |= dict.fromkeys((f"{key}.{name}" for name in plain), _of_one_rank)
         for key, rule in self._private.items():
             # A pair of functions has a value, which its part has a key for.
             rules[f"{key}.value" if isinstance(unmarked.get(key), ValuePart) else key] = rule

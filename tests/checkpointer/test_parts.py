@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,58 @@ def test_a_compiled_module_has_the_names_of_the_module_inside() -> None:
     part = ModulePart(torch.compile(inner))
 
     assert part.state_dict().keys() == {"weight", "bias"}
+
+
+def _blocks() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), torch.nn.Linear(2, 2)
+    )
+
+
+def _compiled_by_blocks() -> torch.nn.Sequential:
+    module = _blocks()
+    module[0][0] = torch.compile(module[0][0], backend="eager")
+    module[0] = torch.compile(module[0], backend="eager")
+    return module
+
+
+def _compiled_in_place() -> torch.nn.Sequential:
+    module = _blocks()
+    module[0].compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (_blocks, _compiled_by_blocks),
+        (_compiled_by_blocks, _blocks),
+        (_compiled_by_blocks, _compiled_in_place),
+        (_compiled_in_place, lambda: torch.compile(_compiled_by_blocks(), backend="eager")),
+    ],
+)
+def test_blocks_may_be_compiled_otherwise_at_the_next_start(
+    first: Callable[[], Any], second: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = first()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with localckpt.Checkpointer({"model": model, "optimizer": optimizer}, local=tmp_path) as made:
+        made.resume()
+        model(torch.eye(2)).square().sum().backward()
+        optimizer.step()
+        made.step(0)
+        made.save(0)
+    other = second()
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+
+    with localckpt.Checkpointer({"model": other, "optimizer": again}, local=tmp_path) as made:
+        assert made.resume() == 1
+
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    for one, same in pairs:
+        assert torch.equal(one, same)
+        assert torch.equal(optimizer.state[one]["exp_avg"], again.state[same]["exp_avg"])
 
 
 def test_a_value_that_only_the_checkpoint_has_is_an_error_that_names_it() -> None:

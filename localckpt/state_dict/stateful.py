@@ -1,0 +1,141 @@
+"""Names in the states of modules, and which of their values may be other ones at a load.
+
+Most values of a state are filled in place, so what was saved must have the kind, the shape and the
+dtype of what is given. *Free* values need not: they are given to ``load_state_dict`` as they were
+saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from localckpt.state_dict.replicated import without_marker
+
+__all__ = ["FREE", "Freedom", "TensorKind", "freedom_of", "is_below", "plain_names"]
+
+TensorKind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+
+# By its name, since wrappers around torch.compile's may leave their own name out of a state.
+_COMPILED = frozenset({"_orig_mod"})
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+# torch's own hooks that resize nothing; those of lazy modules and of torch.ao do.
+_STRICT_HOOKS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+_LAZY_HOOKS = "torch.nn.modules.lazy"
+# Wrappers whose own hooks leave these names out of a state.
+_UNNAMED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """Names of a state whose values may differ from those that were saved.
+
+    Attributes:
+        below: Names, dotted, that are free with all below them; ``""`` for the whole state.
+        shapes: Names of tensors that are free in shape and presence, and keep their dtype.
+    """
+
+    below: tuple[str, ...] = ()
+    shapes: frozenset[str] = frozenset()
+
+    def allows(self, name: str, saved: TensorKind | None, given: TensorKind | None) -> bool:
+        """Return whether a value may be given as it was saved, in place of a given tensor.
+
+        Args:
+            name: Dotted name of the value in the state.
+            saved, given: Kinds of the tensors; ``None`` where there is none.
+        """
+        if name in self.shapes:
+            return saved is None or given is None or saved[0] == given[0]
+        return is_below(name, self.below)
+
+
+FREE = Freedom(("",))
+"""Freedom of states that are no module's."""
+
+
+def is_below(name: str, names: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of some names, or below it; all are below ``""``."""
+    return any(not above or name == above or name.startswith(f"{above}.") for above in names)
+
+
+def freedom_of(value: Any) -> Freedom:
+    """Return which values of the state of a stateful value are free.
+
+    All are, but in a module. There it is the extra states, and what belongs to modules with a hook
+    of their own, which may make tensors of other shapes when a state is loaded.
+
+    Args:
+        value: A value with ``state_dict`` and ``load_state_dict``. One that stands for a module
+            says its freedom by an attribute ``freedom``.
+    """
+    value = without_marker(value)
+    if not isinstance(value, torch.nn.Module):
+        own = getattr(value, "freedom", None)
+        return own if isinstance(own, Freedom) else FREE
+    below: list[str] = []
+    for prefix, module in value.named_modules(remove_duplicate=False):
+        prefix = _without(prefix, _UNNAMED)
+        if _has_hook(module):
+            below.append(prefix)
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            below.append(f"{prefix}._extra_state".removeprefix("."))
+    tensors = (
+        *value.named_parameters(remove_duplicate=False),
+        *value.named_buffers(remove_duplicate=False),
+    )
+    names = (_without(name, _UNNAMED) for name, _ in tensors) if below else ()
+    return Freedom(tuple(below), frozenset(name for name in names if is_below(name, below)))
+
+
+def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return the names that values of a module have without DDP and ``torch.compile``.
+
+    Args:
+        module: The module, with wrappers around it and in it.
+        names: Names in its ``state_dict()``, or of its modules, parameters or buffers.
+
+    Returns:
+        For each name the plain one.
+    """
+    wrapped = [
+        (f"{prefix}.module".removeprefix("."), prefix)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, _WRAPPERS)
+    ]
+    # The innermost first, since the names of the outer ones begin theirs.
+    return {name: _plain(name, wrapped[::-1]) for name in names}
+
+
+def _plain(name: str, wrapped: Iterable[tuple[str, str]]) -> str:
+    for inner, outer in wrapped:
+        if is_below(name, (inner,)):
+            name = f"{outer}{name.removeprefix(inner)}".removeprefix(".")
+    return _without(name, _COMPILED)
+
+
+def _without(name: str, parts: Collection[str]) -> str:
+    """Leave parts of a dotted name out."""
+    if not any(part in name for part in parts):
+        return name
+    return ".".join(part for part in name.split(".") if part not in parts)
+
+
+def _has_hook(module: torch.nn.Module) -> bool:
+    """Return whether a module, not torch's, takes part in how its state is loaded."""
+    added: Iterable[Any] = module._load_state_dict_pre_hooks.values()
+    hooks = (hook.hook for hook in added)
+    return any(map(_may_resize, (module.load_state_dict, module._load_from_state_dict, *hooks)))
+
+
+def _may_resize(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(inspect.unwrap(hook), "__module__", None) or ""
+    return home == _LAZY_HOOKS or not home.startswith(_STRICT_HOOKS)

@@ -235,6 +235,8 @@ class Checkpointer:
                     max_attempts=max_attempts,
                     safe_globals=allowed,
                     on_resize=on_resize,
+                    private=private or {},
+                    ranks=self._ranks,
                     failures=self._failures[1],
                     events=self._record.stream,
                 )
@@ -302,7 +304,9 @@ class Checkpointer:
         self._require_open()
         return self._resumption.find(elsewhere)
 
-    def resume(self, elsewhere: Elsewhere | None = None) -> int:
+    def resume(
+        self, elsewhere: Elsewhere | None = None, *, allow_dtype_change: bool = False
+    ) -> int:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
 
         It is looked for on the nodes, and then on shared storage. Tensors of the state are filled
@@ -313,6 +317,8 @@ class Checkpointer:
         Args:
             elsewhere: A checkpoint that the program can load by itself. It is taken if it is newer,
                 or nothing else can be loaded.
+            allow_dtype_change: Convert values to the dtypes of the tensors that they fill, such as
+                those of a model that is in bfloat16 now; else another dtype is an error.
 
         Returns:
             The next step: 0 if there is no checkpoint.
@@ -330,7 +336,9 @@ class Checkpointer:
         called = time.monotonic()
         if self._state.make() and self._shared is not None:
             self._shared.use(self._state.parts)
-        loaded = self._resumption.run(self._state.parts, elsewhere, called)
+        loaded = self._resumption.run(
+            self._state.parts, elsewhere, called, allow_dtype_change=allow_dtype_change
+        )
         self._last_step = loaded
         self._schedule.begin(loaded)
         return loaded + 1

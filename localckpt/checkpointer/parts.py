@@ -20,7 +20,16 @@ from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.stateful import Freedom, freedom_of, is_below, plain_names
 
-__all__ = ["RNG", "ModulePart", "OptimizerPart", "RandomPart", "ValuePart", "parts_of"]
+__all__ = [
+    "RNG",
+    "ModulePart",
+    "OptimizerPart",
+    "RandomPart",
+    "ValuePart",
+    "is_odd",
+    "kind_of",
+    "parts_of",
+]
 
 RNG = "rng"
 """Key of the states of the random number generators."""
@@ -77,6 +86,31 @@ def _part_of(key: str, value: Any) -> Any:
     )
 
 
+def is_odd(value: Any) -> bool:
+    """Return whether a value is a tensor that torch.distributed.checkpoint would not return."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if type(value).__name__ in ("DTensor", "ShardedTensor"):
+        return False
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        return True
+    return bool(_expanded_dims(value))
+
+
+def kind_of(part: Any) -> str:
+    """Return what a part is, in words: a module, an optimizer, or another one, and its class."""
+    if isinstance(part, ValuePart):
+        return "value of a pair of functions"
+    sort, value = "part", part
+    if isinstance(part, ModulePart):
+        sort, value = "module", part.module
+    elif isinstance(part, OptimizerPart):
+        sort, value = "optimizer", part.optimizer
+    return f"{sort} {type(value).__module__}.{type(value).__qualname__}"
+
+
 class ModulePart:
     """A module, by the names that its values have without DDP and ``torch.compile``.
 
@@ -86,7 +120,7 @@ class ModulePart:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = _unwrapped(module)
-        self._is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
+        self.is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
 
     @property
     def freedom(self) -> Freedom:
@@ -116,9 +150,13 @@ class ModulePart:
             )
         loaded = OrderedDict((names.get(name, name), value) for name, value in state.items())
         # A hook needs all that its module saved, and FSDP1's own tensors are copies.
-        is_whole = self._is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
+        is_whole = self.is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
         if not is_whole:
-            loaded = OrderedDict((n, v) for n, v in loaded.items() if not _is_same(v, own[n]))
+            loaded = OrderedDict(
+                (n, v)
+                for n, v in loaded.items()
+                if not _is_same(v, own[n]) and not self._is_copied(n, own[n], v)
+            )
         if not loaded:
             return
         # The versions of the modules' states, by which hooks see that nothing is to be converted.
@@ -132,19 +170,84 @@ class ModulePart:
                 f"may have a part of it: {error}. Make the module as it was when it was saved"
             ) from error
 
+    def _is_copied(self, name: str, own: Any, loaded: Any) -> bool:
+        """Copy a value into a tensor that ``torch.nn.Module.load_state_dict`` cannot write to."""
+        if not isinstance(own, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+            return False
+        if own.shape != loaded.shape or not (is_odd(own) or own.is_inference()):
+            return False
+        if own.is_meta:
+            return True
+        if torch.strided is own.layout is loaded.layout:
+            # The elements along an expanded dimension are one.
+            for dim in _expanded_dims(own):
+                own, loaded = own.narrow(dim, 0, 1), loaded.narrow(dim, 0, 1)
+        else:
+            # A detached tensor has indices of its own.
+            own = self.module.state_dict(keep_vars=True)[name]
+        with torch.no_grad(), torch.inference_mode(own.is_inference()):
+            own.copy_(loaded)
+        return True
+
     def _own_state(self) -> dict[str, Any]:
         with self._sharded():
             return self.module.state_dict()
 
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of the parameters by ``id()``: the first of each, if it has several."""
+        named = dict(self.module.named_parameters())
+        plain = plain_names(self.module, named)
+        return {id(p): _clean(plain[name]) for name, p in named.items()}
+
+    def buffer_names(self) -> list[str]:
+        """Return the plain names of the buffers."""
+        plain = plain_names(self.module, [name for name, _ in self.module.named_buffers()])
+        return [_clean(name) for name in plain.values()]
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state by the names of FSDP1's parameters; all ranks call it."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with self._sharded():
+            named = FullyShardedDataParallel.optim_state_dict(self.module, optimizer, state)
+        return _renamed(named, self._plain_parameters())
+
+    def optimizer_state_to_load(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what the optimizer loads for a state that :meth:`optimizer_state` returned."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        names = {plain: name for name, plain in self._plain_parameters().items()}
+        with self._sharded():
+            return FullyShardedDataParallel.optim_state_dict_to_load(
+                self.module, optimizer, _renamed(state, names)
+            )
+
+    def _plain_parameters(self) -> dict[str, str]:
+        """Return plain names of the parameters by those that FSDP1 has for them."""
+        plain = plain_names(self.module, [name for name, _ in self.module.named_parameters()])
+        return {_clean(name): _clean(p) for name, p in plain.items()}
+
     @contextmanager
     def _sharded(self) -> Iterator[None]:
-        if not self._is_fsdp1:
+        if not self.is_fsdp1:
             yield
             return
-        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+        from torch.distributed.fsdp import (
+            FullyShardedDataParallel,
+            ShardedOptimStateDictConfig,
+            ShardedStateDictConfig,
+            StateDictType,
+        )
 
         with FullyShardedDataParallel.state_dict_type(
-            self.module, StateDictType.SHARDED_STATE_DICT
+            self.module,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(),
         ):
             yield
 
@@ -236,6 +339,26 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             return module
 
 
+def _expanded_dims(tensor: torch.Tensor) -> list[int]:
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dim for dim, (size, stride) in sizes if size > 1 and stride == 0]
+
+
+def _clean(name: str) -> str:
+    """Leave the wrappers of FSDP1 and of activation checkpointing out of a parameter's name."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Rename the parameters of an optimizer's state."""
+    groups = [
+        {**group, "params": [names.get(name, name) for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    values = {names.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
+
+
 def _is_fsdp1(module: torch.nn.Module) -> bool:
     # Its package takes long to import, and no module is of a class that was not imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -247,7 +370,7 @@ def _is_same(loaded: Any, own: Any) -> bool:
     if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
         return False
     loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
-    if type(loaded) is not type(own) or loaded.is_meta:
+    if type(loaded) is not type(own) or loaded.is_meta or is_odd(loaded):
         return False
     return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
         *(own.data_ptr(), own.shape, own.stride(), own.dtype),

@@ -68,13 +68,21 @@ class Resumption:
         """Find the step of the newest checkpoint, -1 for none; raises as :meth:`run`."""
         return self._newest(elsewhere).step
 
-    def run(self, parts: Mapping[str, Any], elsewhere: Elsewhere | None, called: float) -> int:
+    def run(
+        self,
+        parts: Mapping[str, Any],
+        elsewhere: Elsewhere | None,
+        called: float,
+        *,
+        allow_dtype_change: bool,
+    ) -> int:
         """Fill the state from the newest checkpoint, and note in the record how that went.
 
         Args:
             parts: Parts of the state.
             elsewhere: A checkpoint of the program's own; the same on all ranks.
             called: Time of the call, by ``time.monotonic()``.
+            allow_dtype_change: Whether to convert values to other dtypes.
 
         Returns:
             The step of the checkpoint; -1 if there is none.
@@ -91,7 +99,7 @@ class Resumption:
             # All ranks load the same, or none does.
             known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
             self._ranks.decide("compare checkpoints elsewhere", lambda: known, _judge_elsewhere)
-            step, source = self._load(parts, elsewhere)
+            step, source = self._load(parts, elsewhere, allow_dtype_change)
             job_run = self._say_what_was_loaded(step, source, time.monotonic() - called)
         except BaseException as error:
             self._record.resumed(called, None, "", "", error)
@@ -123,7 +131,9 @@ class Resumption:
             raise given_up
         return _Newest(beside, False, beside, is_elsewhere, None)
 
-    def _load(self, parts: Mapping[str, Any], elsewhere: Elsewhere | None) -> tuple[int, str]:
+    def _load(
+        self, parts: Mapping[str, Any], elsewhere: Elsewhere | None, allow_dtype_change: bool
+    ) -> tuple[int, str]:
         """Load the newest checkpoint; returns its step, and the source of this rank's part."""
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.is_on_nodes:
@@ -145,7 +155,7 @@ class Resumption:
             raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
-        return self._shared.load(), SHARED_SOURCE
+        return self._shared.load(allow_dtype_change=allow_dtype_change), SHARED_SOURCE
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Log on the root where all ranks' parts came from; return the name of the job's run."""

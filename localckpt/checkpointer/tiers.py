@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
@@ -26,7 +27,9 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
 
 __all__ = [
@@ -176,7 +179,7 @@ class SharedTier:
         timeout_s: Deadline of waits for other ranks, in seconds.
         max_attempts: As for :class:`GlobalCheckpointManager`.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        on_resize: As for :class:`SharedState`.
+        on_resize, private, ranks: As for :class:`SharedState`.
         failures: Counts failed saves.
         events: Stream of events.
     """
@@ -192,6 +195,8 @@ class SharedTier:
         max_attempts: int | None,
         safe_globals: tuple[Any, ...],
         on_resize: OnResize,
+        private: Mapping[str, PrivateRule],
+        ranks: Ranks,
         failures: Failures,
         events: EventStream,
     ) -> None:
@@ -205,8 +210,14 @@ class SharedTier:
             events=events,
             max_attempts=max_attempts,
         )
-        self._safe_globals = safe_globals
-        self._on_resize = on_resize
+        self._make_state = partial(
+            SharedState,
+            manager=self.manager,
+            ranks=ranks,
+            safe_globals=safe_globals,
+            on_resize=on_resize,
+            private=private,
+        )
         self._given: SharedState | None = None
         self._failures = failures
         self._is_checked = True
@@ -217,7 +228,7 @@ class SharedTier:
         Raises:
             CheckpointingException: The parameters of an optimizer are in none of the modules.
         """
-        self._given = SharedState(parts, self.manager, self._safe_globals, self._on_resize)
+        self._given = self._make_state(parts)
 
     @property
     def _state(self) -> SharedState:
@@ -230,8 +241,11 @@ class SharedTier:
         self._state.save(step, metrics)
         self._is_checked = False
 
-    def load(self) -> int:
+    def load(self, *, allow_dtype_change: bool) -> int:
         """Fill the state from the newest checkpoint that is not damaged; all ranks do so.
+
+        Args:
+            allow_dtype_change: As for :meth:`SharedState.load`.
 
         Returns:
             Its step.
@@ -242,13 +256,13 @@ class SharedTier:
         *newer, oldest = self.manager.all_iterations()
         for step in newer:
             try:
-                self._state.load(step)
+                self._state.load(step, allow_dtype_change=allow_dtype_change)
             except CorruptShardError as error:
                 # The same on all ranks. What it has filled is filled again.
                 logger.error("step %d on shared storage is damaged: %s", step, error)
             else:
                 return step
-        self._state.load(oldest)
+        self._state.load(oldest, allow_dtype_change=allow_dtype_change)
         return oldest
 
     @property

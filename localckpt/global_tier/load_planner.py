@@ -161,6 +161,5 @@ def _make_meta_tensors(values: dict[Any, Any] | list[Any]) -> None:
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and any(
-        size > 1 and stride == 0
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -213,7 +213,7 @@ class GlobalCheckpointManager:
 
     def save(
         self,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
         iteration: SupportsIndex,
         is_async: bool = False,
         on_commit: Callable[[], None] | None = None,
@@ -232,7 +232,8 @@ class GlobalCheckpointManager:
 
         Args:
             state_dict: This rank's part: DTensors, ShardedTensors, tensors that are the same on all
-                ranks, objects, and ``Stateful`` values.
+                ranks, objects, and ``Stateful`` values. Or a function that returns it: what it
+                raises on one rank is raised on all.
             iteration: Its number, above that of the save before.
             is_async: Return as soon as the tensors are copied; else when it is committed. What goes
                 wrong from there on is raised by :meth:`check_for_errors`,
@@ -553,7 +554,10 @@ class GlobalCheckpointManager:
     # On every rank.
 
     def _plan(
-        self, state_dict: dict[str, Any], what: int | str, begin: Callable[[], Any]
+        self,
+        state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
+        what: int | str,
+        begin: Callable[[], Any],
     ) -> tuple[SavePlanner, PlannedSave]:
         planner = DefaultSavePlanner()
 
@@ -575,7 +579,7 @@ class GlobalCheckpointManager:
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
-                without_markers(state_dict),
+                state_dict if callable(state_dict) else without_markers(state_dict),
                 planner,
                 self._writer,
                 tag=[self.session_id, what],

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _metadata_fn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -47,6 +48,7 @@ __all__ = [
     "create_write_items",
     "format_version",
     "require_sound",
+    "set_element",
 ]
 
 DATA_SUFFIX = DEFAULT_SUFFIX

@@ -124,7 +124,7 @@ class PlannedSave:
 
 def plan_save(
     ranks: Ranks,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
     *,
@@ -139,7 +139,8 @@ def plan_save(
 
     Args:
         ranks: The ranks; their root is the coordinator.
-        state_dict: This rank's state; values may be ``Stateful``.
+        state_dict: This rank's state, whose values may be ``Stateful``; or a function that returns
+            it, whose errors are raised on all ranks.
         planner: Made for this save; torch's own, or a user's.
         writer: Keeps what was planned before, and says where this rank writes.
         tag: What must be the same on all ranks, as the number of the checkpoint.
@@ -160,7 +161,7 @@ def plan_save(
     def local_step() -> Message:
         nonlocal local
         # First of all, since a state may be made by all ranks together.
-        state = _plain(state_dict)
+        state = _plain(state_dict() if callable(state_dict) else state_dict)
         check()
         planner.set_up_planner(
             state_dict=state,

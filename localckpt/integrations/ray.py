@@ -115,11 +115,13 @@ class RayCheckpointer(Checkpointer):
         self._reported: int | None = None
         super().__init__(state, session_id=session_id, stop_signals=stop_signals, **options)
 
-    def resume(self, elsewhere: Elsewhere | None = None) -> int:
+    def resume(
+        self, elsewhere: Elsewhere | None = None, *, allow_dtype_change: bool = False
+    ) -> int:
         """Load the newest checkpoint that can be had, in place; all workers call it.
 
         Args:
-            elsewhere: As for :meth:`Checkpointer.resume`.
+            elsewhere, allow_dtype_change: As for :meth:`Checkpointer.resume`.
 
         Returns:
             The next step: 0 if there is no checkpoint.
@@ -131,7 +133,7 @@ class RayCheckpointer(Checkpointer):
                 with another number of workers, and parts of the state belong to single ones.
             PeerLostError: As for :meth:`Checkpointer.resume`.
         """
-        step = super().resume(elsewhere)
+        step = super().resume(elsewhere, allow_dtype_change=allow_dtype_change)
         known = self._ranks.decide("read what Ray Train was told", self._known_step, _first)
         if known < step:
             return step

@@ -1,0 +1,132 @@
+"""Comparison of the parts of a training state with those that were saved: pure functions.
+
+Whether tensors fit is found where they are filled. Here it is what has no tensors: the names of the
+parts, their classes, and the parameter groups of optimizers. All that does not fit is one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localckpt.errors import MismatchError
+from localckpt.failure_texts import said_by
+
+__all__ = ["judge_fits", "why_groups_differ", "why_other_class", "why_parts_differ"]
+
+_SHOWN = 8
+
+
+def why_parts_differ(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Compare the parts of a state with those that were saved.
+
+    Args:
+        saved, given: Kinds of the parts, such as ``"module my.Net"``, by name.
+    """
+    lines = [f"{key} ({saved[key]}): saved, not given" for key in saved if key not in given]
+    lines += [f"{key} ({given[key]}): given, not saved" for key in given if key not in saved]
+    lines += [
+        f"{key}: saved as {saved[key]}, given as {given[key]}"
+        for key in saved
+        if key in given and _sort(saved[key]) != _sort(given[key])
+    ]
+    return lines
+
+
+def why_other_class(
+    key: str, saved: str, given: str, saved_keys: Sequence[str], given_keys: Sequence[str]
+) -> list[str]:
+    """Compare the class of a part that is no module.
+
+    A class that was renamed is taken if its state has the keys that were saved. Classes of torch
+    are not renamed, and one may take the state of another one for its own.
+
+    Args:
+        key: Name of the part.
+        saved, given: Kinds of the part.
+        saved_keys, given_keys: Keys of its state.
+    """
+    if saved == given:
+        return []
+    are_torchs = all(kind.partition(" ")[2].startswith("torch.") for kind in (saved, given))
+    if set(saved_keys) == set(given_keys) and not are_torchs:
+        return []
+    return [
+        f"{key}: saved as {saved}, given as {given}{_other_keys('keys', saved_keys, given_keys)}"
+    ]
+
+
+def why_groups_differ(
+    key: str,
+    saved: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    kinds: tuple[str, str],
+) -> list[str]:
+    """Compare the parameter groups of an optimizer, whose ``params`` are names.
+
+    Args:
+        key: Name of the optimizer.
+        saved, given: The groups. They may be in another order, and so may their parameters.
+        kinds: Kinds of the optimizer that was saved, and of the one that is given.
+    """
+    about = f"{key} (saved as {kinds[0]}, given as {kinds[1]})"
+    names = [{name for group in groups for name in group["params"]} for groups in (saved, given)]
+    if names[0] != names[1]:
+        return [f"{about}: its parameters are others{_other_keys('', *map(sorted, names))}"]
+    given_by_params = {frozenset(group["params"]): group for group in given}
+    if {frozenset(group["params"]) for group in saved} != given_by_params.keys():
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, given)]
+        differ = f"saved with {sizes[0]} parameters, given with {sizes[1]}"
+        return [f"{about}: its param_groups divide the parameters otherwise: {differ}"]
+    lines = []
+    for number, group in enumerate(saved):
+        own = given_by_params[frozenset(group["params"])]
+        if group.keys() != own.keys():
+            what = f"param_groups[{number}]"
+            lines.append(f"{about}: {what} differs{_other_keys('', list(group), list(own))}")
+    return lines
+
+
+def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
+    """Judge what all ranks have found.
+
+    Args:
+        fits: Of each rank, its parts by name (``given``), those that the checkpoint has
+            (``saved``), and what does not fit (``lines``).
+
+    Raises:
+        MismatchError: Something does not fit; it has all that is wrong, on all ranks.
+    """
+    given = {key: kind for fit in fits for key, kind in fit["given"].items()}
+    lines = why_parts_differ(fits[0]["saved"], given)
+    of_ranks = {
+        rank: "; ".join(_cut(fit["lines"])) for rank, fit in enumerate(fits) if fit["lines"]
+    }
+    if len(set(of_ranks.values())) == 1 and len(of_ranks) == len(fits):
+        lines += _cut(fits[0]["lines"])
+    elif of_ranks:
+        lines.append(said_by(of_ranks))
+    if lines:
+        raise MismatchError(
+            f"the state is not as it was saved: {'; '.join(_cut(lines))}. Nothing was changed. "
+            f"Make the parts as they were, under the same names"
+        )
+
+
+def _cut(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], f"and {more} more"] if more > 0 else list(lines)
+
+
+def _sort(kind: str) -> str:
+    """First word of a kind: module, optimizer, or other."""
+    return kind.partition(" ")[0]
+
+
+def _other_keys(what: str, saved: Sequence[str], given: Sequence[str]) -> str:
+    sides = (
+        ("saved, not given", [key for key in saved if key not in given]),
+        ("given, not saved", [key for key in given if key not in saved]),
+    )
+    listed = [f"{side}: {', '.join(_cut(keys))}" for side, keys in sides if keys]
+    return f" ({' '.join([what, '; '.join(listed)]).strip()})" if listed else ""

@@ -1,0 +1,151 @@
+"""Description of a training state on shared storage, which is read before anything is filled.
+
+The names of the values on shared storage are::
+
+    <module>.<name>                          parameters and buffers
+    <optimizer>.state.<parameter>.<name>     what is there, of the parameters that have a state
+    <optimizer>.param_groups
+    localckpt.world_size
+    localckpt.parts.<part>                   kind of each part
+    localckpt.placed.<optimizer>             states that are not sharded as their parameters are
+    localckpt.of_rank.<rank>                 image of what belongs to a rank: other parts, buffers
+    localckpt.tensors.<rank>.<part>.<name>   modules and optimizers of a rank, by ``private=``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from localckpt.checkpointer.optimizer_names import Path
+from localckpt.errors import MismatchError
+from localckpt.global_tier.load import LoadOptions, OpenCheckpoint
+from localckpt.global_tier.metadata import set_element
+
+__all__ = [
+    "BUFFERS",
+    "IMAGE",
+    "OF_RANK",
+    "OURS",
+    "PARTS",
+    "PLACED",
+    "TENSORS",
+    "WORLD_SIZE",
+    "SavedState",
+]
+
+OURS = "localckpt"
+"""Key of what is saved beside the modules and the optimizers."""
+WORLD_SIZE, PARTS, PLACED = "world_size", "parts", "placed"
+OF_RANK, TENSORS, BUFFERS = "of_rank", "tensors", "buffers"
+
+IMAGE = "localckpt image"
+"""First of a pair; the second is the image of what is saved so, since torch cannot load it."""
+
+
+class SavedState:
+    """State of a training loop in a checkpoint that is open.
+
+    Args:
+        checkpoint: The checkpoint.
+        unpack: Returns the value of an image.
+
+    Raises:
+        MismatchError: Another program has saved it.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, unpack: Callable[[bytes], Any]) -> None:
+        self._checkpoint = checkpoint
+        self._unpack = unpack
+        self._of_ranks: dict[int, Any] = {}
+        self._below: dict[Path, dict[Path, Any]] = {}
+        for name, path in checkpoint.paths.items():
+            depth = 4 if path[:2] == (OURS, TENSORS) else 1
+            self._below.setdefault(path[:depth], {})[path[depth:]] = checkpoint.saved[name]
+        if (OURS,) not in self._below:
+            raise MismatchError(
+                f"{checkpoint.found.folder.path} was not saved by a Checkpointer: load it with "
+                f"GlobalCheckpointManager, or dcp.load. Nothing was changed"
+            )
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        about = self.read((OURS,), lambda path: path[0] in (WORLD_SIZE, PARTS, PLACED))
+        return {PARTS: {}, PLACED: {}, **about}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that have saved it."""
+        return int(self._about[WORLD_SIZE])
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Kinds of the parts of all ranks, by name."""
+        return dict(self._about[PARTS])
+
+    def placed(self, key: str) -> str:
+        """Return what :meth:`NamedOptimizer.placed` returned for an optimizer."""
+        return str(self._about[PLACED].get(key, "[]"))
+
+    def below(self, place: Path) -> Mapping[Path, Any]:
+        """Return the descriptions of a part's values, by their paths in its state."""
+        return self._below.get(place, {})
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return what belongs to a rank that has saved: other parts, and buffers by module."""
+        if rank not in self._of_ranks:
+            image = self.read((OURS,), lambda path: path == (OF_RANK, str(rank)))
+            self._of_ranks[rank] = self._unpack(image[OF_RANK][str(rank)])
+        return dict(self._of_ranks[rank])
+
+    def odd(self, place: Path) -> dict[str, Any]:
+        """Return the tensors of a module that were saved as images."""
+        objects = {
+            path
+            for path, described in self.below(place).items()
+            if not isinstance(described, TensorStorageMetadata)
+        }
+        found = self.read(place, objects.__contains__) if objects else {}
+        values = {name: self.value(value) for name, value in found.items()}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def value(self, loaded: Any) -> Any:
+        """Return a value that was loaded, with images replaced by what they hold."""
+        if isinstance(loaded, dict):
+            return {key: self.value(member) for key, member in loaded.items()}
+        if isinstance(loaded, list):
+            return [self.value(member) for member in loaded]
+        if isinstance(loaded, tuple) and len(loaded) == 2 and loaded[0] == IMAGE:
+            return self._unpack(loaded[1])
+        return loaded
+
+    def path(self, name: str) -> Path:
+        """Return the path of a value in the state that was saved."""
+        return self._checkpoint.paths[name]
+
+    def fill(self, state: dict[str, Any], options: LoadOptions) -> None:
+        """Fill a state; all ranks call it. Raises as :meth:`OpenCheckpoint.fill`."""
+        self._checkpoint.fill(state, options)
+
+    def read(self, place: Path, is_wanted: Callable[[Path], bool]) -> dict[str, Any]:
+        """Read small values on this rank alone.
+
+        Args:
+            place: Place of a part.
+            is_wanted: Tells by its path in the part's state whether a value is wanted.
+        """
+        state: dict[str, Any] = {}
+        for path, described in self.below(place).items():
+            if is_wanted(path):
+                value: Any = b""
+                if isinstance(described, TensorStorageMetadata):
+                    value = torch.empty(described.size, dtype=described.properties.dtype)
+                set_element(state, (*place, *path), value)
+        self._checkpoint.read(state)
+        for key in place:
+            state = state.get(str(key), {})
+        return state

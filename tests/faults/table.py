@@ -122,6 +122,10 @@ FAULTS = {
         "tensors changed as soon as save returns",
         "the values at the call are saved",
     ),
+    "changed-program": (
+        "the program changed between two starts",
+        "the same values, or an error before anything is changed that lists both sides",
+    ),
     "divergent-replica": (
         "a bit of one replica of a tensor flipped in memory",
         "an error on every rank that names the rank, its node and the tensor; nothing is kept",

@@ -1,0 +1,288 @@
+"""Optimizers on shared storage: the states that are there are saved, and those come back."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from localckpt import Checkpointer, CheckpointingException, MismatchError
+from tests.checkpointer.loops import Sharding, make_model
+from tests.ranks import node_store, run_ranks
+
+_Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def _optimizers() -> dict[str, _Make]:
+    """Every optimizer of torch that takes dense gradients, and those with options of weight."""
+    kinds = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    del kinds["Optimizer"], kinds["SparseAdam"]
+    made: dict[str, _Make] = {
+        name: lambda p, kind=kind: kind(p, lr=0.01) for name, kind in kinds.items()
+    }
+    made["SGD-momentum"] = lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)
+    made["AdamW-amsgrad"] = lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True)
+    made["Adam-tensor-lr"] = lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False)
+    made["LBFGS-of-4"] = lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, history_size=4)
+    return made
+
+
+_OPTIMIZERS = _optimizers()
+
+
+class _Net(torch.nn.Module):
+    """Two layers, of which the second one is not used at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        # Muon takes matrices only.
+        self.used = torch.nn.Linear(4, 4, bias=False)
+        self.late = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.late(self.used(x)) if both else self.used(x)
+
+
+def _step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, both: bool
+) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+        loss: torch.Tensor = model(x, both).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
+@contextmanager
+def _resumed(path: Path, state: dict[str, Any], **options: Any) -> Iterator[Checkpointer]:
+    """A checkpointer that has resumed from shared storage alone."""
+    shutil.rmtree(path / "local", ignore_errors=True)
+    with Checkpointer(
+        state, local=path / "local", shared=path / "shared", events=(), **options
+    ) as checkpointer:
+        checkpointer.resume()
+        yield checkpointer
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            _assert_same(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
+@pytest.mark.parametrize(("steps", "has_gradients"), [(0, False), (2, True)])
+def test_states_of_each_optimizer_come_back_as_they_were(
+    name: str, steps: int, has_gradients: bool, tmp_path: Path
+) -> None:
+    model = _Net()
+    optimizer = _OPTIMIZERS[name](list(model.parameters()))
+    with _resumed(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        for number in range(steps):
+            _step(model, optimizer, number, both=False)
+        before = copy.deepcopy(optimizer.state_dict())
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        checkpointer.wait_until_finished()
+    _assert_same(optimizer.state_dict(), before)
+    expected = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+
+    again = _Net()
+    loaded = _OPTIMIZERS[name](list(again.parameters()))
+    if has_gradients:
+        again(torch.ones(2, 4), True).sum().backward()
+    with _resumed(tmp_path, {"model": again, "optimizer": loaded}):
+        _assert_same(loaded.state_dict(), expected[1])
+        for number in range(2, 5):
+            _step(model, optimizer, number, both=True)
+            _step(again, loaded, number, both=True)
+
+    _assert_same(again.state_dict(), model.state_dict())
+    _assert_same(loaded.state_dict(), optimizer.state_dict())
+
+
+def test_names_on_shared_storage_are_those_of_torchs_own_programs(tmp_path: Path) -> None:
+    model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)))
+    model.module[1] = torch.compile(model.module[1], backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.module[1](model.module[0](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    state = {"model": model.module, "optimizer": optimizer}
+    with _resumed(tmp_path, state) as checkpointer:
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+        checkpointer.wait_until_finished()
+        (folder,) = (p.parent for p in (tmp_path / "shared").rglob(".metadata"))
+        expected = get_optimizer_state_dict(model.module, optimizer)
+        zeros = get_optimizer_state_dict(model.module, optimizer)
+        for values in zeros["state"].values():
+            values |= {key: torch.zeros_like(value) for key, value in values.items()}
+
+        dcp.load({"optimizer": zeros}, checkpoint_id=folder, no_dist=True)
+
+    _assert_same(zeros, expected)
+
+
+def _change(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    match name:
+        case "class":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        case "class of torch with the same keys":
+            return torch.optim.Adam(parameters)
+        case "fewer parameters":
+            return torch.optim.AdamW(parameters[:1])
+        case "groups":
+            return torch.optim.AdamW([{"params": [p]} for p in parameters])
+        case "other order":
+            return torch.optim.AdamW(parameters[::-1])
+    raise AssertionError(name)
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("class", r"AdamW.*SGD.*saved, not given: betas.*given, not saved: momentum"),
+        ("class of torch with the same keys", r"saved as optimizer torch.optim.adamw.AdamW, given"),
+        ("fewer parameters", r"its parameters are others \(saved, not given: late.weight\)"),
+        ("groups", r"divide the parameters otherwise: saved with \[2\] .* given with \[1, 1\]"),
+    ],
+)
+def test_an_optimizer_that_was_changed_is_an_error_before_anything_is_changed(
+    change: str, told: str, tmp_path: Path
+) -> None:
+    _save(tmp_path)
+    model = _Net()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = _change(change, model)
+
+    with (
+        pytest.raises(MismatchError, match=told),
+        _resumed(tmp_path, {"model": model, "optimizer": optimizer}),
+    ):
+        pass
+
+    _assert_same(model.state_dict(), before)
+    assert not optimizer.state
+
+
+def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> None:
+    saved = _save(tmp_path)
+    model = _Net()
+    optimizer = _change("other order", model)
+
+    with _resumed(tmp_path, {"model": model, "optimizer": optimizer}):
+        pass
+
+    loaded = optimizer.state_dict()["state"]
+    _assert_same([loaded[1], loaded[0]], [saved["state"][0], saved["state"][1]])
+
+
+def test_weights_that_are_frozen_or_thawed_keep_the_states_that_were_saved(tmp_path: Path) -> None:
+    saved = _save(tmp_path)
+    model = _Net()
+    model.used.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with _resumed(tmp_path, {"model": model, "optimizer": optimizer}):
+        pass
+
+    _assert_same(optimizer.state_dict(), saved)
+
+
+def _save(path: Path) -> dict[str, Any]:
+    model = _Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with _resumed(path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        _step(model, optimizer, 0, both=True)
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def test_states_with_keys_that_are_no_text_are_refused_at_the_first_save(tmp_path: Path) -> None:
+    model = _Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.used.weight]["blocks"] = {0: torch.ones(1)}
+
+    with _resumed(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.step(0)
+        with pytest.raises(
+            CheckpointingException, match=r"optimizer.state.used.weight.blocks has the key 0"
+        ):
+            checkpointer.save(0, shared=True)
+
+
+def _train_sharded(
+    rank: int, world_size: int, sharding: Sharding, kind: str, shared: Path, steps: int
+) -> tuple[str, dict[str, Any]]:
+    """Resume, make some steps in which one layer has no gradients, and return all states whole."""
+    model = make_model(sharding)
+    late = [p for name, p in model.named_parameters() if "3" in name.split(".")]
+    for p in late:
+        p.requires_grad_(False)
+    optimizer = _OPTIMIZERS[kind](list(model.parameters()))
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(state, local=node_store(), shared=shared, rng=False) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+            model.eval()(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step(step)
+        if steps:
+            checkpointer.save(steps - 1, shared=True)
+    whole = {
+        f"{number}.{key}": value.full_tensor() if hasattr(value, "full_tensor") else value
+        for number, values in optimizer.state_dict()["state"].items()
+        for key, value in values.items()
+    }
+    return "", whole
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("kind", ["AdamW", "SGD-momentum", "ASGD"])
+@pytest.mark.parametrize(("sharding", "others"), [("fsdp2", 3), ("ddp", 1), ("fsdp2", 1)])
+def test_another_number_of_ranks_gets_the_states_that_were_saved_and_no_others(
+    kind: str, sharding: Sharding, others: int, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    first, second = (tmp_path / name for name in ("first", "second"))
+    saved = run_ranks(*(_train_sharded, 2, sharding, kind, shared, 2), store_per_node=[first])
+
+    loaded = run_ranks(
+        *(_train_sharded, others, sharding, kind, shared, 0), store_per_node=[second]
+    )
+
+    for _, states in loaded:
+        _assert_same(states, saved[0][1])

@@ -1,0 +1,346 @@
+"""States on shared storage: each rank gets what it saved, or an error says why not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from localckpt import Checkpointer, CheckpointingException, MismatchError
+from tests.ranks import node_store, run_ranks
+
+
+@contextmanager
+def _resumed(path: Path, state: dict[str, Any], **options: Any) -> Iterator[tuple[int, Any]]:
+    """A checkpointer that has resumed from shared storage alone."""
+    shutil.rmtree(path / "local", ignore_errors=True)
+    with Checkpointer(
+        state, local=path / "local", shared=path / "shared", events=(), **options
+    ) as checkpointer:
+        yield checkpointer.resume(), checkpointer
+
+
+def _save(path: Path, state: dict[str, Any], **options: Any) -> None:
+    with _resumed(path, state, **options) as (_, checkpointer):
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+
+
+def _values(state: dict[str, Any]) -> list[Any]:
+    return [value.tolist() for module in state.values() for value in module.state_dict().values()]
+
+
+# What several ranks have under one name.
+
+
+def _try(rank: int, world_size: int, shared: Path, kind: str, private: dict[str, Any]) -> list[Any]:
+    """Save and load what differs between ranks; return what was saved and loaded, or the error."""
+    torch.manual_seed(rank)
+    state: dict[str, Any] = {}
+    if kind == "experts":
+        state["model"] = torch.nn.ModuleDict({"shared": torch.nn.Linear(2, 2)})
+        state["model"]["shared"].requires_grad_(False).weight.fill_(1).add_(0)
+        state["model"]["shared"].bias.fill_(0)
+        state["model"]["expert"] = torch.nn.Linear(2, 2)
+    elif kind == "one element":
+        weight = torch.zeros(5_000_000)
+        weight[4_321_000] = rank
+        state["model"] = torch.nn.Module()
+        state["model"].register_parameter("w", torch.nn.Parameter(weight))
+    elif kind == "rates":
+        torch.manual_seed(0)
+        state["model"] = torch.nn.Linear(2, 2)
+        state["opt"] = torch.optim.SGD(state["model"].parameters(), lr=1.0 + rank)
+    elif kind == "statistics":
+        state["model"] = torch.nn.BatchNorm1d(3)
+        state["model"](torch.randn(4, 3))
+    elif kind == "large buffer":
+        state["model"] = torch.nn.Module()
+        state["model"].register_buffer("cache", torch.full((70_000,), float(rank)))
+    else:
+        state["model"] = torch.nn.Linear(2, 2)
+    saved = _values({"model": state["model"]})
+    options = {"shared": shared, "timeout_s": 20, "private": private, "events": ()}
+    try:
+        with Checkpointer(state, local=node_store() / "a", **options) as checkpointer:
+            checkpointer.resume()
+            checkpointer.step(0)
+            checkpointer.save(0, shared=True)
+            checkpointer.wait_until_finished()
+    except CheckpointingException as error:
+        return [type(error).__name__, str(error)]
+    for tensor in state["model"].state_dict().values():
+        tensor.zero_()
+    with Checkpointer(state, local=node_store() / "b", **options) as checkpointer:
+        assert checkpointer.resume() == 1
+    dist.barrier()
+    return [saved, _values({"model": state["model"]})]
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("stages", ["model.bias", "model.weight"]),
+        ("experts", ["model.expert.bias", "model.expert.weight"]),
+        ("one element", ["model.w"]),
+        ("rates", ["opt.param_groups.0.lr"]),
+        ("large buffer", ["model.cache"]),
+    ],
+)
+def test_values_of_one_name_that_differ_between_ranks_are_refused_at_the_first_save(
+    kind: str, names: list[str], tmp_path: Path
+) -> None:
+    told = run_ranks(_try, 2, tmp_path / "shared", kind, {}, store_per_node=[tmp_path / "node"])
+
+    for name, text in told:
+        assert name == "MismatchError"
+        assert "; ".join(f"{key} (rank 0 differs from rank 1)" for key in names) + ". " in text
+    assert not [*(tmp_path / "shared").rglob(".metadata")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "private"),
+    [("stages", {"model": "keep"}), ("experts", {"model": "keep"}), ("statistics", {})],
+)
+def test_each_rank_gets_its_own_values_where_they_are_its_own(
+    kind: str, private: dict[str, Any], tmp_path: Path
+) -> None:
+    told = run_ranks(
+        *(_try, 2, tmp_path / "shared", kind, private), store_per_node=[tmp_path / "node"]
+    )
+
+    for saved, loaded in told:
+        assert saved == loaded
+    assert told[0] != told[1]
+
+
+def _fail_alone(rank: int, world_size: int, shared: Path) -> str:
+    class Own:
+        """Of a class that no file may name."""
+
+    part = (lambda: Own() if rank else 1, print)
+    with Checkpointer(
+        {"model": torch.nn.Linear(1, 1).requires_grad_(False), "own": part},
+        local=node_store(),
+        shared=shared,
+        timeout_s=20,
+        events=(),
+    ) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        with pytest.raises(CheckpointingException) as caught:
+            checkpointer._shared._state.save(0, None)  # type: ignore[union-attr]
+    return str(caught.value)
+
+
+def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_at_once(tmp_path: Path) -> None:
+    told = run_ranks(_fail_alone, 2, tmp_path / "shared", store_per_node=[tmp_path / "node"])
+
+    assert all("rank 1" in text and "Own" in text for text in told)
+
+
+# What the program has changed since.
+
+
+def _tied(is_tied: bool, seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4)})
+    if is_tied:
+        model["head"].weight = model["emb"].weight
+    return model
+
+
+@pytest.mark.fault("changed-program")
+def test_weights_that_are_tied_since_are_refused_unless_they_were_equal(tmp_path: Path) -> None:
+    apart = _tied(False)
+    _save(tmp_path / "apart", {"model": apart})
+    with torch.no_grad():
+        apart["head"].weight.copy_(apart["emb"].weight)
+    _save(tmp_path / "equal", {"model": apart})
+    tied = _tied(True, seed=2)
+    before = _values({"model": tied})
+
+    with (
+        pytest.raises(MismatchError, match=r"model.emb.weight and model.head.weight share memory"),
+        _resumed(tmp_path / "apart", {"model": tied}),
+    ):
+        pass
+    assert _values({"model": tied}) == before
+    with _resumed(tmp_path / "equal", {"model": tied}):
+        assert _values({"model": tied}) == _values({"model": apart})
+
+
+@pytest.mark.fault("changed-program")
+def test_weights_that_were_tied_come_back_apart(tmp_path: Path) -> None:
+    tied = _tied(True)
+    _save(tmp_path, {"model": tied})
+
+    with _resumed(tmp_path, {"model": (apart := _tied(False, seed=2))}):
+        assert _values({"model": apart}) == _values({"model": tied})
+
+
+@pytest.mark.fault("changed-program")
+def test_an_optimizer_of_weights_that_were_tied_is_refused_before_anything_is_changed(
+    tmp_path: Path,
+) -> None:
+    tied, apart = _tied(True), _tied(False, seed=2)
+    _save(tmp_path, {"model": tied, "opt": torch.optim.AdamW(tied.parameters())})
+    before = _values({"model": apart})
+
+    with (
+        pytest.raises(MismatchError, match=r"given, not saved: head.weight"),
+        _resumed(tmp_path, {"model": apart, "opt": torch.optim.AdamW(apart.parameters())}),
+    ):
+        pass
+
+    assert _values({"model": apart}) == before
+
+
+@pytest.mark.fault("changed-program")
+def test_another_dtype_is_an_error_unless_it_is_asked_for(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    _save(tmp_path, {"model": model})
+    half = torch.nn.Linear(3, 2).bfloat16()
+    before = _values({"model": half})
+
+    with (
+        pytest.raises(MismatchError, match=r"model.weight is torch.bfloat16, and was saved as"),
+        _resumed(tmp_path, {"model": half}),
+    ):
+        pass
+    assert _values({"model": half}) == before
+    shutil.rmtree(tmp_path / "local")
+    with Checkpointer(
+        {"model": half}, local=tmp_path / "local", shared=tmp_path / "shared", events=()
+    ) as checkpointer:
+        assert checkpointer.resume(allow_dtype_change=True) == 1
+    assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+def _parts(**names: str) -> dict[str, Any]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    parts: dict[str, Any] = {
+        "model": model,
+        "opt": optimizer,
+        "scheduler": scheduler,
+        "epoch": (lambda: 3, lambda value: parts.update(seen=value)),
+    }
+    return {names.get(key, key): part for key, part in parts.items()}
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(
+    "names", [{"scheduler": "sched"}, {"epoch": "epochs"}, {"model": "net"}, {"opt": "o"}]
+)
+def test_a_part_that_was_renamed_is_an_error_that_lists_both_sides(
+    names: dict[str, str], tmp_path: Path
+) -> None:
+    _save(tmp_path, _parts())
+    ((old, new),) = names.items()
+
+    with (
+        pytest.raises(MismatchError, match=rf"{old} \(.*saved, not given; {new} \(.*given, not s"),
+        _resumed(tmp_path, _parts(**names)),
+    ):
+        pass
+
+
+@pytest.mark.fault("changed-program")
+def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, _parts())
+    parts = _parts()
+    parts["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(parts["opt"], 0.5)
+
+    with (
+        pytest.raises(MismatchError, match=r"StepLR, given as .*ExponentialLR \(keys saved, not"),
+        _resumed(tmp_path, parts),
+    ):
+        pass
+
+
+def test_a_part_has_a_name_that_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="the key 'localckpt' of the training state"):
+        Checkpointer(
+            {"localckpt": torch.nn.Linear(1, 1)}, local=tmp_path / "a", shared=tmp_path / "b"
+        )
+
+
+# Another number of ranks.
+
+
+def _resize(
+    rank: int, world_size: int, shared: Path, on_resize: str, private: dict[str, Any], saves: bool
+) -> list[Any]:
+    seen = {"epoch": 4 if saves else 0, "place": 10 * rank + 1 if saves else -1}
+    norm = torch.nn.BatchNorm1d(1, affine=False)
+    stage = torch.nn.Linear(1, 1, bias=False)
+    if saves:
+        norm.running_mean.fill_(rank + 5)
+        torch.nn.init.constant_(stage.weight, rank)
+    else:
+        torch.nn.init.constant_(stage.weight, -1)
+    state = {
+        "norm": norm,
+        **({"stage": stage} if private else {}),
+        "epoch": (lambda: seen["epoch"], lambda value: seen.update(epoch=value)),
+        "place": (lambda: seen["place"], lambda value: seen.update(place=value)),
+    }
+    options = {"shared": shared, "on_resize": on_resize, "private": private, "events": ()}
+    try:
+        with Checkpointer(state, local=node_store(), **options) as checkpointer:
+            step = checkpointer.resume()
+            if saves:
+                checkpointer.step(0)
+                checkpointer.save(0, shared=True)
+    except MismatchError as error:
+        return [str(error)]
+    return [step, seen["epoch"], seen["place"], norm.running_mean.item(), stage.weight.item()]
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "on_resize", "private", "expected"),
+    [
+        # What a single rank has saved is equal on all ranks that have saved it.
+        (1, 2, "error", {}, [[1, 4, 1, 5, -1], [1, 4, 1, 5, -1]]),
+        (3, 1, "drop", {}, [[1, 4, -1, 5, -1]]),
+        (2, 3, "drop", {"stage": "keep"}, [[1, 4, -1, 5, 0], [1, 4, -1, 6, 1], [1, 4, -1, 5, -1]]),
+        (2, 1, "drop", {"stage": "drop"}, [[1, 4, -1, 5, -1]]),
+    ],
+)
+def test_another_number_of_ranks_gets_what_is_equal_on_all_that_have_saved(
+    saved_by: int,
+    loaded_by: int,
+    on_resize: str,
+    private: dict[str, Any],
+    expected: list[list[float]],
+    tmp_path: Path,
+) -> None:
+    shared = tmp_path / "shared"
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(_resize, saved_by, shared, on_resize, private, True, store_per_node=[first])
+
+    loaded = run_ranks(
+        _resize, loaded_by, shared, on_resize, private, False, store_per_node=[second]
+    )
+
+    assert loaded == expected
+
+
+@pytest.mark.fault("world-size")
+def test_what_differs_between_ranks_is_an_error_for_another_number(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    run_ranks(_resize, 2, shared, "error", {}, True, store_per_node=[tmp_path / "first"])
+
+    told = run_ranks(_resize, 1, shared, "error", {}, False, store_per_node=[tmp_path / "second"])
+
+    assert "saved by 2 ranks, and this job has 1: place differ between ranks" in told[0][0]

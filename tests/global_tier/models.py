@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,21 @@ def assert_loads(manager: GlobalCheckpointManager, rank: int, iteration: int) ->
 
 
 class Unpicklable:
-    """What fails only when it is copied, after all ranks have planned."""
+    """Object that can be saved when the save is planned, and not when it is copied.
+
+    Args:
+        error: Raised then.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error or RuntimeError("this cannot be pickled")
+        self._is_planned = False
 
     def __reduce__(self) -> Any:
-        raise RuntimeError("this cannot be pickled")
+        self._is_planned = not self._is_planned
+        if not self._is_planned:
+            raise self._error
+        return OrderedDict, ()
 
 
 def fsdp_model(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -434,8 +434,10 @@ class OfMine:
 
 def test_objects_that_could_not_be_loaded_are_refused_when_they_are_saved(tmp_path: Path) -> None:
     with manager_on(tmp_path) as manager:
-        manager.save({"mine": OfMine(3)}, 1, is_async=True)
-        told = error_of(manager.wait_until_finished, UnsafeGlobalError)
+        told = error_of(
+            lambda: manager.save({"mine": OfMine(3)}, 1, is_async=True), UnsafeGlobalError
+        )
+        manager.wait_until_finished()
     state: dict[str, Any] = {"mine": None}
     with manager_on(tmp_path, safe_globals=[OfMine]) as manager:
         manager.save({"mine": OfMine(3)}, 1, is_async=True)

@@ -12,20 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from localckpt import CheckpointingException, CorruptShardError, UnsafeGlobalError
-from tests.global_tier.models import checkpoints_in, manager_on
+from localckpt import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    UnsafeGlobalError,
+)
+from tests.global_tier.models import Unpicklable, checkpoints_in, manager_on
 from tests.interrupts import slow_to_begin_tasks
 from tests.ranks import run_ranks
 
 
 def _saves_one_tensor_between_two(rank: int, world_size: int, root: Path) -> list[int]:
-    state = {"x": torch.full((4,), float(rank))}
+    state = {"x": torch.ones(4)}
     with manager_on(root) as manager:
         for iteration in range(3):
             manager.save(state, iteration, is_async=False)
         manager.save({}, 3, is_async=False)
         manager.save({}, 4, is_async=False)
-        return [manager.find_latest(), manager.load({})]
+        return [manager.find_latest(), manager.load({}, allow_partial_load=True)]
 
 
 def test_ranks_that_have_nothing_to_write_save_again_and_again(tmp_path: Path) -> None:
@@ -50,7 +55,9 @@ def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CorruptShardError):
             manager.load({"b": torch.zeros(9)}, allow_partial_load=True)
 
-        assert manager.load({"b": torch.zeros(9)}) == 1
+        with pytest.raises(MismatchError, match="1 values that the state has not: a"):
+            manager.load({"b": torch.zeros(9)})
+        assert manager.load({"b": torch.zeros(9)}, 1) == 1
 
 
 def _save(manager: Any, *iterations: int) -> None:
@@ -159,19 +166,14 @@ def test_states_that_are_taken_together_are_taken_when_all_ranks_have_read(tmp_p
     assert run_ranks(_load_what_one_rank_cannot_read, 2, tmp_path) == [1, 1]
 
 
-class _Interrupting:
-    """Ctrl-C comes while it is copied."""
-
-    def __reduce__(self) -> Any:
-        raise KeyboardInterrupt
-
-
 def test_an_interrupt_while_tensors_are_copied_ends_the_save_and_not_the_manager(
     tmp_path: Path,
 ) -> None:
     with manager_on(tmp_path) as manager:
         with pytest.raises(KeyboardInterrupt):
-            manager.save({"w": torch.ones(3), "o": [_Interrupting()]}, 1, is_async=True)
+            manager.save(
+                {"w": torch.ones(3), "o": [Unpicklable(KeyboardInterrupt())]}, 1, is_async=True
+            )
         with pytest.raises(CheckpointingException, match="it was interrupted"):
             manager.wait_until_finished()
 
@@ -194,13 +196,14 @@ def _warm_up_with_what_cannot_be_saved(rank: int, world_size: int, root: Path) -
     if rank == 1:
         state["o1"] = [_Forbidden()]
     with manager_on(root) as manager:
-        manager.warm_up(state)
+        with pytest.raises(CheckpointingException, match="rank 1"):
+            manager.warm_up(state)
         state.pop("o1", None)
         manager.save(state, 1, is_async=False)
         return manager.find_latest()
 
 
-def test_a_state_that_cannot_be_saved_keeps_no_rank_in_warm_up(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_by_warm_up_on_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(_warm_up_with_what_cannot_be_saved, 2, tmp_path) == [1, 1]
 
 

@@ -302,7 +302,7 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path) -> N
     assert "c is a tensor, and was saved as an object" in told
     assert "d is an object, and was saved as a tensor" in told
     assert "e is not in the checkpoint" in told
-    assert told.count(";") == 3
+    assert told.partition(". ")[0].count(";") == 3
     assert_same(state["a"], torch.zeros(3))
 
 

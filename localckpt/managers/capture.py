@@ -98,7 +98,7 @@ class StateCapture:
             state: The state, which stays as it is.
             identity: Identity of the shard.
             is_sent: Whether the image will be sent to other ranks: the digests are then computed
-                here, and the slot is not used again before :meth:`Slot.sent`.
+                here, and the slot is held for ``"replication"``.
             neighbours: Ranks that divide what they have equal; ``()`` to divide nothing.
 
         Returns:
@@ -131,7 +131,7 @@ class StateCapture:
             computing=computing,
         )
         if is_sent:
-            slot.begin_sending()
+            slot.hold("replication")
         return slot, capture.agreed
 
     def checked(self, state: Any, iteration: int, ranks: Ranks, nodes: Sequence[str]) -> Any:

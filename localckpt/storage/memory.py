@@ -197,7 +197,11 @@ class MemoryStore(DirectoryStore):
 
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
         buffer = self._staged.pop(identity, None)
-        if buffer is not None:
+        if buffer is not None and buffer.readers:
+            # Its readers go on with the mapped pages, which no later save may overwrite.
+            buffer.close()
+            recycled.unlink(missing_ok=True)
+        elif buffer is not None:
             self._recycled[recycled.name] = buffer
 
 

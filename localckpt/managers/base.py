@@ -206,7 +206,9 @@ class BaseCheckpointManager(Hooks):
             is_admitted = parts.in_flight.admits(iteration, is_async)
             waited_s = time.monotonic() - asked
             if is_admitted:
-                state = parts.capture.checked(state, iteration, parts.ranks, parts.epoch.nodes)
+                state = parts.capture.checked(
+                    *(state, iteration, parts.ranks, parts.epoch.nodes, parts.strategy.protection)
+                )
                 self._begin_epoch(iteration)
         if not is_admitted:
             parts.events.emit("save", began=called, step=iteration, outcome="skipped")

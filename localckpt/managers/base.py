@@ -31,9 +31,10 @@ from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
 from localckpt.managers.parts import Parts
 from localckpt.managers.reports import LoadReport, SaveReport
-from localckpt.managers.restoring import LoadOptions
+from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save
 from localckpt.options import OnDivergence, SaveOptions
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
@@ -388,7 +389,7 @@ class BaseCheckpointManager(Hooks):
         self._parts.await_reprotected()
         options = LoadOptions.of(into, map_location, is_partial=partial)
         try:
-            loaded = Load(self._parts, self._finder, options).run(iteration)
+            loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
             if iteration is None:
                 self.latest_iteration = -1
@@ -403,6 +404,17 @@ class BaseCheckpointManager(Hooks):
         self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
+
+    def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
+        """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
+        deadline = Deadline.after(self._parts.ranks.timeout_s)
+        while True:
+            try:
+                return Load(self._parts, self._finder, options).run(iteration)
+            except NoReplicasAvailableError:
+                may_differ = self.read_only and iteration is None
+                if not (may_differ and self._finder.has_changed(deadline)):
+                    raise
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before.

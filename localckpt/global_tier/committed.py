@@ -75,16 +75,20 @@ class Committed:
             StorageError: The root cannot be read.
             CorruptShardError: The record of the one that is asked for is damaged.
         """
-        folders, _ = folders_in(self.path)
-        for folder in self._usable(folders) if iteration is None else folders:
-            if iteration not in (None, folder.iteration):
-                continue
-            if older_than is not None and folder.version >= older_than:
-                continue
-            record = self.record_of(folder, asked_for=iteration is not None)
-            if record is not None:
-                return Found(folder, record.save_id, record.metadata_digest, record.lineage)
-        return None
+        listed: list[Folder] | None = None
+        while True:
+            before, (listed, _) = listed, folders_in(self.path)
+            if listed == before:
+                return None
+            # Else a job has committed one and pruned those that were listed, so look again.
+            for folder in self._usable(listed) if iteration is None else listed:
+                if iteration not in (None, folder.iteration):
+                    continue
+                if older_than is not None and folder.version >= older_than:
+                    continue
+                record = self.record_of(folder, asked_for=iteration is not None)
+                if record is not None:
+                    return Found(folder, record.save_id, record.metadata_digest, record.lineage)
 
     def iterations(self) -> list[int]:
         """Iterations of the checkpoints that a restart tries, in their order.
@@ -142,7 +146,9 @@ class Committed:
         except CorruptShardError as error:
             if asked_for:
                 raise
-            logger.error("%s is not counted: %s", folder.path, error)
+            # A checkpoint that a job prunes meanwhile is not damaged.
+            if folder.has_record:
+                logger.error("%s is not counted: %s", folder.path, error)
             return None
 
     def note_resume(self, loaded: Found) -> None:

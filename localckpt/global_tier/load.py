@@ -26,6 +26,7 @@ from localckpt.global_tier.load_planner import ReshardingLoadPlanner
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.memory.tensor_bytes import byte_span, integer_view, same_view, storage_address
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 
 __all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
@@ -55,18 +56,44 @@ class Loads:
         self._ranks = ranks
         self._open_reader = open_reader
 
-    def find(
-        self, iteration: int | None = None, older_than: tuple[int, int] | None = None
-    ) -> Found | None:
+    def find(self, iteration: int | None = None) -> Found | None:
         """The newest checkpoint; the arguments and errors are those of :meth:`Committed.find`."""
+        return self._find(iteration, lambda: self._committed.find(iteration))
+
+    def _find(self, iteration: int | None, find: Callable[[], Found | None]) -> Found | None:
+        """Call ``find`` on the first rank, which sees the checkpoints for all."""
 
         def look(tags: list[Any]) -> list[Any] | None:
             require_same(tags, self._ranks.global_ranks)
-            found = self._committed.find(iteration, older_than)
+            found = find()
             return None if found is None else found.to_json()
 
         found = self._ranks.act("find a checkpoint", lambda: [self._session_id, iteration], look)
         return None if found is None else Found.from_json(self._committed.path, found)
+
+    def _find_other(self, failed: Found, newest: Found, deadline: Deadline) -> Found | None:
+        """Find, on the first rank, the checkpoint to try after one that could not be loaded.
+
+        Args:
+            failed: The checkpoint that could not be loaded.
+            newest: The newest that was tried.
+            deadline: End of the time in which a newer one is tried.
+
+        Raises:
+            NoReplicasAvailableError: At the deadline there is still a newer one.
+        """
+        found = self._committed.find()
+        if found is None or found.folder.version <= newest.folder.version:
+            return self._committed.find(older_than=failed.folder.version)
+        # A job goes on there, and pruned what was being read.
+        if deadline.left_s == 0:
+            raise NoReplicasAvailableError(
+                f"for {deadline.timeout_s:g} s every checkpoint under {self._committed.path} was "
+                f"pruned before it was read, the last one iteration {failed.folder.iteration}, and "
+                f"{found.folder.iteration} is the newest now: have the job keep more of them "
+                f"(keep_last), or load with a longer timeout"
+            )
+        return found
 
     def iterations(self) -> list[int]:
         """Iterations of all checkpoints, in the order in which a restart tries them."""
@@ -86,6 +113,8 @@ class Loads:
     ) -> Found:
         """Fill a state from the newest checkpoint that is not damaged, or from one iteration.
 
+        One that a job prunes meanwhile makes way for the newest that is there then.
+
         Returns:
             The checkpoint.
 
@@ -94,12 +123,10 @@ class Loads:
             CorruptShardError, StorageError: It is damaged, or cannot be read, and no older one may
                 take its place.
         """
-        older_than: tuple[int, int] | None = None
-        while True:
-            found = self.find(iteration, older_than)
-            if found is None:
-                raise NoReplicasAvailableError(self._why_none(iteration, older_than))
-            older_than = found.folder.version
+        deadline = Deadline.after(self._ranks.timeout_s)
+        found = newest = self.find(iteration)
+        while found is not None and newest is not None:
+            newest = max(newest, found, key=lambda tried: tried.folder.version)
             try:
                 self.open(found).fill(state_dict, options)
             except (CorruptShardError, StorageError) as error:
@@ -107,15 +134,17 @@ class Loads:
                 if iteration is not None or options.is_partial:
                     raise
                 logger.error(
-                    "iteration %d cannot be loaded, trying an older one: %s",
+                    "iteration %d cannot be loaded, trying another one: %s",
                     found.folder.iteration,
                     error,
                 )
             else:
                 return found
+            found = self._find(iteration, partial(self._find_other, found, newest, deadline))
+        raise NoReplicasAvailableError(self._why_none(iteration, is_first=newest is None))
 
-    def _why_none(self, iteration: int | None, older_than: tuple[int, int] | None) -> str:
-        if older_than is not None:
+    def _why_none(self, iteration: int | None, *, is_first: bool) -> str:
+        if not is_first:
             return f"no checkpoint under {self._committed.path} can be loaded; see the errors above"
         if iteration is not None:
             return f"there is no checkpoint of iteration {iteration} under {self._committed.path}"

@@ -31,9 +31,10 @@ from localckpt.managers.load import Load
 from localckpt.managers.look import Finder
 from localckpt.managers.parts import Parts
 from localckpt.managers.reports import LoadReport, SaveReport
-from localckpt.managers.restoring import LoadOptions
+from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.managers.save import Save
 from localckpt.options import OnDivergence, SaveOptions
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
@@ -206,7 +207,9 @@ class BaseCheckpointManager(Hooks):
             is_admitted = parts.in_flight.admits(iteration, is_async)
             waited_s = time.monotonic() - asked
             if is_admitted:
-                state = parts.capture.checked(state, iteration, parts.ranks, parts.epoch.nodes)
+                state = parts.capture.checked(
+                    *(state, iteration, parts.ranks, parts.epoch.nodes, parts.strategy.protection)
+                )
                 self._begin_epoch(iteration)
         if not is_admitted:
             parts.events.emit("save", began=called, step=iteration, outcome="skipped")
@@ -386,7 +389,7 @@ class BaseCheckpointManager(Hooks):
         self._parts.await_reprotected()
         options = LoadOptions.of(into, map_location, is_partial=partial)
         try:
-            loaded = Load(self._parts, self._finder, options).run(iteration)
+            loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
             if iteration is None:
                 self.latest_iteration = -1
@@ -401,6 +404,17 @@ class BaseCheckpointManager(Hooks):
         self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)
+
+    def _run_load(self, options: LoadOptions, iteration: int | None) -> Loaded:
+        """Load a checkpoint, with ``read_only`` another one if a job prunes it meanwhile."""
+        deadline = Deadline.after(self._parts.ranks.timeout_s)
+        while True:
+            try:
+                return Load(self._parts, self._finder, options).run(iteration)
+            except NoReplicasAvailableError:
+                may_differ = self.read_only and iteration is None
+                if not (may_differ and self._finder.has_changed(deadline)):
+                    raise
 
     def close(self) -> None:
         """Free buffers, files kept for reuse, and threads. Finish the saves under way before.

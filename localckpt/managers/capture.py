@@ -6,7 +6,7 @@ Nothing here knows what a store does with a slot.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from localckpt.availability.coverage import division_problem
 from localckpt.errors import CheckpointingException
-from localckpt.ids import ShardIdentity
+from localckpt.ids import Group, ShardIdentity
 from localckpt.managers.guard import Guard
 from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams
@@ -28,6 +28,7 @@ from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, writ
 from localckpt.state_dict.parts import Agreed
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
+from localckpt.storage.preflight import MemoryNeeds, plan_buffers
 from localckpt.storage.slot import Slot
 from localckpt.storage.store import Store
 from localckpt.threads import SerialThread, Task, end_all
@@ -98,7 +99,7 @@ class StateCapture:
             state: The state, which stays as it is.
             identity: Identity of the shard.
             is_sent: Whether the image will be sent to other ranks: the digests are then computed
-                here, and the slot is not used again before :meth:`Slot.sent`.
+                here, and the slot is held for ``"replication"``.
             neighbours: Ranks that divide what they have equal; ``()`` to divide nothing.
 
         Returns:
@@ -131,32 +132,47 @@ class StateCapture:
             computing=computing,
         )
         if is_sent:
-            slot.begin_sending()
+            slot.hold("replication")
         return slot, capture.agreed
 
-    def checked(self, state: Any, iteration: int, ranks: Ranks, nodes: Sequence[str]) -> Any:
+    def checked(
+        self,
+        state: Any,
+        iteration: int,
+        ranks: Ranks,
+        nodes: Sequence[str],
+        protection: Mapping[int, Group],
+    ) -> Any:
         """Refuse the first state on all ranks if it could not be loaded again on some.
 
-        Ranks that save what others cannot would wait for those. So all ask each other, once; and
-        whether the parts of their states that they divide fit together.
+        Ranks that save what others cannot would wait for those. So all ask each other, once; also
+        whether the parts of their states that they divide fit together, and how many staging
+        buffers there is memory for.
 
         Returns:
             The state, as it is saved.
+
+        Raises:
+            StorageError: There is no memory for the saves of some ranks.
         """
         if self._states_are_good:
             return state
-        divided: tuple[Agreed, ...] = ()
+        report: Any = None
         with Attempt() as checking:
             state = wrapped(state)
-            divided = self.planner.capture(state, self.neighbours(nodes, ranks.rank)).agreed
-        phase = f"save iteration {iteration}"
-        apart = ranks.agree(
-            *(phase, checking, divided, division_problem),
+            capture = self.planner.capture(state, self.neighbours(nodes, ranks.rank))
+            needs = self._store.memory_needs(len(capture.skeleton) + capture.data_nbytes)
+            report = [capture.agreed, needs.to_json()]
+        apart, buffers, memory = ranks.agree(
+            *(f"save iteration {iteration}", checking, report, partial(_judge_first, protection)),
             grace_s=ranks.timeout_s,
             kind="check the state",
         )
         if apart is not None:
             self.divide_no_more(apart)
+        self._store.limit_buffers(buffers)
+        is_less = buffers < needs.buffers
+        logger.log(logging.WARNING if is_less else logging.INFO, "%s", memory)
         self._states_are_good = True
         return state
 
@@ -202,6 +218,12 @@ class StateCapture:
             copied.copy_tensors_to_cpu()
         on_host: TensorAwareStateDict = copied
         return on_host
+
+
+def _judge_first(protection: Mapping[int, Group], reports: list[Any]) -> list[Any]:
+    """Judge the reports of all ranks on their first save."""
+    needs = [MemoryNeeds.from_json(fields) for _, fields in reports]
+    return [division_problem([divided for divided, _ in reports]), *plan_buffers(needs, protection)]
 
 
 def _compute_digests(

@@ -20,6 +20,7 @@ from localckpt.availability.refusals import why_given_up
 from localckpt.errors import NoReplicasAvailableError, StorageError
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.parts import Parts
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.schemes import SCHEMES
@@ -143,6 +144,32 @@ class Finder:
                 # Other nodes have the mark, and an error would be raised on this rank alone.
                 logger.error("that is not done on this node: %s", error)
 
+    def has_changed(self, deadline: Deadline) -> bool:
+        """Look again, and return whether a job has saved or pruned since the last look.
+
+        Raises:
+            NoReplicasAvailableError: It has, and the deadline of some rank has passed.
+        """
+        before = self._found
+        if self.look().found == before:
+            return False
+
+        def require_time(is_late: list[bool]) -> None:
+            if any(is_late):
+                raise NoReplicasAvailableError(
+                    f"for {deadline.timeout_s:g} s a job has saved on the nodes and pruned every "
+                    f"checkpoint before it was read: have the job keep more of them (keep_last), "
+                    f"or load with a longer timeout. Nothing was changed on the nodes"
+                )
+
+        self._parts.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)
+        return True
+
+    @property
+    def _found(self) -> Found:
+        assert self.last is not None, "a look comes first"
+        return self.last.found
+
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or ``None``.
 
@@ -152,6 +179,11 @@ class Finder:
             CheckpointingException: As :class:`Look`.
         """
         found, checkpoints, epoch = self.look().found, self._parts.checkpoints, self._parts.epoch
+        if self._parts.options.read_only:
+            deadline = Deadline.after(self._parts.ranks.timeout_s)
+            # Folders are read one after another, and a job may save and prune in between.
+            while not found.complete and found.incomplete and self.has_changed(deadline):
+                found = self._found
         checkpoints.job_has_looked = True
         world_size, is_elastic = self._parts.ranks.world_size, self._parts.options.elastic
         judge_newest(checkpoints.complete, world_size, is_elastic=is_elastic)

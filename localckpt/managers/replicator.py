@@ -179,7 +179,7 @@ class Replicator:
             raise
         finally:
             if own is not None:
-                own.sent()
+                own.end_hold("replication")
             ticket.end()
 
     def _exchange(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from localckpt.ids import Piece
+from localckpt.memory.limits import memory_limits
 
 __all__ = ["LoadReport", "MemoryPlan", "SaveReport"]
 
@@ -88,6 +89,8 @@ class MemoryPlan:
         kept_nbytes: Checkpoints that stay in memory; 0 where they are on disk.
         shared: Whether it is shared memory (``/dev/shm``).
         pieces: Bytes of each other kind of piece that this rank keeps of other ranks' images.
+        available_nbytes: Memory that the process could still take when this was asked.
+        limit: Name of the limit that leaves no more: the node's memory, a cgroup's, ``RLIMIT_AS``.
     """
 
     image_nbytes: int
@@ -96,6 +99,8 @@ class MemoryPlan:
     kept_nbytes: int
     shared: bool
     pieces: Mapping[str, int] = field(default_factory=dict)
+    available_nbytes: int = field(default=0, compare=False)
+    limit: str = field(default="", compare=False)
 
     @classmethod
     def of(
@@ -110,7 +115,11 @@ class MemoryPlan:
         replicas = sum(piece.is_shard and piece.rank != rank for piece in images)
         pieces = {p.kind: images[p] for p in images if p.rank == rank and not p.is_shard}
         own_nbytes = images[Piece(rank)]
-        return cls(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, pieces)
+        tightest = min(memory_limits(), key=lambda limit: limit.available_nbytes)
+        return cls(
+            *(own_nbytes, replicas, staging_nbytes, kept_nbytes, shared, pieces),
+            *(tightest.available_nbytes, tightest.name),
+        )
 
     @property
     def nbytes(self) -> int:

@@ -126,6 +126,8 @@ class Save:
                 parts.replicator.begin(self._replication, parts.store, None, described(error))
             raise
         self.slots.append(own)
+        if self._compares_replicas:
+            own.hold("comparison")
         self._captured = time.monotonic()
         # The wait for a buffer that an older save has counts as well.
         self._record.waited_s += own.reserved_at - began
@@ -191,6 +193,7 @@ class Save:
         try:
             self._check()
             commit_here(self._parts.store, self._parts.hooks, self.slots)
+            self._digest_replicas()
         except BaseException as error:
             if not isinstance(error, Exception):
                 # After an interrupt this rank waits for no other rank.
@@ -205,7 +208,8 @@ class Save:
         if check is None or not self.slots:
             return
         try:
-            self.bad = check(tensor_views(self.slots[0].image)) or None
+            with self.slots[0].reading() as image:
+                self.bad = check(tensor_views(image)) or None
         except Exception as error:
             logger.exception("the check of iteration %d failed", self.identity.iteration)
             # Not the error itself: its frames keep the memory of the image.
@@ -238,7 +242,9 @@ class Save:
     def _digest_replicas(self) -> None:
         """Compute the digests of replicated tensors, if this save compares replicas."""
         if self._compares_replicas and self._replicas is None and self.slots:
-            self._replicas = replica_digests(self.slots[0].image)
+            with self.slots[0].reading() as image:
+                self._replicas = replica_digests(image)
+            self.slots[0].end_hold("comparison")
 
     def _take_copies(self) -> None:
         if self._parts.replicator is not None:
@@ -434,6 +440,8 @@ class Save:
         return [s for s in self._parts.store.slots if s.identity.checkpoint == checkpoint]
 
     def _end(self) -> None:
+        for slot in self._all_slots():
+            slot.end_hold("comparison")
         self._parts.in_flight.remove(self)
         self.carrier.end()
 

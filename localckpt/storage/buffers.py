@@ -42,11 +42,11 @@ class Buffer(ABC):
 
     owner: Hashable = None
     """Last owner; a slot compares it to know whether the buffer is still its own."""
-    is_being_sent = False
-    """True while the bytes are being sent to other ranks; the buffer then counts as in use."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self.readers: set[Hashable] = set()
+        """Readers of the bytes in this process; the buffer is in use while there is one."""
         self._view = memoryview(b"")
 
     @property
@@ -67,7 +67,7 @@ class Buffer(ABC):
     @property
     @abstractmethod
     def in_use(self) -> bool:
-        """True if a save has taken the buffer, and it was not given back since."""
+        """True if a save has taken the buffer and not given it back, or if it has a reader."""
 
     def take(self, owner: Hashable = None) -> None:
         """Reserve the buffer, and record its owner."""
@@ -136,7 +136,7 @@ class PrivateBuffer(Buffer):
 
     @property
     def in_use(self) -> bool:
-        return self._in_use or self.is_being_sent
+        return self._in_use or bool(self.readers)
 
     def take(self, owner: Hashable = None) -> None:
         super().take(owner)
@@ -183,7 +183,7 @@ class SharedBuffer(Buffer):
 
     @property
     def in_use(self) -> bool:
-        return bool(self._flag()[0]) or self.is_being_sent
+        return bool(self._flag()[0]) or bool(self.readers)
 
     def take(self, owner: Hashable = None) -> None:
         super().take(owner)

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from localckpt.errors import CheckpointingException
 from localckpt.ids import Piece, ShardIdentity
+from localckpt.memory.limits import memory_limits, shared_memory_limit
 from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY
 from localckpt.storage.pool import BufferPool, buffer_nbytes
-from localckpt.storage.preflight import IN_MEMORY, check_shared_memory, file_system, try_out
+from localckpt.storage.preflight import (
+    IN_MEMORY,
+    MemoryNeeds,
+    check_shared_memory,
+    file_system,
+    try_out,
+)
 from localckpt.storage.problem import Problem
 from localckpt.storage.rank_folder import SeenFolder
 from localckpt.storage.slot import Slot
@@ -66,6 +73,15 @@ class PooledStore(DirectoryStore):
     def planned_nbytes(self) -> tuple[int, int, bool]:
         total_nbytes = sum(map(buffer_nbytes, self.image_nbytes.values()))
         return self._num_buffers * total_nbytes, 0, False
+
+    def memory_needs(self, nbytes: int) -> MemoryNeeds:
+        return MemoryNeeds(
+            buffer_nbytes(nbytes), self._num_buffers, 0, self._pool.nbytes, memory_limits()
+        )
+
+    def limit_buffers(self, count: int) -> None:
+        self._num_buffers = min(self._num_buffers, count)
+        self._pool.limit(count)
 
     def close(self) -> None:
         self._pool.close()
@@ -182,6 +198,13 @@ class DiskStore(PooledStore):
     def planned_nbytes(self) -> tuple[int, int, bool]:
         staging_nbytes, kept_nbytes, _ = super().planned_nbytes()
         return staging_nbytes, kept_nbytes, self._writer == "process"
+
+    def memory_needs(self, nbytes: int) -> MemoryNeeds:
+        needs = super().memory_needs(nbytes)
+        if self._writer == "process":
+            with storage_errors("look at", self._staging.path):
+                needs.limits.append(shared_memory_limit(self._staging.path))
+        return needs
 
     def close(self) -> None:
         self._pool.close()

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from localckpt.errors import StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.memory.limits import memory_limits
 from localckpt.storage.buffers import Buffer, PrivateBuffer, map_shared
 from localckpt.storage.directory import DirectoryStore, one_at_a_time
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY, RECYCLED
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.pool import allocate, check_memory, wait_until_free
-from localckpt.storage.preflight import IN_MEMORY, file_system, try_out
+from localckpt.storage.preflight import IN_MEMORY, MemoryNeeds, file_system, try_out
 from localckpt.storage.slot import Slot
 from localckpt.threads import Task
 
@@ -130,6 +131,14 @@ class MemoryStore(DirectoryStore):
         # Each save under way is staged into the file that is kept.
         return self._num_buffers * total_nbytes, self._keep_last * total_nbytes, True
 
+    def memory_needs(self, nbytes: int) -> MemoryNeeds:
+        status = [path.lstat() for path in self.images()]
+        had_nbytes = sum(file.st_blocks * 512 for file in status)
+        return MemoryNeeds(nbytes, self._num_buffers, self._keep_last, had_nbytes, memory_limits())
+
+    def limit_buffers(self, count: int) -> None:
+        self._num_buffers = min(self._num_buffers, count)
+
     def _write_options(self, slot: Slot) -> dict[str, bool]:
         return {"in_place": True}
 
@@ -166,7 +175,7 @@ class MemoryStore(DirectoryStore):
         name = f"ahead.{secrets.token_hex(4)}"
         path, ready = self.folder / f"{name}{DIRTY}", self.folder / f"{name}{RECYCLED}"
         try:
-            buffer = _MappedFile.made(path, nbytes)
+            buffer = _MappedFile(path, nbytes, create=True)
         except StorageError as error:
             # The next save tries again, and raises the error.
             logger.warning("memory could not be had ahead of time: %s", error)
@@ -197,7 +206,11 @@ class MemoryStore(DirectoryStore):
 
     def _was_recycled(self, identity: ShardIdentity, recycled: Path) -> None:
         buffer = self._staged.pop(identity, None)
-        if buffer is not None:
+        if buffer is not None and buffer.readers:
+            # Its readers go on with the mapped pages, which no later save may overwrite.
+            buffer.close()
+            recycled.unlink(missing_ok=True)
+        elif buffer is not None:
             self._recycled[recycled.name] = buffer
 
 
@@ -211,12 +224,6 @@ class _MappedFile(Buffer):
     def __init__(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
         super().__init__()
         self._open(path, nbytes, create=create, to_read=to_read)
-
-    @classmethod
-    def made(cls, path: Path, nbytes: int) -> _MappedFile:
-        """Make a new file, or raise StorageError if the node lacks the memory."""
-        check_memory(nbytes)
-        return cls(path, nbytes, create=True)
 
     @property
     def in_use(self) -> bool:
@@ -255,6 +262,10 @@ class _MappedFile(Buffer):
         self._map = None
 
     def _open(self, path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> None:
+        if create:
+            check_memory(nbytes)
+        elif not to_read:
+            check_memory(nbytes - path.stat().st_size)
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that a slightly larger image fits the next time.
         mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read)

@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-import psutil
-
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import HUGE_PAGE_NBYTES, round_up
+from localckpt.memory.limits import memory_limits
 from localckpt.storage.buffers import Buffer
 from localckpt.threads import Task
 from localckpt.waiting import wait_until
@@ -28,7 +27,7 @@ _LONGEST_PREPARE_S = 60.0
 
 
 class BufferPool:
-    """Pool of at most ``depth`` buffers for each purpose.
+    """Pool of at most ``depth`` buffers for each purpose, or fewer where memory is short.
 
     One thread takes buffers. They are made in that thread, or ahead of time in another.
 
@@ -67,6 +66,16 @@ class BufferPool:
             else:
                 self._preparing[purpose] = preparing
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        with self._lock:
+            return sum(len(b.view) for buffers in self._buffers.values() for b in buffers)
+
+    def limit(self, depth: int) -> None:
+        """Make no more than ``depth`` buffers for each purpose from now on."""
+        self._depth = min(self._depth, depth)
+
     def await_prepared(self) -> None:
         """Wait until no buffer is being made ahead of time, or that takes too long."""
         with self._lock:
@@ -103,7 +112,15 @@ class BufferPool:
             if not large and free:
                 buffers.remove(free[0])
                 free[0].close()
-        buffer = large[0] if large else self._new(nbytes)
+        buffer = large[0] if large else None
+        if buffer is None:
+            try:
+                buffer = self._new(nbytes)
+            except StorageError as error:
+                if not self._can_do_without(purpose, error):
+                    raise
+        if buffer is None:
+            return self.take(purpose, nbytes, timeout_s, owner)
         if not large:
             # In the pool before take(), so that release() finds the buffer after an interrupt.
             with self._lock:
@@ -183,12 +200,23 @@ class BufferPool:
                     if not kept:
                         buffer.close()
         except StorageError as error:
-            # The next save tries again, and raises the error.
-            logger.warning("a staging buffer could not be made ahead of time: %s", error)
+            if not self._can_do_without(purpose, error):
+                # The next save tries again, and raises the error.
+                logger.warning("a staging buffer could not be made ahead of time: %s", error)
         finally:
             with self._lock:
                 # With a default, since prepare() may have been interrupted before it set the key.
                 self._preparing.pop(purpose, None)
+
+    def _can_do_without(self, purpose: Hashable, error: StorageError) -> bool:
+        """Make do with the buffers that are there, if there are any, after one could not be had."""
+        with self._lock:
+            there = len(self._buffers[purpose])
+            if not there:
+                return False
+            self._depth = min(self._depth, there)
+        logger.warning("saves do with %d staging buffers for each image: %s", there, error)
+        return True
 
     def _new(self, nbytes: int) -> Buffer:
         return allocate(self._make, buffer_nbytes(nbytes))
@@ -222,11 +250,12 @@ def check_memory(nbytes: int) -> None:
     Raises:
         StorageError: Less memory is available.
     """
-    available = psutil.virtual_memory().available
-    if nbytes > available:
+    tightest = min(memory_limits(), key=lambda limit: limit.available_nbytes)
+    if nbytes > tightest.available_nbytes:
         raise StorageError(
-            f"there is no memory for a staging buffer of {nbytes} bytes: {available} are "
-            f"available on this node. Checkpoints saved before are as they were"
+            f"there is no memory for a staging buffer of {nbytes} bytes: "
+            f"{tightest.available_nbytes} are available ({tightest.name}). Checkpoints saved "
+            f"before are as they were"
         )
 
 

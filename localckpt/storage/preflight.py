@@ -1,4 +1,7 @@
-"""Checks before the first save: that a directory can be written, and has room for checkpoints."""
+"""Checks before the first save.
+
+That a directory can be written and has room for checkpoints, and that there is memory for saves.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,28 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from localckpt.errors import StorageError
+from localckpt.ids import SHARD_KIND, Group
 from localckpt.memory.host_memory import PAGE_NBYTES
+from localckpt.memory.limits import MemoryLimit
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
 from localckpt.storage.write import reserve, sync_folder, write_range
 
-__all__ = ["IN_MEMORY", "check_shared_memory", "check_space", "file_system", "try_out"]
+__all__ = [
+    "IN_MEMORY",
+    "MemoryNeeds",
+    "check_shared_memory",
+    "check_space",
+    "file_system",
+    "plan_buffers",
+    "try_out",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +39,91 @@ _PROBE_NBYTES = 1000
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems whose files are gone after a reboot."""
+
+
+# Memory that is left to training beside a buffer that saves could do without.
+_SPARE_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Memory that one rank's saves take, and the limits on it.
+
+    Attributes:
+        nbytes: Size of a buffer for this rank's image.
+        buffers: Number of buffers for each image.
+        kept: Number of checkpoints that are kept in memory.
+        had_nbytes: Bytes that the store has already for buffers and checkpoints.
+        limits: Limits on the rank's memory.
+    """
+
+    nbytes: int
+    buffers: int
+    kept: int
+    had_nbytes: int
+    limits: list[MemoryLimit]
+
+    def to_json(self) -> list[Any]:
+        limits = [[of.name, of.scope, of.available_nbytes] for of in self.limits]
+        return [self.nbytes, self.buffers, self.kept, self.had_nbytes, limits]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> MemoryNeeds:
+        nbytes, buffers, kept, had_nbytes, limits = fields
+        return cls(nbytes, buffers, kept, had_nbytes, [MemoryLimit(*of) for of in limits])
+
+
+def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) -> tuple[int, str]:
+    """Choose the number of staging buffers for each image, as many as there is memory for.
+
+    Args:
+        needs: Needs of each rank, in rank order, before any of them saves.
+        protection: For each rank the group that protects its shard.
+
+    Returns:
+        The number, and what the saves take and what there is of the scarcest memory.
+
+    Raises:
+        StorageError: There is no memory for one buffer, so the kernel would end a process.
+    """
+    images = [of.nbytes for of in needs]
+    for owner, group in protection.items():
+        if group.kind == SHARD_KIND:
+            for keeper in group.ranks:
+                images[keeper] += needs[owner].nbytes if keeper != owner else 0
+    shared: dict[str, list[tuple[int, MemoryLimit]]] = {}
+    for rank, of_rank in enumerate(needs):
+        for limit in of_rank.limits:
+            shared.setdefault(limit.scope or f"rank {rank}", []).append((rank, limit))
+    for buffers in range(min(of.buffers for of in needs), 0, -1):
+        plans = [_plan(buffers, sharing, needs, images) for sharing in shared.values()]
+        left_nbytes, text = min(plans)
+        if left_nbytes >= (_SPARE_NBYTES if buffers > 1 else 0):
+            break
+    if left_nbytes < 0:
+        raise StorageError(
+            f"{text}: raise the limit, spread the state over more nodes, or keep fewer checkpoints "
+            f"in memory (keep_last). Nothing was saved, and checkpoints saved before are as they "
+            f"were"
+        )
+    return buffers, text
+
+
+def _plan(
+    buffers: int,
+    sharing: Sequence[tuple[int, MemoryLimit]],
+    needs: Sequence[MemoryNeeds],
+    images: Sequence[int],
+) -> tuple[int, str]:
+    """Return the bytes that ranks leave of the memory that they share, and a text that says so."""
+    ranks = [rank for rank, _ in sharing]
+    needed = sum(max(0, (needs[r].kept + buffers) * images[r] - needs[r].had_nbytes) for r in ranks)
+    limit = min((limit for _, limit in sharing), key=lambda limit: limit.available_nbytes)
+    return limit.available_nbytes - needed, (
+        f"saves of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} take "
+        f"{needed / 1e6:.1f} MB more memory, with {buffers} staging buffers for each image, and "
+        f"{limit.available_nbytes / 1e6:.1f} MB are left ({limit.name})"
+    )
 
 
 def try_out(folder: Path, suffix: str) -> bool:

@@ -2,12 +2,16 @@
 
 A store reserves a slot. The slot is filled from a state of this rank, or by a peer, and committed
 once. In the end it is released, or discarded together with the files written from it.
+
+The writer gives the memory back as soon as it has written the image, for the next save to reuse.
+Every other reader of the image holds the slot: see :meth:`Slot.hold` and :meth:`Slot.reading`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from localckpt.errors import MismatchError, StorageError
@@ -87,12 +91,18 @@ class Slot:
 
     @property
     def image(self) -> memoryview:
-        """Writable bytes of the image.
+        """Writable bytes of the image, until it is written; :meth:`reading` is for readers.
 
         Raises:
-            StorageError: The slot was given back.
+            StorageError: The slot was given back, or its memory, which no reader holds.
         """
-        return self.required().view[: self.nbytes]
+        buffer = self.required()
+        if not (buffer.in_use or buffer.readers):
+            raise StorageError(
+                f"the memory of {self.identity} was given back once it was written, so its image "
+                f"cannot be read there"
+            )
+        return buffer.view[: self.nbytes]
 
     def pin(self, gpu: torch.device | None) -> None:
         """Page-lock the memory for copies from a GPU, if there is one."""
@@ -168,19 +178,36 @@ class Slot:
         if self._computing is not None:
             self._computing.result()
 
-    def begin_sending(self) -> None:
-        """Keep the memory from being reused before :meth:`sent`, even once the slot is written."""
-        self.required().is_being_sent = True
+    def hold(self, reader: Hashable) -> None:
+        """Keep the memory from being reused before :meth:`end_hold`, even once it is written."""
+        self.required().readers.add(reader)
 
-    def sent(self) -> None:
-        """Note that the image is no longer being sent. May be called again."""
+    def end_hold(self, reader: Hashable) -> None:
+        """Note that a reader no longer needs the image. May be called again."""
+        buffer = self.buffer
+        if buffer is None or reader not in buffer.readers:
+            return
         # The task may still write digests into the memory, even if another process has already
         # written the image with its own digests; the next image in this memory would get them.
         # The task waits only for copies from a GPU, which have a deadline.
         if self._computing is not None:
             self._computing.wait()
-        if (buffer := self.buffer) is not None:
-            buffer.is_being_sent = False
+        buffer.readers.discard(reader)
+
+    @contextmanager
+    def reading(self) -> Iterator[memoryview]:
+        """Context in which the image is read and its memory is not reused.
+
+        Raises:
+            StorageError: As for :attr:`image`.
+        """
+        reader = object()
+        image = self.image
+        self.hold(reader)
+        try:
+            yield image
+        finally:
+            self.end_hold(reader)
 
     # Committed.
 

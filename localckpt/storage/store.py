@@ -14,8 +14,10 @@ from typing import Any
 
 from localckpt.ids import Checkpoint, CkptID, ShardIdentity, ShardRecord
 from localckpt.lineage import Lineage
+from localckpt.memory.limits import memory_limits
 from localckpt.state_dict.source import ShardSource
 from localckpt.storage.buffers import Buffer
+from localckpt.storage.preflight import MemoryNeeds
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
 from localckpt.trust import Mark, Resumes, Trust
@@ -162,6 +164,17 @@ class Store(ABC):
         self._slots.append(slot)
         slot.take(self._take_memory(slot, timeout_s))
         return slot
+
+    def memory_needs(self, nbytes: int) -> MemoryNeeds:
+        """Return the memory that saves take here, besides replicas; raises StorageError.
+
+        Args:
+            nbytes: Size of this rank's image.
+        """
+        return MemoryNeeds(nbytes, 1, 0, 0, memory_limits())
+
+    def limit_buffers(self, count: int) -> None:  # noqa: B027 - not all stores have more than one
+        """Use no more than ``count`` staging buffers for each image from now on."""
 
     @abstractmethod
     def commit(self, slots: Sequence[Slot]) -> CommitJob:

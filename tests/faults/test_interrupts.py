@@ -36,7 +36,7 @@ from tests.managers.jobs import (
     state_of,
 )
 from tests.ranks import announce, node_store, run_ranks, start_ranks
-from tests.staging import pool_nbytes, staging_nbytes
+from tests.staging import staging_nbytes
 
 pytestmark = pytest.mark.fault("interrupted")
 
@@ -209,7 +209,7 @@ def _interrupt_global_saves(
 
     with localckpt.GlobalCheckpointManager(root, timeout=MAX_S, keep_last=2) as manager:
         manager.save(state(), 0, is_async=False)
-        nbytes = pool_nbytes(manager._writer._staging._pool)
+        nbytes = manager._writer._staging._pool.nbytes
         for _ in range(rounds):
             for name in ("save", "wait", "load"):
                 iteration += 1
@@ -233,7 +233,7 @@ def _interrupt_global_saves(
                 found = {"w": torch.zeros(_NBYTES // 4), "iteration": -1}
                 assert manager.load(found) == iteration
                 assert_same(found, state())
-                assert pool_nbytes(manager._writer._staging._pool) <= nbytes
+                assert manager._writer._staging._pool.nbytes <= nbytes
     return interrupter.interrupts, refused
 
 

@@ -238,7 +238,7 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     slot.buffer.give_back()
     assert store.is_busy()
 
-    slot.sent()
+    slot.end_hold("replication")
 
     assert over.is_set()
     assert not store.is_busy()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import localckpt
 from localckpt import CheckpointingException, NoReplicasAvailableError
+from localckpt.global_tier.load import Loads
+from localckpt.managers.load import Load
 from localckpt.storage.names import DIRTY, RECYCLED
 from tests.global_tier.models import manager_on
 from tests.managers.jobs import assert_same, cliques, damage, error_of, make_manager, state_of
 from tests.ranks import node_store, run_ranks
+from tests.storage.shards import ROOT
 
 Dirs = Callable[[int], list[Path]]
 
@@ -146,3 +153,103 @@ def test_one_of_shared_storage_reads_while_another_job_saves(tmp_path: Path) -> 
                 assert "read_only=True" in error_of(call, CheckpointingException)
         assert _everything(tmp_path) == before
         writer.save({"w": torch.ones(3)}, 2)
+
+
+# Beside a job that prunes.
+
+
+def _make(tier: str, root: Path, **options: Any) -> Any:
+    if tier == "shared":
+        return manager_on(root, "job", **options)
+    return make_manager(tier, root, "job", **options)
+
+
+def _load_what_is_pruned_meanwhile(
+    rank: int, world_size: int, tier: str, root: Path | None, prunes: int, timeout: float
+) -> int:
+    """Load while every checkpoint that is chosen, up to a number, is pruned before it is read."""
+    root = node_store() if root is None else root
+    owner: Any = Loads if tier == "shared" else Load
+    name = "_load" if tier == "shared" else "_choose"
+    with (
+        _make(tier, root, keep_last=1) as writer,
+        _make(tier, root, read_only=True, timeout=timeout) as reader,
+    ):
+        writer.save({"w": torch.full((1000,), 1.0)}, 1)
+        assert reader.find_latest() == 1
+        choose, saved = getattr(owner, name), [1]
+
+        def prune_and_choose(self: Any, *args: Any) -> Any:
+            if saved[-1] <= prunes:
+                saved.append(saved[-1] + 1)
+                writer.save({"w": torch.full((1000,), float(saved[-1]))}, saved[-1])
+            return choose(self, *args)
+
+        setattr(owner, name, prune_and_choose)
+        try:
+            loaded, ckpt_id = reader.load(into={"w": torch.zeros(1000)})
+        finally:
+            setattr(owner, name, choose)
+    assert (loaded["w"] == ckpt_id.iteration).all()
+    return ckpt_id.iteration
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory", "shared"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_pruned_between_find_and_load_makes_way_for_what_is_newer(
+    tier: str, ranks: int, tmp_path: Path, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    # Two ranks on two nodes, or on one file system.
+    stores = (shm_roots if tier == "memory" else node_dirs)(ranks)
+    root = tmp_path if tier == "shared" else None
+
+    loaded = run_ranks(
+        *(_load_what_is_pruned_meanwhile, ranks, tier, root, 3, 20.0), store_per_node=stores
+    )
+
+    assert loaded == [4] * ranks
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory", "shared"])
+def test_at_the_deadline_the_error_says_that_a_job_prunes(
+    tier: str, tmp_path: Path, shm_roots: Dirs
+) -> None:
+    root = shm_roots(1)[0] if tier == "memory" else tmp_path
+
+    with pytest.raises(NoReplicasAvailableError, match=r"keep more of them \(keep_last\)"):
+        _load_what_is_pruned_meanwhile(0, 1, tier, root, 10**9, 0.3)
+
+
+SAVE = """
+import sys, torch
+from pathlib import Path
+from tests.managers.test_read_only import _make
+state = {"w": torch.zeros(1 << 16)}
+with _make(sys.argv[1], Path(sys.argv[2]), keep_last=1) as writer:
+    for iteration in range(1, 10**6):
+        state["w"].fill_(float(iteration))
+        writer.save(state, iteration)
+        if iteration == 1:
+            print("saves", flush=True)
+"""
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory", "shared"])
+def test_no_load_fails_beside_a_job_that_saves_as_often_as_it_can(
+    tier: str, tmp_path: Path, shm_roots: Dirs
+) -> None:
+    root = shm_roots(1)[0] if tier == "memory" else tmp_path
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE, tier, str(root)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "saves\n"
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                with _make(tier, root, read_only=True) as reader:
+                    assert reader.find_latest() > 0
+                    loaded, ckpt_id = reader.load(into={"w": torch.zeros(1 << 16)})
+                assert (loaded["w"] == ckpt_id.iteration).all()
+        finally:
+            job.kill()

@@ -31,7 +31,7 @@ def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_pa
     assert bytes(sent.source.read(0, sent.nbytes)) == before
     assert sent.buffer is not later.buffer
     buffers = [sent.buffer, later.buffer]
-    sent.sent()
+    sent.end_hold("replication")
     run_commit(store.commit([later]))
     last, _ = capture.capture(wrapped(state_of(0, 3)), third, is_sent=False)
     assert last.buffer in buffers

@@ -17,7 +17,6 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import address_of
 from localckpt.storage.buffers import PrivateBuffer, SharedBuffer
 from localckpt.storage.pool import BufferPool
-from tests.staging import pool_nbytes
 from tests.storage.shards import PATIENCE_S, ROOT
 
 MIB = 1 << 20
@@ -168,9 +167,9 @@ def test_a_pool_has_at_most_as_many_buffers_as_saves_under_way() -> None:
     other = pool.take("another purpose", 1000, 1.0)
 
     assert len({id(buffer) for buffer in (*buffers, other)}) == 3
-    assert pool_nbytes(pool) == 3 * len(other.view)
+    assert pool.nbytes == 3 * len(other.view)
     pool.close()
-    assert pool_nbytes(pool) == 0
+    assert pool.nbytes == 0
 
 
 def test_a_pool_waits_for_an_older_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +211,7 @@ def test_a_pool_grows_a_buffer_that_is_too_small_without_keeping_both() -> None:
     larger = pool.take(0, 96 * MIB, 1.0)
 
     assert len(larger.view) >= 96 * MIB
-    assert pool_nbytes(pool) == len(larger.view)
+    assert pool.nbytes == len(larger.view)
     assert process.memory_info().rss - before < 50 * MIB
     pool.close()
 
@@ -242,13 +241,13 @@ def test_what_is_prepared_is_there_for_as_many_saves_as_can_be_under_way() -> No
     taken = [pool.take(0, 1000, PATIENCE_S) for _ in range(3)]
 
     assert len({id(buffer) for buffer in taken}) == 3
-    assert pool_nbytes(pool) == 3 * len(taken[0].view)
+    assert pool.nbytes == 3 * len(taken[0].view)
     assert pool.is_busy(0)
     assert not pool.is_busy("another purpose")
     taken[1].give_back()
     assert not pool.is_busy(0)
     pool.close()
-    assert pool_nbytes(pool) == 0
+    assert pool.nbytes == 0
 
 
 def test_a_save_takes_the_buffer_that_is_being_prepared_instead_of_making_another() -> None:
@@ -293,7 +292,7 @@ def test_a_pool_that_is_closed_while_it_prepares_frees_what_comes_last() -> None
         preparing.join(PATIENCE_S)
         assert not preparing.is_alive()
     pool.prepare(0, 1000)
-    assert pool_nbytes(pool) == 0
+    assert pool.nbytes == 0
 
 
 def test_memory_that_cannot_be_had_ahead_of_time_is_an_error_of_the_save_that_wants_it(

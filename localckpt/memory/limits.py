@@ -1,0 +1,177 @@
+"""Limits on the memory that this process can still take.
+
+They are the memory of the node, RLIMIT_AS, and the limits of the process's cgroups (versions 1 and
+2), which are those of its container. The kernel kills a process that exceeds the first or the last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+from localckpt.memory.host_memory import PAGE_NBYTES
+
+__all__ = ["MemoryLimit", "cgroup_folders", "memory_limits", "parse_cgroup", "shared_memory_limit"]
+
+# The files of a cgroup for each version: limit, use, limit of swap, use of swap. In version 1, swap
+# is counted together with memory.
+_FILES = {
+    1: (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+    ),
+    2: ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
+}
+_STAT = "memory.stat"
+# Page cache, which the kernel frees before it kills. Files in shared memory are not among it.
+_RECLAIMABLE = {
+    1: ("total_active_file", "total_inactive_file"),
+    2: ("active_file", "inactive_file", "slab_reclaimable"),
+}
+# Version 1 says no limit with a number near 2**63.
+_NO_LIMIT = 1 << 62
+# Address space that threads of saves reserve for their stacks and heaps without using all of it.
+_THREADS_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One limit.
+
+    Attributes:
+        name: Name of the limit in messages.
+        scope: Key that all processes have in common that share the limit; empty for a limit of this
+            process alone.
+        available_nbytes: Bytes that these processes can still take together.
+    """
+
+    name: str
+    scope: str
+    available_nbytes: int
+
+
+def memory_limits() -> list[MemoryLimit]:
+    """Return the limits that apply to this process now."""
+    boot = _boot()
+    limits = [MemoryLimit("memory of the node", boot, psutil.virtual_memory().available)]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_NBYTES
+        available = max(0, limit - taken - _THREADS_NBYTES)
+        limits.append(MemoryLimit(f"RLIMIT_AS, {limit / 1e6:.1f} MB", "", available))
+    free_swap = psutil.swap_memory().free
+    for folder, version in cgroup_folders(
+        _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
+    ):
+        found = parse_cgroup(_files_of(folder, version), version, free_swap)
+        if found is None:
+            continue
+        nbytes, available_nbytes = found
+        with suppress(OSError):
+            status = folder.stat()
+            name = f"{folder / _FILES[version][0]}, {nbytes / 1e6:.1f} MB"
+            scope = f"{boot} {status.st_dev}:{status.st_ino}"
+            limits.append(MemoryLimit(name, scope, available_nbytes))
+    return limits
+
+
+def shared_memory_limit(folder: Path) -> MemoryLimit:
+    """Return the limit that the size of a file system in shared memory is.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    status = os.statvfs(folder)
+    scope = f"{_boot()} {os.stat(folder).st_dev}"
+    return MemoryLimit(f"free space of {folder}", scope, status.f_bavail * status.f_frsize)
+
+
+def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:
+    """Find the cgroups that limit the memory of a process, with the version of each.
+
+    Args:
+        cgroups: Text of ``/proc/self/cgroup``.
+        mounts: Text of ``/proc/self/mountinfo``.
+
+    Returns:
+        For each version the process's own cgroup and its parents, as far as they are mounted here.
+    """
+    folders = []
+    for line in cgroups.splitlines():
+        number, controllers, path = line.split(":", 2)
+        version = 2 if number == "0" and not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        if (mount := _mount(mounts, version)) is None:
+            continue
+        root, mounted_at = mount
+        own, cgroup = mounted_at, PurePosixPath(path)
+        # In a container, the root of the mount may be the container's own cgroup, or beside it.
+        if cgroup.is_relative_to(root) and ".." not in cgroup.parts:
+            own /= cgroup.relative_to(root)
+        folders += [(f, version) for f in (own, *own.parents) if f.is_relative_to(mounted_at)]
+    return folders
+
+
+def parse_cgroup(
+    files: Mapping[str, str], version: int, free_swap_nbytes: int
+) -> tuple[int, int] | None:
+    """Compute the limit of a cgroup, and what its processes can still take; ``None`` for no limit.
+
+    Args:
+        files: Texts of the files of the cgroup that are there, by name.
+        version: Version of the cgroup.
+        free_swap_nbytes: Free swap of the node.
+    """
+    limit, taken, swap_limit, swap_taken = (_number(files.get(name)) for name in _FILES[version])
+    if limit is None or limit >= _NO_LIMIT or taken is None:
+        return None
+    stat = dict(line.split()[:2] for line in files.get(_STAT, "").splitlines() if " " in line)
+    reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[version])
+    available = max(0, limit - taken + reclaimable)
+    if swap_limit is None or swap_taken is None:
+        return limit, available + free_swap_nbytes
+    left = max(0, swap_limit - swap_taken)
+    if version == 1:
+        return limit, min(available + free_swap_nbytes, left + reclaimable)
+    return limit, available + min(free_swap_nbytes, left)
+
+
+def _mount(mounts: str, version: int) -> tuple[str, Path] | None:
+    """Return root and mount point of the memory controller of a version; ``None`` for none."""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        if kind == "cgroup2" if version == 2 else "memory" in options.split(" ")[-1].split(","):
+            root, mounted_at = before.split()[3:5]
+            # mountinfo writes blanks and backslashes in octal.
+            path = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mounted_at)
+            return root, Path(path)
+    return None
+
+
+def _files_of(folder: Path, version: int) -> dict[str, str]:
+    return {name: text for name in (*_FILES[version], _STAT) if (text := _read(folder / name))}
+
+
+def _number(text: str | None) -> int | None:
+    """Return the number in a file; ``None`` if it is not there, or is "max"."""
+    return int(text) if text is not None and text.strip().isdecimal() else None
+
+
+def _read(path: str | Path) -> str:
+    """Return the text of a file of the kernel; empty if it cannot be read."""
+    with suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
+
+
+def _boot() -> str:
+    return _read("/proc/sys/kernel/random/boot_id").strip()

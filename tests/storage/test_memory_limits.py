@@ -1,0 +1,241 @@
+"""Saves take no more memory than a container, RLIMIT_AS or the node leaves them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from localckpt.errors import StorageError
+from localckpt.ids import Group
+from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
+from localckpt.storage.preflight import MemoryNeeds, plan_buffers
+from tests.storage.shards import PATIENCE_S, ROOT
+
+MB = 1_000_000
+
+# The files.
+
+
+def test_the_cgroups_of_a_process_and_their_parents_are_found_in_both_versions() -> None:
+    v1 = "31 1 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+    hybrid = "32 1 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
+    v2 = "33 1 0:30 / /sys/fs/a\\040cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+    container = "34 1 0:28 /docker/c /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+    base = Path("/sys/fs/cgroup/memory")
+
+    assert cgroup_folders("4:memory:/job/step\n0::/", f"{v1}\n{hybrid}") == [
+        *((base / "job/step", 1), (base / "job", 1), (base, 1)),
+        (Path("/sys/fs/cgroup/unified"), 2),
+    ]
+    assert cgroup_folders("0::/job\n", v2) == [
+        (Path("/sys/fs/a cgroup/job"), 2),
+        (Path("/sys/fs/a cgroup"), 2),
+    ]
+    assert cgroup_folders("4:memory,cpu:/docker/c/x\n", container) == [(base / "x", 1), (base, 1)]
+    # The process was moved out of what its container sees.
+    assert cgroup_folders("0::/../other\n", v2) == [(Path("/sys/fs/a cgroup"), 2)]
+    assert cgroup_folders("5:cpu:/\n", v1) == []
+
+
+def test_page_cache_and_swap_count_as_available_and_shared_memory_does_not() -> None:
+    v2 = {
+        "memory.max": f"{1600 * MB}\n",
+        "memory.current": f"{1000 * MB}\n",
+        "memory.stat": f"file {700 * MB}\nshmem {500 * MB}\nactive_file {150 * MB}\n"
+        f"inactive_file {50 * MB}\nslab_reclaimable 0\n",
+    }
+    swap = {"memory.swap.max": f"{30 * MB}", "memory.swap.current": f"{10 * MB}"}
+    v1 = {
+        "memory.limit_in_bytes": f"{1600 * MB}\n",
+        "memory.usage_in_bytes": f"{1000 * MB}\n",
+        "memory.stat": f"total_active_file {150 * MB}\ntotal_inactive_file {50 * MB}\n",
+        "memory.memsw.limit_in_bytes": "9223372036854771712\n",
+        "memory.memsw.usage_in_bytes": f"{1000 * MB}\n",
+    }
+    both = v1 | {"memory.memsw.limit_in_bytes": f"{1610 * MB}"}
+
+    assert parse_cgroup(v2, 2, 0) == (1600 * MB, 800 * MB)
+    assert parse_cgroup(v2, 2, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse_cgroup(v2 | swap, 2, 100 * MB) == (1600 * MB, 820 * MB)
+    assert parse_cgroup(v2 | {"memory.max": "max\n"}, 2, 0) is None
+    assert parse_cgroup(v1, 1, 100 * MB) == (1600 * MB, 900 * MB)
+    assert parse_cgroup(both, 1, 100 * MB) == (1600 * MB, 810 * MB)
+    assert parse_cgroup(v1 | {"memory.limit_in_bytes": "9223372036854771712"}, 1, 0) is None
+    assert parse_cgroup({}, 1, 0) is None
+    assert parse_cgroup({}, 2, 0) is None
+
+
+# The decision.
+
+
+def test_ranks_that_share_a_limit_are_planned_together() -> None:
+    container = MemoryLimit("memory.max", "container", 1000 * MB)
+    needs = [MemoryNeeds(300 * MB, 2, 0, 0, [container])] * 2
+
+    assert plan_buffers(needs[:1], {})[0] == 2
+    assert plan_buffers(needs, {})[0] == 1
+    with pytest.raises(StorageError, match=r"ranks 0, 1, 2, 3 take 1200\.0 MB .* 1000\.0 MB are"):
+        plan_buffers(needs * 2, {})
+    own = [MemoryLimit("RLIMIT_AS", "", 1000 * MB)]
+    assert plan_buffers([MemoryNeeds(300 * MB, 2, 0, 0, own)] * 4, {})[0] == 2
+
+
+def test_replicas_and_checkpoints_in_memory_are_counted_and_what_is_there_already_is_not() -> None:
+    needs = [
+        MemoryNeeds(200 * MB, 2, 2, 0, [MemoryLimit("node", str(n), 900 * MB)]) for n in (0, 1)
+    ]
+    copies = {0: Group((0, 1), 1), 1: Group((1, 0), 1)}
+
+    assert plan_buffers(needs, {})[0] == 2
+    with pytest.raises(StorageError, match="keep fewer checkpoints"):
+        plan_buffers(needs, copies)
+    before = [MemoryNeeds(200 * MB, 2, 2, 400 * MB, of.limits) for of in needs]
+    assert plan_buffers(before, copies)[0] == 1
+
+
+def test_a_plan_fits_all_limits_and_is_refused_only_where_one_buffer_does_not() -> None:
+    chosen = random.Random(21)
+    for _ in range(3000):
+        ranks = chosen.randrange(1, 5)
+        limits = [chosen.randrange(1, 4000) * MB for _ in range(ranks)]
+        needs = []
+        for rank in range(ranks):
+            mine = [MemoryLimit("a", f"node {rank % 2}", limits[rank % 2 if ranks > 1 else 0])]
+            if chosen.random() < 0.5:
+                mine.append(MemoryLimit("own", "", limits[rank]))
+            had = chosen.randrange(500) * MB
+            needs.append(
+                MemoryNeeds(chosen.randrange(1, 900) * MB, 3, chosen.randrange(3), had, mine)
+            )
+
+        def fits(buffers: int, needs: list[MemoryNeeds] = needs) -> bool:
+            """Return whether no limit is exceeded, added up one rank at a time."""
+            taken: dict[str, int] = {}
+            left: dict[str, int] = {}
+            for rank, of in enumerate(needs):
+                for limit in of.limits:
+                    key = limit.scope or f"rank {rank}"
+                    more = max(0, of.nbytes * (of.kept + buffers) - of.had_nbytes)
+                    taken[key] = taken.get(key, 0) + more
+                    left[key] = limit.available_nbytes
+            return all(taken[key] <= left[key] for key in taken)
+
+        try:
+            buffers, _ = plan_buffers(needs, {})
+        except StorageError:
+            assert not fits(1)
+        else:
+            assert 1 <= buffers <= 3
+            assert fits(buffers)
+
+
+# The limits of a process.
+
+SAVE = """
+import logging, resource, sys, torch, localckpt
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+kind, root, limit, nbytes, cgroup = sys.argv[1:6]
+if cgroup:
+    open(f"{cgroup}/cgroup.procs", "w").write("0")
+else:
+    # Beyond what torch has mapped.
+    vms = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (vms + int(limit), -1))
+state = {"w": torch.ones(int(nbytes) // 4)}
+if kind == "disk":
+    manager = localckpt.LocalCheckpointManager(root, timeout=60.0)
+else:
+    manager = localckpt.InMemoryCheckpointManager(root=root, timeout=60.0, keep_last=1)
+with manager, localckpt.AsyncCallsQueue(timeout_s=60.0) as queue:
+    for iteration in range(1, 5):
+        state["w"].fill_(float(iteration))
+        try:
+            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+        except localckpt.StorageError as error:
+            print("refused:", error)
+            break
+    queue.maybe_finalize_async_calls(blocking=True)
+    print("newest:", manager.find_latest())
+"""
+
+
+def _save_within(
+    kind: str, root: Path, nbytes: int, *, limit: int = 0, cgroup: str = ""
+) -> tuple[str, str]:
+    arguments = [kind, str(root), str(limit), str(nbytes), cgroup]
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def container() -> Iterator[Path]:
+    """A cgroup of version 1 that leaves its processes 450 MB of memory."""
+    folders = cgroup_folders(
+        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
+    )
+    own = next((folder for folder, version in folders if version == 1), None)
+    if own is None or not os.access(own, os.W_OK):
+        pytest.skip("needs a cgroup of version 1 to make others in")
+    made = own / f"localckpt-test-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        (made / "memory.limit_in_bytes").write_text(str(450 * MB))
+        yield made
+    finally:
+        made.rmdir()
+
+
+def test_in_a_container_with_room_for_one_buffer_saves_go_on_with_one(
+    container: Path, tmp_path: Path
+) -> None:
+    printed, log = _save_within("disk", tmp_path, 150 * MB, cgroup=str(container))
+
+    assert printed == "newest: 4\n"
+    assert "with 1 staging buffers for each image" in log
+    assert f"{container}/memory.limit_in_bytes, 450.0 MB" in log
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_in_a_container_without_room_the_first_save_says_so_before_anything_is_written(
+    kind: str, container: Path, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
+) -> None:
+    root = tmp_path if kind == "disk" else shm_roots(1)[0]
+
+    printed, _ = _save_within(kind, root, 280 * MB, cgroup=str(container))
+
+    assert "refused: saves of rank 0 take" in printed
+    assert f"({container}/memory.limit_in_bytes, 450.0 MB): raise the limit" in printed
+    assert printed.endswith("newest: -1\n")
+
+
+def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
+    printed, log = _save_within("disk", tmp_path, 200 * MB, limit=700 * MB)
+
+    assert printed == "newest: 4\n"
+    assert "with 1 staging buffers for each image" in log
+    assert "RLIMIT_AS" in log
+
+
+def test_within_an_address_space_for_none_the_first_save_says_so(tmp_path: Path) -> None:
+    printed, _ = _save_within("disk", tmp_path, 400 * MB, limit=700 * MB)
+
+    assert "refused: saves of rank 0 take" in printed
+    assert "RLIMIT_AS" in printed

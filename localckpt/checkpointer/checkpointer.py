@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.arguments import check_arguments, check_shared_arguments
@@ -47,6 +46,7 @@ from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
+from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
 if TYPE_CHECKING:
@@ -184,14 +184,14 @@ class Checkpointer:
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         allowed = tuple(safe_globals)
         if events is None:
-            root = default_root() if local is None else Path(local)
+            root = default_root() if local is None else local_path(local)
             events = default_sinks(root, session_id)
         self._record = RunRecord(events, self._ranks.rank)
         self._record.begin(
             self._ranks.world_size,
             session_id,
-            local=None if local is None else str(local),
-            shared=None if shared is None else str(shared),
+            local=None if local is None else str(local_path(local)),
+            shared=None if shared is None else str(local_path(shared)),
         )
 
         def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
@@ -242,7 +242,7 @@ class Checkpointer:
                 if self._state.parts:
                     self._shared.use(self._state.parts)
             self._stop_requests = StopRequests(
-                *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
+                *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._take_back_attempt,
             )
             undo.pop_all()

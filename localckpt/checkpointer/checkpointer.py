@@ -448,7 +448,7 @@ class Checkpointer:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
         with self._record.stream.timed("wait", self._last_step):
             while self._nodes.is_busy:
-                self._finalize(blocking=True)
+                self._finalize(self._last_step, blocking=True)
             if self._shared is not None:
                 self._shared.finish()
 
@@ -491,10 +491,10 @@ class Checkpointer:
             Whether a save to the nodes took some of that time.
         """
         is_save = self._nodes.is_busy
-        self._finalize(blocking=False)
+        self._finalize(step, blocking=False)
         if self.stopped is not None:
             return is_save
-        if self._pulse.is_under_way and (plan := self._pulse.poll()) is not None:
+        if self._pulse.is_under_way and (plan := self._pulse.poll(step)) is not None:
             self._follow(plan, step)
             if plan.stop is not None:
                 self._save_before_stop(step, metrics)
@@ -505,7 +505,7 @@ class Checkpointer:
         if self._schedule.is_shared_save_due(step):
             self._begin_shared_save(step, metrics)
         if self._schedule.is_pulse_due(step):
-            self._pulse.begin(step)
+            self._pulse.begin(step, self._schedule.saved)
             self._schedule.note_pulse()
         return is_save
 
@@ -536,11 +536,13 @@ class Checkpointer:
             self._shared.save(step, metrics)
         self._schedule.note_shared_save(step)
 
-    def _finalize(self, *, blocking: bool) -> None:
+    def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
-        was_busy = self._nodes.is_busy
+        was_busy, failed = self._nodes.is_busy, self.failed_saves
         if was_busy:
-            self._nodes.finalize(blocking=blocking)
+            self._nodes.finalize(step, blocking=blocking)
+        if self.failed_saves > failed:
+            self._schedule.note_failure()
         if was_busy and not self._nodes.is_busy:
             self._meter.end_save()
             self._note_progress()
@@ -573,7 +575,8 @@ class Checkpointer:
         self._is_late = self._last_save.run(
             step,
             lambda: self._begin_save(step),
-            lambda: self._finalize(blocking=False),
+            # It polls more than once in a step.
+            lambda: self._finalize(None, blocking=False),
             lambda: self._begin_shared_save(step, metrics),
         )
         self._schedule.end()

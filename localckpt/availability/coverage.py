@@ -262,8 +262,6 @@ def save_problems(outcomes: Sequence[SaveOutcome]) -> list[str]:
     ):
         if len(set(values)) > 1:
             problems.append(f"the ranks saved different {what}s: {_by_value(values)}")
-    if len(iterations := {o.iteration for o in outcomes}) > 1:
-        problems = [f"{problems[0]} (was save({min(iterations)}) called on every rank?)"]
     if errors := {rank: o.error for rank, o in enumerate(outcomes) if o.error is not None}:
         problems.append(said_by(errors))
     for rank, outcome in enumerate(outcomes):

@@ -120,8 +120,10 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     generation = max(outcome.generation for outcome in outcomes)
-    is_mismatched = len({outcome.iteration for outcome in outcomes}) > 1
+    iterations = {outcome.iteration for outcome in outcomes}
+    is_mismatched = len(iterations) > 1
     if is_mismatched:
+        problems = (f"{problems[0]} (was save({min(iterations)}) called on every rank?)",)
         # The rank that saved alone counts more saves than the others.
         generation = generation.beyond()
     divergence = compare_replicas([outcome.replicas for outcome in outcomes])

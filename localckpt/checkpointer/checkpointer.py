@@ -105,9 +105,9 @@ class Checkpointer:
             ``timeout_s``.
         on_error: Whether a save that failed is a ``"warn"``-ing, or to ``"raise"``.
         max_failures: Number of saves that may fail in a row before the error is raised.
-        max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
-            later one is complete, in a row. Then it is quarantined, and an older one is taken.
-            ``None`` for any number.
+        max_attempts: Number of starts of the job that may resume from a checkpoint, make a step,
+            and end before a later one is complete, in a row. Then it is quarantined, and an older
+            one is taken. ``None`` for any number.
         finite: Whether to look at the parameters of all modules in each captured state, behind
             training. A checkpoint with one that is infinite or no number is marked bad: it is
             loaded only if there is no other.
@@ -263,6 +263,7 @@ class Checkpointer:
         # the manager has buffers.
         self._may_overlap = every.steps is not None
         self._last_step: int | None = None
+        self._is_counted = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
         self._is_closed = False
@@ -330,8 +331,10 @@ class Checkpointer:
         called = time.monotonic()
         if self._state.make() and self._shared is not None:
             self._shared.use(self._state.parts)
+        # Of a call before: training has gone no further from there, or has come back.
+        self._take_back_attempt()
         loaded = self._resumption.run(self._state.parts, elsewhere, called)
-        self._last_step = loaded
+        self._last_step, self._is_counted = loaded, False
         self._schedule.begin(loaded)
         return loaded + 1
 
@@ -362,6 +365,8 @@ class Checkpointer:
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
         self._last_step = step
+        if not self._is_counted:
+            self._count_attempt()
         is_save = False
         if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
             is_save = self._attend(step, metrics)
@@ -555,6 +560,13 @@ class Checkpointer:
         manager = self._nodes.manager
         if manager.is_progress(step) and not manager.is_bad(step):
             self._shared.manager.note_progress(step)
+
+    def _count_attempt(self) -> None:
+        """Count this start as one in vain until it gets on: it has made a step."""
+        self._is_counted = True
+        self._nodes.manager.count_attempt()
+        if self._shared is not None:
+            self._shared.manager.count_attempt()
 
     def _take_back_attempt(self, received: signal.Signals | None = None) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""

@@ -41,7 +41,7 @@ from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
-from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
@@ -76,7 +76,9 @@ class Checkpointer:
             not the nodes.
         shared: Directory on storage that all nodes share, where checkpoints outlive the nodes, and
             can be loaded by another number of ranks; ``None`` for none.
-        session_id: Name of the training run; runs with different names may share a directory.
+        session_id: Name of the training run; runs with different names may share a directory. With
+            ``memory``, and without ``local``, it names the program on the nodes if it is not given:
+            its main script, its arguments and the working directory, as the first rank has them.
         every: Cadence of saves. By default they take at most 1 % of training time.
         shared_every: Cadence of saves to shared storage.
         keep_last: Number of complete checkpoints that are kept on the nodes.
@@ -183,13 +185,20 @@ class Checkpointer:
         self.stopped: str | None = None
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         allowed = tuple(safe_globals)
+        node_session = session_id
+        if memory and local is None and not session_id:
+            try:
+                node_session = agreed_session(self._ranks)
+            except BaseException:
+                self._ranks.close()
+                raise
         if events is None:
             root = default_root() if local is None else local_path(local)
-            events = default_sinks(root, session_id)
+            events = default_sinks(root, node_session)
         self._record = RunRecord(events, self._ranks.rank)
         self._record.begin(
             self._ranks.world_size,
-            session_id,
+            node_session,
             local=None if local is None else str(local_path(local)),
             shared=None if shared is None else str(local_path(shared)),
         )
@@ -212,7 +221,7 @@ class Checkpointer:
                 "private": self._state.rules,
             }
             if memory:
-                return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
+                return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
             assert local is not None
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
@@ -579,6 +588,20 @@ class Checkpointer:
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
             self._take_back_attempt()
+            self._warn_if_idle()
+
+    def _warn_if_idle(self) -> None:
+        """Warn if nothing was left to do: the checkpoint may be that of another program."""
+        if self._last_step is None or self._last_step < 0 or self._is_counted:
+            return
+        manager = self._nodes.manager
+        logger.log(
+            logging.WARNING if self._ranks.is_root else logging.DEBUG,
+            "the job resumed after step %d (session %r in %s%s) and made no step. If these are not "
+            "the checkpoints of this program, give it another session_id",
+            *(self._last_step, manager.session_id, manager.store.root),
+            "" if self._shared is None else f", or {self._shared.manager.root}",
+        )
 
     def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""

@@ -114,4 +114,8 @@ def agreed_session(ranks: Ranks) -> str:
         CheckpointingException: As :func:`default_session`; on all ranks.
         PeerLostError: A rank did not answer in time.
     """
-    return ranks.decide("name the session", lambda: default_session() if ranks.is_root else "", max)
+    return ranks.decide(
+        "name the session",
+        lambda: default_session() if ranks.is_root else "",
+        lambda names: names[ranks.root],
+    )

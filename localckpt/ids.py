@@ -29,6 +29,8 @@ __all__ = [
 SAVES_AN_ATTEMPT = 2**28
 """Step of sequence numbers: an attempt numbers its saves from a random multiple of this."""
 
+_LONE_SAVES = 1 << 10
+
 MOST_RANKS = 1 << 20
 """Limit of a claimed world size, far above any job: code that checks all shards loops up to it."""
 
@@ -63,6 +65,10 @@ class Generation(NamedTuple):
     def next(self) -> Generation:
         """Return the generation of the next save."""
         return Generation(self.epoch, self.sequence + 1)
+
+    def beyond(self) -> Generation:
+        """Return a generation that no rank has used, whatever few saves it made alone."""
+        return Generation(self.epoch, (self.sequence // _LONE_SAVES + 1) * _LONE_SAVES)
 
     def __str__(self) -> str:
         """Return the epoch and the number of the save, without the random part."""

@@ -1,7 +1,7 @@
 """Count of this start of the job against the checkpoint that it resumed from.
 
-A start resumed in vain if it ends before it makes progress. Notes beside the checkpoints count such
-starts; ``trust.py`` decides which checkpoints a restart may take.
+A start resumed in vain if it makes a step, and ends before it makes progress. Notes beside the
+checkpoints count such starts; ``trust.py`` decides which checkpoints a restart may take.
 """
 
 from __future__ import annotations
@@ -56,27 +56,41 @@ class Resuming:
         self._noted: Resumes | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
-        """Note durably that training is about to continue from a loaded checkpoint."""
+        """Remember which checkpoint was loaded; nothing is counted before :meth:`count`."""
         if self.max_attempts is None or checkpoint == self.current:
             return
         # A start that now resumes from another checkpoint has not failed with the first one.
         self.take_back()
+        self.current = checkpoint
+        if before := self.trust.count(checkpoint):
+            logger.warning(
+                "iteration %d: %s; it is given up after %d",
+                *(checkpoint.iteration, resumed_in_vain(before), self.max_attempts),
+            )
+
+    def count(self) -> None:
+        """Count this start durably, once: training goes on from the loaded checkpoint."""
+        checkpoint = self.current
+        if checkpoint is None or self.max_attempts is None or self._noted is not None:
+            return
         count = self.trust.count(checkpoint) + 1
         noted = Resumes(checkpoint, count, self.max_attempts)
         # Assigned before the note is written, so that a signal handler can remove the note.
-        self.current, self._noted = checkpoint, noted
+        self._noted = noted
         try:
             self._notes.note_resume(noted)
         except StorageError as error:
             # Logged only: the other ranks' notes count, and an error would end this rank alone.
             logger.error("this start is not counted on this rank: %s", error)
         if self._is_taken_back:
+            self._noted = None
             self._remove(noted)
-        elif count > 1:
-            logger.warning(
-                "iteration %d: %s; it is given up after %d",
-                *(checkpoint.iteration, resumed_in_vain(count - 1), self.max_attempts),
-            )
+            return
+        logger.info(
+            "this start counts as one in vain against iteration %d, the %d. of %d, until a later "
+            "checkpoint is complete or the job is ended in order",
+            *(checkpoint.iteration, count, self.max_attempts),
+        )
 
     def is_progress(self, iteration: int) -> bool:
         """Return whether a complete checkpoint of this iteration is progress."""
@@ -106,7 +120,7 @@ class Resuming:
 
     @property
     def _is_taken_back(self) -> bool:
-        return self._noted is None
+        return self._noted is None or self.current is None
 
     def _remove(self, noted: Resumes) -> None:
         try:

@@ -197,7 +197,6 @@ def choose(
     complete: Sequence[Checkpoint],
     trust: Trust,
     most: int | None,
-    current: Checkpoint | None = None,
 ) -> Choice:
     """Choose what a restart may take.
 
@@ -205,14 +204,12 @@ def choose(
         complete: The complete checkpoints, in the order in which a restart would try them.
         trust: Notes on the checkpoints.
         most: Number of starts in vain at which a checkpoint is given up; ``None`` for never.
-        current: Checkpoint that this start has resumed from. This start is noted already, but does
-            not count as long as it runs.
     """
     marked = trust.marked("quarantined")
     spent = {
         checkpoint
         for checkpoint in complete
-        if most is not None and trust.count(checkpoint) - (checkpoint == current) >= most
+        if most is not None and trust.count(checkpoint) >= most
     }
     bad = trust.marked("bad")
     usable = [c for c in complete if c not in spent and c not in marked]

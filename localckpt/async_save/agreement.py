@@ -34,6 +34,7 @@ class Agreement:
         is_under_way: Whether the ranks are agreeing. It stays so after an interrupt: nobody knows
             then whether this poll counts on this rank.
         has_lost_ranks: Whether some rank did not come.
+        step: As for :class:`Watch`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -45,6 +46,7 @@ class Agreement:
         self._not_watched: deque[Watched] = deque()
         self.is_under_way = False
         self.has_lost_ranks = False
+        self.step: int | None = None
 
     def join(self) -> None:
         """Find the other ranks, before the first call is scheduled."""
@@ -108,6 +110,12 @@ class Agreement:
         self.is_under_way = False
         return verdict
 
+    def begin_anew(self, number: int) -> None:
+        """Forget all calls after a mismatch; see :meth:`Watch.begin_anew`."""
+        assert self._watch is not None, "a rank that is alone does not differ from others"
+        self._not_watched.clear()
+        self._watch.begin_anew(number)
+
     def leave(self) -> None:
         """Let the other ranks not wait for this one any more."""
         if self._watch is not None:
@@ -120,6 +128,7 @@ class Agreement:
 
     def _begin(self, watch: Watch) -> None:
         self.is_under_way = True
+        watch.step = self.step
         while self._not_watched:
             watch.follow(self._not_watched[0])
             self._not_watched.popleft()

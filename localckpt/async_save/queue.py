@@ -145,7 +145,9 @@ class AsyncCallsQueue:
 
         def note(call: PendingCall, caller: AsyncCaller | None) -> None:
             own, number = rest.call, rest.call_idx
-            watched = Watched(number, call.name, call, own.report_fn, own.judge_fn)
+            watched = Watched(
+                *(number, call.name, call, own.report_fn, own.judge_fn, own.iteration)
+            )
             self._entries.append(_Entry(rest, call, caller, watched))
             self._agreement.add(watched)
             self._scheduled += 1
@@ -196,6 +198,13 @@ class AsyncCallsQueue:
                 break
             finalized.append(number)
         return finalized
+
+    def pass_step(self, step: int | None) -> None:
+        """Count the polls from here on by the steps of a training loop; ``None`` to count polls.
+
+        Ranks then finalize in the same step, also if one of them has polled alone.
+        """
+        self._agreement.step = step
 
     def get_num_unfinalized_calls(self) -> int:
         """Number of calls that were scheduled and are not finalized."""
@@ -341,6 +350,8 @@ class AsyncCallsQueue:
             )
             if verdict is None:
                 return False
+            if verdict.is_mismatched:
+                self._drop_all_behind(entry)
             self._raise_failure(entry, verdict)
             entry.finalize_fns = deque(entry.request.finalize_fns)
             verdict_fn = entry.request.call.verdict_fn
@@ -400,6 +411,17 @@ class AsyncCallsQueue:
             logger.error(
                 "%s cannot be ended, since it runs in a thread of this process", entry.name
             )
+
+    def _drop_all_behind(self, oldest: _Entry) -> None:
+        """Drop all calls but the oldest, after a mismatch: other ranks have dropped theirs."""
+        self._entries.remove(oldest)
+        dropped, self._entries = self._entries, deque([oldest])
+        self._agreement.begin_anew(self._scheduled)
+        why = f"{oldest.name} was made on some ranks alone, and the calls after it failed with it"
+        for entry in dropped:
+            run_stop_fns(entry.request)
+        for entry in dropped:
+            run_failure_fns(entry.request, CheckpointingException(why))
 
     def _drop(self, entry: _Entry, error: BaseException) -> None:
         self._entries.popleft()

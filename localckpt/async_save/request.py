@@ -83,6 +83,7 @@ class AsyncCall:
             is over without an error; in a thread. What it raises fails the call on every rank.
         judge_fn: A pure function of what came of the call on each rank, in rank order, called on
             one rank. What it raises is raised on every rank.
+        iteration: Iteration that the call saves, the same on all ranks; ``None`` for no save.
         verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
             rank, right before the request's ``finalize_fns``. It does not run in a poll with
             ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
@@ -101,6 +102,7 @@ class AsyncCall:
         report_fn: Callable[[], Any] | None = None,
         judge_fn: Callable[[list[Any]], Any] | None = None,
         verdict_fn: Callable[[Any], None] | None = None,
+        iteration: int | None = None,
     ) -> None:
         self.function = function
         self.failure_fns = tuple(failure_fns)
@@ -112,6 +114,7 @@ class AsyncCall:
         self.report_fn = report_fn
         self.judge_fn = judge_fn
         self.verdict_fn = verdict_fn
+        self.iteration = iteration
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
@@ -128,6 +131,7 @@ class AsyncCall:
             report_fn=self.report_fn,
             judge_fn=self.judge_fn,
             verdict_fn=self.verdict_fn,
+            iteration=self.iteration,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,6 +83,7 @@ class SaveVerdict:
         divergence: Sets of ranks whose replicas differ; ``None`` if there are none, or the save did
             not compare them.
         parts_fit: Whether the ranks that divide tensors have them alike.
+        is_mismatched: Whether ranks saved different iterations.
     """
 
     problems: tuple[str, ...]
@@ -91,6 +92,7 @@ class SaveVerdict:
     bad: str | None = None
     divergence: Divergence | None = None
     parts_fit: bool = True
+    is_mismatched: bool = False
 
     def to_json(self) -> list[Any]:
         reached, diverged = self.reached, self.divergence
@@ -101,14 +103,15 @@ class SaveVerdict:
             self.bad,
             diverged and diverged.to_json(),
             self.parts_fit,
+            self.is_mismatched,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad, diverged, parts_fit = fields
+        problems, generation, reached, bad, diverged, *flags = fields
         durability = Durability(*reached) if reached else None
         divergence = Divergence.from_json(diverged) if diverged else None
-        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, parts_fit)
+        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, *flags)
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -117,6 +120,12 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     problems = tuple(save_problems(outcomes))
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     generation = max(outcome.generation for outcome in outcomes)
+    iterations = {outcome.iteration for outcome in outcomes}
+    is_mismatched = len(iterations) > 1
+    if is_mismatched:
+        problems = (f"{problems[0]} (was save({min(iterations)}) called on every rank?)",)
+        # The rank that saved alone counts more saves than the others.
+        generation = generation.beyond()
     divergence = compare_replicas([outcome.replicas for outcome in outcomes])
     # A rank that could not capture its state has not told what it was to divide.
     fit = (
@@ -124,7 +133,9 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
         or division_problem([outcome.divided for outcome in outcomes]) is None
     )
     return SaveVerdict(
-        problems, generation, reached, why_bad(outcomes), divergence, parts_fit=fit
+        *(problems, generation, reached, why_bad(outcomes), divergence),
+        parts_fit=fit,
+        is_mismatched=is_mismatched,
     ).to_json()
 
 

@@ -29,7 +29,6 @@ def explain(
     bad: Mapping[str, Sequence[Stored]] | None = None,
     *,
     max_attempts: int | None = None,
-    current: Checkpoint | None = None,
     is_elastic: bool = False,
 ) -> Explanation:
     """Say which checkpoint a restart would load, and why none that is newer.
@@ -39,13 +38,13 @@ def explain(
         world_size: With how many ranks the restart would be; ``None`` for as many as saved it.
         bad: Files of each node that cannot be counted, each told of with the shard that its name
             speaks of.
-        max_attempts, current: As for :func:`localckpt.trust.choose`.
+        max_attempts: As for :func:`localckpt.trust.choose`.
         is_elastic: Whether the restart loads what another number of ranks saved.
     """
     bad = bad or {}
     nodes = tuple(dict.fromkeys([*inventory.ranks_on, *bad]))
     complete = complete_checkpoints(inventory)
-    choice = choose(complete, inventory.trust, max_attempts, current)
+    choice = choose(complete, inventory.trust, max_attempts)
     newest = choice.usable[0] if choice.usable else None
     breaking = _breaking(newest, inventory, nodes) if newest else ()
     least_nodes = _least_nodes(breaking)

@@ -52,17 +52,16 @@ class Found:
         inventory: Inventory,
         protection: Mapping[int, Group],
         max_attempts: int | None = None,
-        current: Checkpoint | None = None,
     ) -> Found:
         """Find the complete checkpoints, and choose those that a restart may take.
 
         Args:
             inventory: Pieces on all nodes.
             protection: As for :func:`durability_found`.
-            max_attempts, current: As for :func:`localckpt.trust.choose`.
+            max_attempts: As for :func:`localckpt.trust.choose`.
         """
         complete = complete_checkpoints(inventory)
-        choice = choose(complete, inventory.trust, max_attempts, current)
+        choice = choose(complete, inventory.trust, max_attempts)
         lacking = bool(inventory.checkpoints) and not complete
         return cls(
             {c: durability_found(c, inventory, protection) for c in choice.usable},

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.retention import Retention
+from localckpt.storage.names import local_path
 
-__all__ = ["check_arguments", "check_shared_arguments"]
+__all__ = ["absolute_paths", "check_arguments", "check_shared_arguments"]
+
+
+def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the paths among a checkpointer's options absolute, for whoever makes it later."""
+    paths = [name for name in ("local", "shared", "stop_file") if options.get(name) is not None]
+    return {**options, **{name: local_path(options[name]) for name in paths}}
 
 
 def check_arguments(

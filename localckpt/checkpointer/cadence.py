@@ -29,7 +29,8 @@ class Every:
     """Interval between saves, given in one of four ways.
 
     Args:
-        steps: A number of steps.
+        steps: A number of steps, counted from step 0 whatever was saved in between: with 5, after
+            steps 4, 9 and 14.
         minutes: A time, turned into steps by the measured duration of a step.
         overhead: Largest share of training time that saves may take, such as 0.01.
         mtbf_hours: Mean time between failures of the whole job. The interval is the one that loses

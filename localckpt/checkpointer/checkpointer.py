@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.arguments import check_arguments, check_shared_arguments
@@ -42,11 +41,12 @@ from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
-from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
+from localckpt.storage.names import local_path
 from localckpt.trust import is_orderly
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class Checkpointer:
             not the nodes.
         shared: Directory on storage that all nodes share, where checkpoints outlive the nodes, and
             can be loaded by another number of ranks; ``None`` for none.
-        session_id: Name of the training run; runs with different names may share a directory.
+        session_id: Name of the training run; runs with different names may share a directory. With
+            ``memory``, and without ``local``, it names the program on the nodes if it is not given:
+            its main script, its arguments and the working directory, as the first rank has them.
         every: Cadence of saves. By default they take at most 1 % of training time.
         shared_every: Cadence of saves to shared storage.
         keep_last: Number of complete checkpoints that are kept on the nodes.
@@ -105,9 +107,9 @@ class Checkpointer:
             ``timeout_s``.
         on_error: Whether a save that failed is a ``"warn"``-ing, or to ``"raise"``.
         max_failures: Number of saves that may fail in a row before the error is raised.
-        max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
-            later one is complete, in a row. Then it is quarantined, and an older one is taken.
-            ``None`` for any number.
+        max_attempts: Number of starts of the job that may resume from a checkpoint, make a step,
+            and end before a later one is complete, in a row. Then it is quarantined, and an older
+            one is taken. ``None`` for any number.
         finite: Whether to look at the parameters of all modules in each captured state, behind
             training. A checkpoint with one that is infinite or no number is marked bad: it is
             loaded only if there is no other.
@@ -183,15 +185,22 @@ class Checkpointer:
         self.stopped: str | None = None
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         allowed = tuple(safe_globals)
+        node_session = session_id
+        if memory and local is None and not session_id:
+            try:
+                node_session = agreed_session(self._ranks)
+            except BaseException:
+                self._ranks.close()
+                raise
         if events is None:
-            root = default_root() if local is None else Path(local)
-            events = default_sinks(root, session_id)
+            root = default_root() if local is None else local_path(local)
+            events = default_sinks(root, node_session)
         self._record = RunRecord(events, self._ranks.rank)
         self._record.begin(
             self._ranks.world_size,
-            session_id,
-            local=None if local is None else str(local),
-            shared=None if shared is None else str(shared),
+            node_session,
+            local=None if local is None else str(local_path(local)),
+            shared=None if shared is None else str(local_path(shared)),
         )
 
         def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
@@ -212,7 +221,7 @@ class Checkpointer:
                 "private": self._state.rules,
             }
             if memory:
-                return InMemoryCheckpointManager(session_id, strategy, root=local, **options)
+                return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
             assert local is not None
             return LocalCheckpointManager(local, session_id, strategy, **options)
 
@@ -244,7 +253,7 @@ class Checkpointer:
                 if self._state.parts:
                     self._shared.use(self._state.parts)
             self._stop_requests = StopRequests(
-                *(stop_signals, None if stop_file is None else Path(stop_file), stop_when),
+                *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._take_back_attempt,
             )
             undo.pop_all()
@@ -265,6 +274,7 @@ class Checkpointer:
         # the manager has buffers.
         self._may_overlap = every.steps is not None
         self._last_step: int | None = None
+        self._is_counted = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
         self._is_closed = False
@@ -336,10 +346,12 @@ class Checkpointer:
         called = time.monotonic()
         if self._state.make() and self._shared is not None:
             self._shared.use(self._state.parts)
+        # Of a call before: training has gone no further from there, or has come back.
+        self._take_back_attempt()
         loaded = self._resumption.run(
             self._state.parts, elsewhere, called, allow_dtype_change=allow_dtype_change
         )
-        self._last_step = loaded
+        self._last_step, self._is_counted = loaded, False
         self._schedule.begin(loaded)
         return loaded + 1
 
@@ -370,6 +382,8 @@ class Checkpointer:
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
         self._last_step = step
+        if not self._is_counted:
+            self._count_attempt()
         is_save = False
         if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
             is_save = self._attend(step, metrics)
@@ -456,7 +470,7 @@ class Checkpointer:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
         with self._record.stream.timed("wait", self._last_step):
             while self._nodes.is_busy:
-                self._finalize(blocking=True)
+                self._finalize(self._last_step, blocking=True)
             if self._shared is not None:
                 self._shared.finish()
 
@@ -499,10 +513,10 @@ class Checkpointer:
             Whether a save to the nodes took some of that time.
         """
         is_save = self._nodes.is_busy
-        self._finalize(blocking=False)
+        self._finalize(step, blocking=False)
         if self.stopped is not None:
             return is_save
-        if self._pulse.is_under_way and (plan := self._pulse.poll()) is not None:
+        if self._pulse.is_under_way and (plan := self._pulse.poll(step)) is not None:
             self._follow(plan, step)
             if plan.stop is not None:
                 self._save_before_stop(step, metrics)
@@ -513,7 +527,7 @@ class Checkpointer:
         if self._schedule.is_shared_save_due(step):
             self._begin_shared_save(step, metrics)
         if self._schedule.is_pulse_due(step):
-            self._pulse.begin(step)
+            self._pulse.begin(step, self._schedule.saved)
             self._schedule.note_pulse()
         return is_save
 
@@ -544,11 +558,13 @@ class Checkpointer:
             self._shared.save(step, metrics)
         self._schedule.note_shared_save(step)
 
-    def _finalize(self, *, blocking: bool) -> None:
+    def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
-        was_busy = self._nodes.is_busy
+        was_busy, failed = self._nodes.is_busy, self.failed_saves
         if was_busy:
-            self._nodes.finalize(blocking=blocking)
+            self._nodes.finalize(step, blocking=blocking)
+        if self.failed_saves > failed:
+            self._schedule.note_failure()
         if was_busy and not self._nodes.is_busy:
             self._meter.end_save()
             self._note_progress()
@@ -562,6 +578,13 @@ class Checkpointer:
         if manager.is_progress(step) and not manager.is_bad(step):
             self._shared.manager.note_progress(step)
 
+    def _count_attempt(self) -> None:
+        """Count this start as one in vain until it gets on: it has made a step."""
+        self._is_counted = True
+        self._nodes.manager.count_attempt()
+        if self._shared is not None:
+            self._shared.manager.count_attempt()
+
     def _take_back_attempt(self, received: signal.Signals | None = None) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
         self._nodes.manager.take_back_attempt()
@@ -573,6 +596,20 @@ class Checkpointer:
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
             self._take_back_attempt()
+            self._warn_if_idle()
+
+    def _warn_if_idle(self) -> None:
+        """Warn if nothing was left to do: the checkpoint may be that of another program."""
+        if self._last_step is None or self._last_step < 0 or self._is_counted:
+            return
+        manager = self._nodes.manager
+        logger.log(
+            logging.WARNING if self._ranks.is_root else logging.DEBUG,
+            "the job resumed after step %d (session %r in %s%s) and made no step. If these are not "
+            "the checkpoints of this program, give it another session_id",
+            *(self._last_step, manager.session_id, manager.store.root),
+            "" if self._shared is None else f", or {self._shared.manager.root}",
+        )
 
     def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
@@ -581,7 +618,8 @@ class Checkpointer:
         self._is_late = self._last_save.run(
             step,
             lambda: self._begin_save(step),
-            lambda: self._finalize(blocking=False),
+            # It polls more than once in a step.
+            lambda: self._finalize(None, blocking=False),
             lambda: self._begin_shared_save(step, metrics),
         )
         self._schedule.end()

@@ -7,6 +7,7 @@ a message.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from localckpt.checkpointer.cadence import Costs, Every
 from localckpt.errors import MismatchError
 
 __all__ = ["Plan", "Pulse", "Report", "judge_reports"]
+
+logger = logging.getLogger(__name__)
 
 _PULSE_S = 2.0
 """Time between two pulses: how long a signal to stop may go unheard."""
@@ -34,19 +37,21 @@ class Report:
         step: The step in which the pulse began.
         stop: Why this rank is to stop; ``None`` if it is not.
         costs: Its measurements.
+        saved: Steps of its last saves, to the nodes and to shared storage.
     """
 
     step: int
     stop: str | None
     costs: Costs
+    saved: tuple[int, int] = (-1, -1)
 
     def to_json(self) -> list[Any]:
-        return [self.step, self.stop, self.costs.step_s, self.costs.save_s]
+        return [self.step, self.stop, self.costs.step_s, self.costs.save_s, *self.saved]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Report:
-        step, stop, step_s, save_s = fields
-        return cls(step, stop, Costs(step_s, save_s))
+        step, stop, step_s, save_s, *saved = fields
+        return cls(step, stop, Costs(step_s, save_s), (saved[0], saved[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +59,28 @@ class Plan:
     """Plan of all ranks until the next pulse.
 
     Attributes:
-        interval: Steps from one save to the next; ``None`` while it is not known.
-        shared_interval: The same of saves to shared storage; ``None`` without any, too.
+        next_save: Step of the next save; ``None`` while it is not known.
+        next_shared_save: The same of saves to shared storage; ``None`` without any, too.
         pulse_steps: Steps from this pulse to the next.
         stop: Why the job is to stop; ``None`` if it is not.
+        mismatch: How the steps of the ranks differ; ``None`` if they do not.
     """
 
-    interval: int | None
-    shared_interval: int | None
+    next_save: int | None
+    next_shared_save: int | None
     pulse_steps: int
     stop: str | None = None
+    mismatch: str | None = None
 
 
 def judge_reports(every: Every, shared_every: Every | None, told: Sequence[Any]) -> list[Any]:
-    """Fields of the :class:`Plan` that follows from the reports of all ranks.
-
-    Raises:
-        MismatchError: The ranks are in different steps.
-    """
+    """Fields of the :class:`Plan` that follows from the reports of all ranks."""
     reports = [Report.from_json(fields) for fields in told]
     steps = [report.step for report in reports]
+    mismatch = None
     if len(set(steps)) > 1:
         slow, fast = steps.index(min(steps)), steps.index(max(steps))
-        raise MismatchError(
+        mismatch = (
             f"the ranks are in different steps: rank {slow} called step({steps[slow]}) when rank "
             f"{fast} called step({steps[fast]}). Call step() once in each step, on every rank"
         )
@@ -87,11 +91,16 @@ def judge_reports(every: Every, shared_every: Every | None, told: Sequence[Any])
     stops = [f"rank {rank}: {report.stop}" for rank, report in enumerate(reports) if report.stop]
     step_s = _PULSE_S if costs.step_s is None else max(costs.step_s, _PULSE_S / _MOST_STEPS)
     pulse_steps = ceil(_PULSE_S / step_s)
+    # A rank may have saved alone.
+    saved, shared_saved = (max(steps) for steps in zip(*(r.saved for r in reports), strict=True))
+    interval = every.interval(costs)
+    shared_interval = None if shared_every is None else shared_every.interval(costs)
     return [
-        every.interval(costs),
-        None if shared_every is None else shared_every.interval(costs),
+        None if interval is None else saved + interval,
+        None if shared_interval is None else shared_saved + shared_interval,
         pulse_steps,
         stops[0] if stops else None,
+        mismatch,
     ]
 
 
@@ -118,17 +127,24 @@ class Pulse:
         self._why_stop = why_stop
         self._costs = costs
         self._plan: Plan | None = None
+        self._was_mismatched = False
         self.is_under_way = False
 
-    def begin(self, step: int) -> None:
-        """Begin a pulse; all ranks call it in the same step."""
+    def begin(self, step: int, saved: tuple[int, int]) -> None:
+        """Begin a pulse; all ranks call it in the same step.
+
+        Args:
+            step: The step.
+            saved: As for :class:`Report`.
+        """
+        self._queue.pass_step(step)
         fields: list[Any] = []
 
         # Here and not in report_fn: what tells why to stop may have to ask for it over a network,
         # and a rank that is alone would do so in its training loop.
         @runs_in_trainer
         def look() -> None:
-            fields.extend(Report(step, self._why_stop(), self._costs()).to_json())
+            fields.extend(Report(step, self._why_stop(), self._costs(), saved).to_json())
 
         call = AsyncCall(
             look, report_fn=lambda: fields, judge_fn=self._judge, verdict_fn=self._take
@@ -136,17 +152,24 @@ class Pulse:
         self._queue.schedule_async_request(AsyncRequest(call, (), []))
         self.is_under_way = True
 
-    def poll(self) -> Plan | None:
+    def poll(self, step: int) -> Plan | None:
         """Return the plan, in the step in which all ranks have it; ``None`` else.
 
         Raises:
-            MismatchError: The ranks are in different steps; on all ranks.
+            MismatchError: The ranks were in different steps in the last pulse and in this one; on
+                all ranks. After one they agree again, as when one rank has made a step alone.
             PeerLostError: Some rank did not come in time.
         """
+        self._queue.pass_step(step)
         if not self._queue.maybe_finalize_async_calls():
             return None
         self.is_under_way = False
         plan, self._plan = self._plan, None
+        if plan is not None and plan.mismatch is not None:
+            if self._was_mismatched:
+                raise MismatchError(plan.mismatch)
+            logger.warning("%s", plan.mismatch)
+        self._was_mismatched = plan is not None and plan.mismatch is not None
         return plan
 
     def close(self, *, is_in_step: bool) -> None:

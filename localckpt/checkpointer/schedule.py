@@ -15,6 +15,9 @@ _STEPS_BEFORE_PULSE = 2
 class Schedule:
     """Steps at which something is to be done; the same on all ranks.
 
+    They follow from the number of the step and from plans alone. A save, or a step, that one rank
+    made alone changes nothing for longer than until the next plan.
+
     Args:
         every: Cadence of saves to the nodes.
         shared_every: Cadence of saves to shared storage; ``None`` for no shared storage.
@@ -27,12 +30,12 @@ class Schedule:
         self._steps = every.steps
         self._shared_steps = None if shared_every is None else shared_every.steps
         self._next_save = self._next_shared_save = self._next_pulse = self.due = _NEVER
-        # Steps of the last saves, or the step that the job was resumed from.
-        self._saved = self._shared_saved = -1
+        # Steps of the last saves, or the step that the job was resumed from; the shared one second.
+        self.saved = -1, -1
 
     def begin(self, resumed_from: int) -> None:
         """Schedule what follows the step that the job was resumed from, -1 for none."""
-        self._saved = self._shared_saved = resumed_from
+        self.saved = resumed_from, resumed_from
         self._next_save = _after(resumed_from, self._steps)
         self._next_shared_save = _after(resumed_from, self._shared_steps)
         self._next_pulse = resumed_from + _STEPS_BEFORE_PULSE
@@ -51,13 +54,20 @@ class Schedule:
             may_save: Whether a save may begin to find out what one costs, if that is not known.
         """
         self._next_pulse = step + plan.pulse_steps
-        if plan.interval is not None:
-            self._next_save = self._saved + plan.interval
-        elif may_save:
-            self._next_save = step
-        if plan.shared_interval is not None:
-            self._next_shared_save = self._shared_saved + plan.shared_interval
+        if self._steps is None:
+            if plan.next_save is not None:
+                self._next_save = plan.next_save
+            elif may_save:
+                self._next_save = step
+        if self._shared_steps is None and plan.next_shared_save is not None:
+            self._next_shared_save = plan.next_shared_save
         self._find_due()
+
+    def note_failure(self) -> None:
+        """Note that a save to the nodes failed: where the cadence is measured, a plan follows."""
+        if self._steps is None:
+            self._next_save = _NEVER
+            self._find_due()
 
     def is_save_due(self, step: int) -> bool:
         """Return whether a save to the nodes is due."""
@@ -73,12 +83,14 @@ class Schedule:
 
     def note_save(self, step: int) -> None:
         """Note that a save to the nodes was begun."""
-        self._saved, self._next_save = step, _after(step, self._steps)
+        self.saved = step, self.saved[1]
+        self._next_save = _after(step, self._steps)
         self._find_due()
 
     def note_shared_save(self, step: int) -> None:
         """Note that a save to shared storage was begun."""
-        self._shared_saved, self._next_shared_save = step, _after(step, self._shared_steps)
+        self.saved = self.saved[0], step
+        self._next_shared_save = _after(step, self._shared_steps)
         self._find_due()
 
     def note_pulse(self) -> None:
@@ -91,5 +103,8 @@ class Schedule:
 
 
 def _after(step: int, steps: int | None) -> int:
-    """Step of the next save with a cadence in steps; others wait for a plan."""
-    return _NEVER if steps is None else step + steps
+    """Step of the next save: with a cadence in steps, the number of steps is a multiple of it.
+
+    Other cadences wait for a plan.
+    """
+    return _NEVER if steps is None else step + steps - (step + 1) % steps

@@ -136,8 +136,14 @@ class NodeTier:
             self._queue.schedule_async_request(request)
             self.begun = step
 
-    def finalize(self, *, blocking: bool) -> None:
-        """Finalize the saves that are over on all ranks, or wait for all."""
+    def finalize(self, step: int | None, *, blocking: bool) -> None:
+        """Finalize the saves that are over on all ranks, or wait for all.
+
+        Args:
+            step: Step of the training loop, in which this is called once; ``None`` in a loop.
+            blocking: Whether to wait.
+        """
+        self._queue.pass_step(step)
         try:
             if self._queue.maybe_finalize_async_calls(blocking=blocking):
                 self._failures.end_row()

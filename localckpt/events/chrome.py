@@ -33,7 +33,7 @@ class ChromeTrace:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, most_nbytes: int = 64 << 20) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._most_nbytes = most_nbytes
         self._file: AppendedFile | None = None
 

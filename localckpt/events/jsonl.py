@@ -43,7 +43,7 @@ class JsonLines:
             raise CheckpointingException(
                 f"JsonLines(file_nbytes={file_nbytes}, files={files}): both must be above 0"
             )
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._file_nbytes = file_nbytes
         self._files = files
         self._first: Event | None = None

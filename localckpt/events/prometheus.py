@@ -176,7 +176,7 @@ class PrometheusTextfile:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._metrics = _Metrics()
         self._written = self._taken = 0
 

@@ -104,7 +104,7 @@ class Committed:
         """The directories that the job was not resumed from in vain too often."""
         trust = self.resuming.trust = self._notes.read()
         by_checkpoint = {folder.as_checkpoint: folder for folder in folders}
-        choice = choose([*by_checkpoint], trust, self.resuming.max_attempts, self.resuming.current)
+        choice = choose([*by_checkpoint], trust, self.resuming.max_attempts)
         given_up = {**choice.quarantined, **choice.exhausted}
         texts = [f"{by_checkpoint[checkpoint].path}: {why}" for checkpoint, why in given_up.items()]
         if given_up and not choice.usable:
@@ -152,7 +152,7 @@ class Committed:
             return None
 
     def note_resume(self, loaded: Found) -> None:
-        """Note on the first rank that training is about to go on from what was loaded."""
+        """Note on the first rank what was loaded, before training goes on from it."""
         self.resuming.begin(loaded.folder.as_checkpoint)
 
     def pin(self, iteration: int) -> None:

@@ -73,9 +73,10 @@ class GlobalCheckpointManager:
             saves are written where they stay, and only their record makes them checkpoints.
         safe_globals: Classes and functions that objects in a state may name, beyond torch's own.
         read_only: Only load; another job may save in this session.
-        max_attempts: Number of starts of the job that may resume from a checkpoint here and end
-            before a later one is committed (with ``local``: before :meth:`note_progress`), in a
-            row. Then it is passed over, and an older one is taken. ``None`` to count none.
+        max_attempts: Number of starts of the job that may resume from a checkpoint here, begin a
+            save or call :meth:`count_attempt`, and end before a later one is committed (with
+            ``local``: before :meth:`note_progress`), in a row. Then it is passed over, and an older
+            one is taken. ``None`` to count none.
         local: The manager of the same job's checkpoints on the nodes, if it has one. Then both are
             one lineage: what is saved here records what the job resumed from on the nodes, and what
             :meth:`load` gives is what the nodes' next checkpoints descend from.
@@ -253,6 +254,7 @@ class GlobalCheckpointManager:
             PeerLostError: Some rank did not come in time.
         """
         self._require_writable()
+        self.count_attempt()
         iteration = operator.index(iteration)
         if iteration < 0:
             raise CheckpointingException(f"iteration is {iteration}; it must not be negative")
@@ -496,6 +498,11 @@ class GlobalCheckpointManager:
         """Count no start so far as one in vain: the job has got on by its own account."""
         if self.rank == 0:
             self._root.committed.resuming.forget()
+
+    def count_attempt(self) -> None:
+        """Count this start from here on, as the managers of the nodes do on request."""
+        if self.rank == 0 and os.getpid() == self._process:
+            self._root.committed.resuming.count()
 
     def take_back_attempt(self) -> None:
         """Do not count this start as one in vain, as the managers of the nodes do on request."""

@@ -83,7 +83,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to another checkpoint."""
-        super().reset(checkpoint_id)
+        super().reset(checkpoint_id and local_path(checkpoint_id))
         self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

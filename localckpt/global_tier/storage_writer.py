@@ -130,7 +130,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to the next checkpoint."""
-        super().reset(checkpoint_id)
+        super().reset(checkpoint_id and local_path(checkpoint_id))
         self.save_id = uuid.uuid4().hex
         self._prepared = self._failed = None
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from localckpt.checkpointer.arguments import absolute_paths
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.parts import RandomPart
 from localckpt.errors import CheckpointingException
@@ -83,7 +84,7 @@ class LocalCheckpoint(Callback):
         self.checkpointer: Checkpointer | None = None
         self._stop_signals = tuple(stop_signals)
         self._stop_when = stop_when
-        self._options = options
+        self._options = absolute_paths(options)
         self._received: str | None = None
         self._position = _Position()
         # Limits of the trainer that a stop has lifted, to be put back.

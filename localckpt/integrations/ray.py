@@ -201,7 +201,7 @@ def _first(steps: list[int]) -> int:
 
 
 def _require_absolute(name: str, path: str | os.PathLike[str] | None) -> None:
-    if path is not None and not local_path(path).is_absolute():
+    if path is not None and local_path(path) != Path(path):
         raise CheckpointingException(
             f"{name}={os.fspath(path)!r} is not absolute: Ray Train runs the workers in a "
             f"directory that goes with its session, and checkpoints there would go with it. Give "

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localckpt.checkpointer.arguments import absolute_paths
 from localckpt.checkpointer.checkpointer import Checkpointer
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.errors import CheckpointingException
@@ -64,7 +65,7 @@ class LocalCheckpointCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.checkpointer: Checkpointer | None = None
         self.stopped: str | None = None
-        self._options = options
+        self._options = absolute_paths(options)
         self._trainer: Trainer | None = None
         self._position = EpochPosition()
         # Checkpoint of the Trainer's own that it was told to resume from.

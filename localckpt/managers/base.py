@@ -200,6 +200,7 @@ class BaseCheckpointManager(Hooks):
     ) -> AsyncRequest | None:
         parts = self._parts
         iteration = parts.epoch.checked(number)
+        parts.resuming.count()
         with parts.events.noting_failure("save", called, iteration):
             parts.in_flight.give_up_forgotten(iteration)
             self._join()
@@ -456,12 +457,22 @@ class BaseCheckpointManager(Hooks):
             for ranks in self._all_ranks():
                 ranks.abandon()
 
+    def count_attempt(self) -> None:
+        """Count this start from here on: the job has made a step since :meth:`load`.
+
+        The first save counts it, too. Without ``max_attempts``, or a ``load``, nothing is counted.
+        It asks no other rank.
+        """
+        if os.getpid() == self._process:
+            self._parts.resuming.count()
+
     def take_back_attempt(self) -> None:
         """Do not count this start as an attempt in vain: it is about to end because it is to.
 
-        With ``max_attempts`` a start that resumed from a checkpoint and ends before a later one is
-        complete counts, unless the manager is closed without an error, or by Ctrl-C. Call this when
-        the job is told to stop; a signal handler may. It asks no other rank.
+        With ``max_attempts`` a start that resumed from a checkpoint, was counted by
+        :meth:`count_attempt` or a save, and ends before a later one is complete counts, unless the
+        manager is closed without an error, or by Ctrl-C. Call this when the job is told to stop; a
+        signal handler may. It asks no other rank.
         """
         if os.getpid() == self._process:
             self._parts.resuming.take_back()

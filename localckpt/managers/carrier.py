@@ -59,6 +59,7 @@ class Carrier:
             report_fn=(lambda: save.outcome().to_json()) if is_judged else None,
             judge_fn=judge_save if is_judged else None,
             verdict_fn=save.take_verdict if is_judged else None,
+            iteration=save.identity.iteration,
             failure_fns=[save.fail],
             stop_fns=[save.stop_waiting],
             waits_for_fn=save.waits_for,

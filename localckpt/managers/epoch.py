@@ -61,7 +61,7 @@ class Epoch:
         self._checkpoints = checkpoints
         self._events = events
         self._nodes: list[str] | None = None
-        self._is_joined = False
+        self._is_joined = self._is_placed = False
         self.generation = Generation(0, 0)
         self.lineage: Lineage | None = None
         self.newest_iteration = -1
@@ -91,7 +91,17 @@ class Epoch:
                     *(self._ranks, self._store, self._strategy, self._session_id),
                     is_elastic=self._is_elastic,
                 )
-            self._is_joined = True
+            self._is_joined = self._is_placed = True
+        elif not self._is_placed:
+            self._strategy.place(self.nodes, self._ranks.timeout_s)
+            self._is_placed = True
+
+    def place_again(self) -> None:
+        """Have the strategy begin anew in the next call: a rank that saved alone counts one more.
+
+        All ranks call it after the same save.
+        """
+        self._is_placed = False
 
     # Saves.
 

@@ -46,9 +46,9 @@ class LocalCheckpointManager(StoreCheckpointManager):
         read_only: Only load, beside a job that may be saving in this session: nothing is made,
             renamed, removed or claimed here.
         events: As for :class:`BaseCheckpointManager`.
-        max_attempts: Number of starts of the job that may resume from a checkpoint and end before a
-            later one is complete, in a row. Then it is quarantined, and an older one is taken.
-            ``None`` to count none.
+        max_attempts: Number of starts of the job that may resume from a checkpoint, begin a save or
+            call :meth:`count_attempt`, and end before a later one is complete, in a row. Then it is
+            quarantined, and an older one is taken. ``None`` to count none.
         check: Judges each captured state behind training, on each rank: it is given the rank's
             tensors by name, in the memory that is about to be written, and returns why they are
             bad, or ``None``. It may neither change nor keep them. A checkpoint that is bad on any

@@ -82,7 +82,6 @@ class Look:
             self._inventory,
             strategy.protection,
             self._resuming.max_attempts,
-            self._resuming.current,
         ).to_json()
 
     def is_leader(self, rank: int) -> bool:
@@ -255,7 +254,6 @@ class Finder:
         return explain(
             *(inventory, world_size, files),
             max_attempts=resuming.max_attempts,
-            current=resuming.current,
         )
 
 

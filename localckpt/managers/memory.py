@@ -9,15 +9,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
+from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import ReadOnlyStore
-from localckpt.storage.memory import MemoryStore, default_root
+from localckpt.storage.memory import MemoryStore, default_root, default_session
 
-__all__ = ["InMemoryCheckpointManager"]
+__all__ = ["InMemoryCheckpointManager", "agreed_session"]
 
 
 class InMemoryCheckpointManager(StoreCheckpointManager):
@@ -27,7 +29,10 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
     the file that keeps it.
 
     Args:
-        session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
+        session_id: As for :class:`BaseCheckpointManager`. Without it, and without ``root``, it
+            names the program: its main script, its arguments and the working directory, as the
+            first rank has them.
+        repl_strategy: As for :class:`BaseCheckpointManager`.
         keep_last: Number of complete checkpoints to keep; memory holds one more for each save under
             way.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
@@ -40,6 +45,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         check_replicas, on_divergence, divide_replicated: As for that class.
 
     Raises:
+        CheckpointingException: There is neither a ``session_id`` nor a ``root``, and nothing to
+            name the program by.
         StorageError: The directory cannot be used, or another live job uses it.
         SameMachineReplicationException: Replicas would be lost together with their originals.
     """
@@ -72,6 +79,17 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         divide_replicated: bool = False,
     ) -> None:
         options = SaveOptions.of(locals())
+        if root is None and not session_id:
+            if read_only:
+                raise CheckpointingException(
+                    f"read_only=True in {default_root()}: give the session_id of the job whose "
+                    f"checkpoints are to be loaded (localckpt ls shows them)"
+                )
+            ranks = Ranks("session", process_group, timeout)
+            try:
+                session_id = agreed_session(ranks)
+            finally:
+                ranks.close()
 
         def open_store() -> DirectoryStore:
             place = root or default_root()
@@ -87,3 +105,17 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             )
 
         self._use_store(session_id, repl_strategy, options, open_store)
+
+
+def agreed_session(ranks: Ranks) -> str:
+    """Name the session of a program that gives none, by the first rank; all ranks call it.
+
+    Raises:
+        CheckpointingException: As :func:`default_session`; on all ranks.
+        PeerLostError: A rank did not answer in time.
+    """
+    return ranks.decide(
+        "name the session",
+        lambda: default_session() if ranks.is_root else "",
+        lambda names: names[ranks.root],
+    )

@@ -311,6 +311,8 @@ class Save:
             # Never lowered: a later save may be under way, and no number is used twice.
             epoch = self._parts.epoch
             epoch.generation = max(epoch.generation, verdict.generation)
+            if verdict.is_mismatched:
+                epoch.place_again()
             try:
                 self.roll_back(failed)
                 raise failed

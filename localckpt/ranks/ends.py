@@ -25,12 +25,14 @@ class CallEnd:
         name: What the call does, for messages.
         failure: What it failed with; ``None`` if it did not.
         value: What came of it; anything that JSON can carry.
+        iteration: Iteration that the call saves; ``None`` for a call that is no save.
     """
 
     number: int
     name: str
     failure: Failure | None = None
     value: Any = None
+    iteration: int | None = None
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class CallEnd:
         name: str,
         error: BaseException | None,
         report: Callable[[], Any] | None = None,
+        iteration: int | None = None,
     ) -> CallEnd:
         """Describe a call that is over; ``report()`` gives the value of one that did not fail."""
         value = None
@@ -48,17 +51,18 @@ class CallEnd:
             except Exception as failure:  # noqa: BLE001 - raised on every rank
                 error = failure
         if error is None:
-            return cls(number, name, None, value)
-        return cls(number, name, replace(Failure.of(error), text=with_class(error)))
+            return cls(number, name, None, value, iteration)
+        failed = replace(Failure.of(error), text=with_class(error))
+        return cls(number, name, failed, None, iteration)
 
     def to_json(self) -> list[Any]:
         failure = None if self.failure is None else self.failure.to_json()
-        return [self.number, self.name, failure, self.value]
+        return [self.number, self.name, failure, self.value, self.iteration]
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> CallEnd:
-        number, name, failure, value = fields
-        return cls(number, name, None if failure is None else Failure.from_json(failure), value)
+        number, name, failure, *rest = fields
+        return cls(number, name, None if failure is None else Failure.from_json(failure), *rest)
 
 
 def failure_of(ends: Sequence[CallEnd], ranks: Sequence[int]) -> Failure | None:

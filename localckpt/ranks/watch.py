@@ -58,6 +58,7 @@ class Watched:
         ending: The call on this rank.
         report: Returns the call's result for ``judge``: anything that JSON can carry.
         judge: A pure function of the reports of all ranks, called on the root.
+        iteration: Iteration that the call saves; ``None`` for a call that is no save.
         since: The poll since which it is watched.
         may_stand: Whether other ranks may act on it without this one.
     """
@@ -67,12 +68,15 @@ class Watched:
     ending: _Ending
     report: Callable[[], Any] | None = None
     judge: Callable[[list[Any]], Any] | None = None
+    iteration: int | None = None
     since: int = 0
     may_stand: bool = False
 
-    def end(self) -> CallEnd:
-        """Return the end of the call on this rank."""
-        return CallEnd.of(self.number, self.name, self.ending.error, self.report)
+    def end(self, offset: int = 0) -> CallEnd:
+        """Return the end of the call on this rank, whose number is counted from ``offset``."""
+        return CallEnd.of(
+            *(self.number - offset, self.name, self.ending.error, self.report, self.iteration)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class Verdict:
         is_ahead: The others are at an earlier call, which failed; this one is still to come.
         is_lost: The ranks did not come together.
         is_own: No other rank was asked, so nothing was judged.
+        is_mismatched: Ranks saved different iterations: some rank made a call alone, and no call
+            that any rank has made so far can be matched.
     """
 
     number: int
@@ -96,6 +102,7 @@ class Verdict:
     is_ahead: bool = False
     is_lost: bool = False
     is_own: bool = False
+    is_mismatched: bool = False
 
 
 def judge_ends(
@@ -127,6 +134,11 @@ class Watch:
     Args:
         ranks: Used for nothing else.
         timeout_s: The longest wait for other ranks, in seconds.
+
+    Attributes:
+        step: Step of the training loop, the same on all ranks, for a loop that polls at most once
+            in each: ranks then act in the same step, whatever any of them polled alone. ``None``
+            to count polls.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
@@ -141,6 +153,10 @@ class Watch:
         self._polls = 0
         self._limit = _NEVER
         self._news = Latch()
+        self.step: int | None = None
+        # Number of the first call since the last mismatch.
+        self._offset = 0
+        self._is_mismatched = False
 
     def follow(self, call: Watched) -> None:
         """Agree on a call once it is over here.
@@ -148,11 +164,24 @@ class Watch:
         Raises:
             CheckpointingException: No thread can be had.
         """
-        call.since = self._polls
+        if self.step is not None:
+            self._polls = self.step
+        call.since = self._polls if self.step is None else 0
         with self._lock:
             self._calls.append(call)
-            if self._thread is None:
+            if self._thread is None and not self._is_mismatched:
                 self._thread = begin(self._run)
+
+    def begin_anew(self, number: int) -> None:
+        """Forget all calls after a mismatch; all ranks do so, and count their calls from here.
+
+        Args:
+            number: Number of this rank's next call.
+        """
+        with self._lock:
+            self._calls.clear()
+            self._verdicts.clear()
+            self._offset, self._is_mismatched = number, False
 
     def poll(self, blocking: bool) -> None:
         """Count a poll of this rank; it waits if all ranks may act in it.
@@ -163,7 +192,7 @@ class Watch:
         Raises:
             PeerLostError: The job's store cannot be reached.
         """
-        self._polls += 1
+        self._polls = self._polls + 1 if self.step is None else self.step
         if self._polls > self._limit and not blocking:
             try:
                 self._await(lambda: self._polls <= self._limit, time.monotonic())
@@ -241,7 +270,7 @@ class Watch:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._has_left or not self._calls:
+                if self._has_left or self._is_mismatched or not self._calls:
                     self._thread = None
                     return
             self._calls[0].ending.wait()
@@ -254,13 +283,17 @@ class Watch:
         # The numbers are compared by the judge.
         what, since = f"{_AGREE} {over[0].number}", over[0].since
         try:
-            ends = [call.end().to_json() for call in over]
+            ends = [call.end(self._offset).to_json() for call in over]
             judged = self._ranks.attend(
                 what, ends, lambda reports: self._judge(over, reports), kind=_AGREE
             )
             for call in over:
                 call.may_stand = True
-            due = since + 1 + self._ranks.attend(what, self._promise() - since, max, kind=_AGREE)
+            due = 0
+            # Polls of ranks that began to count them at different calls cannot be compared.
+            if self.step is not None or not judged[0][3]:
+                promise = self._promise() - since
+                due = since + 1 + self._ranks.attend(what, promise, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])
             return
@@ -271,9 +304,10 @@ class Watch:
                     due,
                     None if failure is None else Failure.from_json(failure),
                     value,
-                    is_ahead=call.number > oldest,
+                    is_ahead=not is_mismatched and call.number - self._offset > oldest,
+                    is_mismatched=is_mismatched,
                 )
-                for call, (oldest, failure, value) in zip(over, judged, strict=False)
+                for call, (oldest, failure, value, is_mismatched) in zip(over, judged, strict=False)
             ]
         )
 
@@ -284,8 +318,10 @@ class Watch:
             ends = [CallEnd.from_json(fields) for fields in fields_by_rank]
             failure, value = judge_ends(call, ends, self._ranks.global_ranks)
             oldest = min(end.number for end in ends)
-            verdicts.append([oldest, None if failure is None else failure.to_json(), value])
-            if any(end.number > oldest for end in ends):
+            is_mismatched = len({end.iteration for end in ends}) > 1
+            judged = [oldest, None if failure is None else failure.to_json(), value, is_mismatched]
+            verdicts.append(judged)
+            if is_mismatched or any(end.number > oldest for end in ends):
                 break
         return verdicts
 
@@ -301,10 +337,12 @@ class Watch:
                 return limit
 
     def _publish(self, verdicts: list[Verdict]) -> None:
-        self._verdicts.extend(verdicts)
-        self._limit = _NEVER
-        for verdict in verdicts:
-            if not verdict.is_ahead:
-                self._calls.popleft()
+        with self._lock:
+            self._is_mismatched = any(verdict.is_mismatched for verdict in verdicts)
+            for verdict in verdicts:
+                if not verdict.is_ahead:
+                    self._calls.popleft()
+            self._verdicts.extend(verdicts)
+            self._limit = _NEVER
         news, self._news = self._news, Latch()
         news.set()

@@ -82,7 +82,7 @@ class DirectoryStore(Store):
     claim: SeenFolder
 
     def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float):
-        self.root = local_path(root).absolute()
+        self.root = local_path(root)
         self.session_id = session_id
         self.rank = rank
         self._lock = threading.RLock()

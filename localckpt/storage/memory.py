@@ -6,14 +6,17 @@ Retired files stay mapped, and later saves are staged into them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localckpt.errors import StorageError
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.ids import Piece, ShardIdentity
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.memory.limits import memory_limits
@@ -30,7 +33,7 @@ from localckpt.threads import Task
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryStore", "default_root"]
+__all__ = ["MemoryStore", "default_root", "default_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,33 @@ _PREPARING_S = 60.0
 def default_root() -> Path:
     """Return the default directory of this user's store on this node."""
     return Path(f"/dev/shm/localckpt-{os.getuid()}")
+
+
+def default_session() -> str:
+    """Name a session in :func:`default_root`, which all programs of this user share on this node.
+
+    The name stands for the main script (or the code of ``python -c``), its arguments and the
+    working directory, so two programs never meet, and a restart finds its checkpoints.
+
+    Raises:
+        CheckpointingException: This program has no script, as a notebook and a prompt have none.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    command = sys.orig_argv[1:]
+    if script is not None:
+        path = Path(script).absolute()
+        label = path.parent.name if path.stem == "__main__" else path.stem
+        program = [str(path), *sys.argv[1:]]
+    elif "-c" in command and "--multiprocessing-fork" not in command:
+        label, program = "command", command[command.index("-c") :]
+    else:
+        raise CheckpointingException(
+            f"the checkpoints of this program would be in {default_root()}, which all programs of "
+            f"this user share, and it has no script by which they could be named (as a notebook or "
+            f"a prompt): give session_id=. Nothing was made"
+        )
+    place = json.dumps([*program, os.getcwd()])
+    return f"{label}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 class MemoryStore(DirectoryStore):

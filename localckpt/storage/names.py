@@ -66,7 +66,9 @@ _SHARD_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\.safetensors")
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """Return ``given`` as a path, and refuse a URL, which would become a local directory.
+    """Return ``given`` as an absolute path, and refuse a URL, which would become a directory here.
+
+    The program may change its working directory later, and its next start would find nothing.
 
     Raises:
         StorageError: ``given`` is a URL.
@@ -80,7 +82,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             f"give its directory; or let a job of its own copy finished checkpoints there. "
             f"Nothing was made. A directory of that name is given by its absolute path"
         )
-    return path
+    return path.absolute()
 
 
 def session_name(session_id: str) -> str:

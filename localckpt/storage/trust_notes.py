@@ -1,14 +1,17 @@
 """Notes of a rank's folder on trust in checkpoints: small files beside the shards.
 
 Each counted start of the job is one file, so that a signal handler can remove it by one system
-call. All marks are in one file, and all drained checkpoints in another.
+call. It names its process: as long as that lives, the start is not in vain. All marks are in one
+file, and all drained checkpoints in another.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from localckpt.errors import MismatchError
@@ -16,7 +19,7 @@ from localckpt.ids import Checkpoint
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DRAINED_NAME, MARKS_NAME, RESUME_PREFIX
-from localckpt.storage.owner import read_note, write_note
+from localckpt.storage.owner import Owner, Running, read_note, write_note
 from localckpt.storage.write import sync_folder
 from localckpt.trust import Drained, Mark, Resumes, Trust, parse_note
 
@@ -38,13 +41,14 @@ class TrustNotes:
     def read(self) -> Trust:
         """Read all notes, and ignore damaged ones; raises StorageError."""
         with storage_errors("read", self._folder):
-            resumes = _resumes_in(self._folder).values()
+            resumes = _counted(_resumes_in(self._folder).values())
             return Trust.of([*resumes, *_marks_in(self._folder), *_drained_in(self._folder)])
 
     def note_resume(self, resumes: Resumes) -> None:
         """Note durably that the job resumes from a checkpoint; raises StorageError."""
         with storage_errors("write to", self._folder):
-            write_note(_resume_path(self._folder, resumes), json.dumps(resumes.to_json()))
+            note = [*resumes.to_json(), str(Owner.me())]
+            write_note(_resume_path(self._folder, resumes), json.dumps(note))
             sync_folder(self._folder)
 
     def take_back_resume(self, resumes: Resumes) -> None:
@@ -74,7 +78,7 @@ class TrustNotes:
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove all notes on a checkpoint; raises StorageError."""
         with storage_errors("clean up", self._folder):
-            for path, resumes in _resumes_in(self._folder).items():
+            for path, (resumes, _) in _resumes_in(self._folder).items():
                 if resumes.checkpoint == checkpoint:
                     path.unlink(missing_ok=True)
             marks = _marks_in(self._folder)
@@ -94,9 +98,22 @@ def _resume_path(folder: Path, resumes: Resumes) -> Path:
     return folder / f"{RESUME_PREFIX}{name}"
 
 
-def _resumes_in(folder: Path) -> dict[Path, Resumes]:
-    found = {path: _parsed(read_note(path)) for path in _resume_paths(folder)}
-    return {path: note for path, note in found.items() if isinstance(note, Resumes)}
+def _counted(noted: Iterable[tuple[Resumes, Owner | None]]) -> list[Resumes]:
+    """Count the starts that are over: one process may resume from a checkpoint again and again."""
+    running = Running()
+    ended = (replace(note, count=note.count - (owner in running)) for note, owner in noted)
+    return [note for note in ended if note.count > 0]
+
+
+def _resumes_in(folder: Path) -> dict[Path, tuple[Resumes, Owner | None]]:
+    found: dict[Path, tuple[Resumes, Owner | None]] = {}
+    for path in _resume_paths(folder):
+        with suppress(MismatchError, ValueError, RecursionError, TypeError):
+            *fields, owner = json.loads(read_note(path))
+            note = parse_note(fields)
+            if isinstance(note, Resumes):
+                found[path] = note, Owner.parse(str(owner))
+    return found
 
 
 def _resume_paths(folder: Path) -> list[Path]:

@@ -80,18 +80,6 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
         assert choice.quarantined.keys() <= trust.marked("quarantined").keys()
 
 
-@given(_COMPLETE, _NOTES, st.integers(1, 4))
-def test_the_start_under_way_does_not_count_yet(
-    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int
-) -> None:
-    current = Checkpoint(Generation(9, 1), 9, 1)
-    trust = Trust.of([*notes, Resumes(current, most, most)])
-    complete = [current, *complete]
-
-    assert current in choose(complete, trust, most, current).usable
-    assert current not in choose(complete, trust, most).usable
-
-
 @given(_NOTES)
 def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
     notes: list[Resumes | Mark | Drained],

@@ -47,17 +47,18 @@ def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Che
 
 
 def _live(rank: int, world_size: int, poisons: bool, memory: bool) -> tuple[int, str]:
-    """A start of a job, whose last rank crashes in the step after it was poisoned."""
+    """A start of a job, whose last rank crashes in its second step once it was poisoned."""
     poison, is_last = _Poison(), rank == world_size - 1
     with _checkpointer(node_store(), poison, memory=memory) as checkpointer:
         first = checkpointer.resume()
         for step in range(first, _STEPS):
-            if poison.is_in and is_last:
+            is_crash = poison.is_in and step > first
+            if is_crash and is_last:
                 announce("crash")
                 os._exit(3)
-            if poison.is_in:
+            if is_crash:
                 _await(lambda: False)
-            poison.is_in = poisons and step >= 8
+            poison.is_in = poison.is_in or (poisons and step >= 8)
             checkpointer.step(step)
             # So that it is known what there is.
             checkpointer.wait_until_finished()
@@ -128,8 +129,17 @@ def _start(local: Path, steps: int, ends_by: BaseException | None = None, **opti
     return first
 
 
-def _fail(local: Path, steps: int = 0, **options: Any) -> int:
+def _start_of_a_process(
+    rank: int, world_size: int, local: Path, steps: int, options: dict[str, Any]
+) -> int:
     return _start(local, steps, RuntimeError("the loss is not finite"), **options)
+
+
+def _fail(local: Path, steps: int = 1, **options: Any) -> int:
+    """A start in a process of its own that does so many steps and fails; its first step."""
+    first: int
+    (first,) = run_ranks(_start_of_a_process, 1, local, steps, options, init_group=False)
+    return first
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0)], ids=["Ctrl-C", "sys.exit"])
@@ -137,9 +147,55 @@ def test_a_start_that_somebody_ends_does_not_count(error: BaseException, tmp_pat
     _start(tmp_path, 6)
 
     for _ in range(3):
-        assert _start(tmp_path, 0, error) == 6
-        assert _start(tmp_path, 0) == 6
+        assert _start(tmp_path, 1, error) == 6
+        assert _start(tmp_path, 1) == 6
     assert _noted(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+def test_a_start_that_ends_before_its_first_step_does_not_count(tier: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {}
+    if tier == "shared":
+        options = {"shared": tmp_path / "shared", "shared_every": localckpt.Every(steps=3)}
+    local = tmp_path / "local"
+    _start(local, 6, **options)
+    looks = []
+
+    for _ in range(4):
+        if tier == "shared":
+            shutil.rmtree(local)
+        looks.append(_fail(local, 0, **options))
+
+    assert looks == [6, 6, 6, 6]
+    assert list(tmp_path.rglob(".resumed-*")) == []
+
+
+def test_resuming_again_in_a_living_process_counts_once(tmp_path: Path) -> None:
+    _start(tmp_path, 6)
+    left = []
+
+    for _ in range(4):
+        left.append(_checkpointer(tmp_path, _Poison()))
+        assert left[-1].resume() == 6
+        assert left[-1].resume() == 6
+        left[-1].step(6)
+        left[-1].__exit__(RuntimeError, RuntimeError(), None)
+
+    assert len(_noted(tmp_path, 0)) == 1
+
+
+def test_a_load_from_shared_storage_that_failed_does_not_count(tmp_path: Path) -> None:
+    options = {"shared": tmp_path / "shared", "shared_every": localckpt.Every(steps=3)}
+    _start(tmp_path / "local", 6, **options)
+    shutil.rmtree(tmp_path / "local")
+
+    for _ in range(3):
+        state = {"layer": torch.nn.Linear(4, 5)}
+        changed = localckpt.Checkpointer(state, local=tmp_path / "local", max_attempts=2, **options)
+        with changed, pytest.raises(localckpt.MismatchError):
+            changed.resume()
+
+    assert _start(tmp_path / "local", 0, **options) == 6
 
 
 @pytest.mark.parametrize("told_by", [signal.SIGTERM, signal.SIGINT])
@@ -148,7 +204,7 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
 ) -> None:
     _start(tmp_path, 6)
     checkpointer = _checkpointer(tmp_path, _Poison())
-    checkpointer.resume()
+    checkpointer.step(checkpointer.resume())
     noted = _noted(tmp_path, 0)
 
     with suppress(KeyboardInterrupt):
@@ -161,7 +217,7 @@ def test_a_start_that_is_told_to_stop_does_not_count_even_if_it_is_killed_then(
 
 def _close_at_last(checkpointer: localckpt.Checkpointer) -> None:
     try:
-        checkpointer.resume()
+        checkpointer.step(checkpointer.resume())
         raise RuntimeError
     finally:
         checkpointer.close()

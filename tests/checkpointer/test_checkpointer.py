@@ -77,6 +77,32 @@ def test_steps_before_resume_or_out_of_order_or_after_the_end_are_refused(tmp_pa
     assert iterations_on(tmp_path) == {0}
 
 
+def test_a_program_that_changes_its_working_directory_finds_its_checkpoints_on_both_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(folder: str, steps: int) -> tuple[int, bool]:
+        monkeypatch.chdir(tmp_path)
+        options: dict[str, Any] = {"local": "nodes", "shared": "shared", "stop_file": "stop"}
+        with Checkpointer(_state(), **options, every=Every(steps=1)) as checkpointer:
+            (tmp_path / folder).mkdir()
+            monkeypatch.chdir(folder)
+            first = checkpointer.resume()
+            for step in range(first, first + steps):
+                checkpointer.step(step)
+            if steps:
+                checkpointer.save(first + steps - 1, shared=True)
+            return first, checkpointer.stopped is not None
+
+    first = start("first", 3)
+    from_nodes = start("second", 0)
+    shutil.rmtree(tmp_path / "nodes")
+    from_shared = start("third", 0)
+
+    assert [first, from_nodes, from_shared] == [(0, False), (3, False), (3, False)]
+    assert not any((tmp_path / folder / "shared").exists() for folder in ("first", "third"))
+    assert all(not any((tmp_path / folder).iterdir()) for folder in ("first", "second", "third"))
+
+
 def test_a_step_is_saved_when_asked_and_once(tmp_path: Path) -> None:
     with Checkpointer(_state(), local=tmp_path, every=Every(steps=100)) as checkpointer:
         checkpointer.resume()

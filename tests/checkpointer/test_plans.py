@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localckpt import Every, MismatchError
+from localckpt import Every
 from localckpt.checkpointer import meter
 from localckpt.checkpointer.cadence import Costs
 from localckpt.checkpointer.pulse import Plan, Report, judge_reports
+from localckpt.checkpointer.schedule import Schedule
 from localckpt.checkpointer.stopping import StopRequests
 
 
@@ -31,9 +32,12 @@ def _judged(every: Every, *reports: Report) -> Plan:
 def test_the_slowest_rank_sets_the_pace(step_s: list[float], save_s: float) -> None:
     every = Every(overhead=0.01)
 
-    plan = _judged(every, *(Report(5, None, Costs(seconds, save_s)) for seconds in step_s))
+    plan = _judged(every, *(Report(5, None, Costs(seconds, save_s), (3, 1)) for seconds in step_s))
 
-    assert plan.interval == every.interval(Costs(max(step_s), save_s))
+    interval = every.interval(Costs(max(step_s), save_s))
+    assert interval is not None
+    assert plan.next_save == 3 + interval
+    assert plan.next_shared_save == 101
     assert 1 <= plan.pulse_steps <= 100
     assert (plan.pulse_steps - 1) * max(step_s) < 2.0
 
@@ -55,13 +59,34 @@ def test_a_rank_that_has_measured_nothing_leaves_the_cadence_open() -> None:
         Every(minutes=1), Report(5, None, Costs(0.1, 0.1)), Report(5, None, Costs(None, None))
     )
 
-    assert plan.interval is None
+    assert plan.next_save is None
     assert plan.pulse_steps == 1
 
 
-def test_ranks_in_different_steps_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"rank 1 called step\(6\) when rank 0 called step\(7"):
-        _judged(Every(steps=5), Report(7, None, Costs()), Report(6, None, Costs()))
+def test_ranks_in_different_steps_are_named_and_have_one_plan() -> None:
+    costs = Costs(0.1, 0.1)
+
+    plan = _judged(
+        Every(minutes=1), Report(7, None, costs, (5, -1)), Report(6, None, costs, (2, -1))
+    )
+
+    assert plan.mismatch is not None
+    assert "rank 1 called step(6) when rank 0 called step(7)" in plan.mismatch
+    assert plan.next_save == 605
+
+
+def test_saves_with_a_cadence_in_steps_follow_from_the_number_of_the_step_alone() -> None:
+    one, other = Schedule(Every(steps=5), None), Schedule(Every(steps=5), None)
+    one.begin(-1)
+    other.begin(6)
+
+    one.note_save(7)
+
+    assert [one.is_save_due(8), one.is_save_due(9), other.is_save_due(8)] == [False, True, False]
+    other.note_save(10)
+    one.note_save(9)
+    assert [step for step in range(11, 16) if one.is_save_due(step)] == [14, 15]
+    assert [step for step in range(11, 16) if other.is_save_due(step)] == [14, 15]
 
 
 class _Clock:

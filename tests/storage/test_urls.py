@@ -1,4 +1,4 @@
-"""A URL in place of a directory is refused everywhere, and no directory of that name is made."""
+"""Directories as they are given: a URL is refused everywhere, a relative path is fixed at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import localckpt
+from localckpt.events.chrome import ChromeTrace
+from localckpt.events.jsonl import JsonLines
+from localckpt.events.prometheus import PrometheusTextfile
 from localckpt.storage.names import local_path
 from tests.cli.commands import call
+from tests.events.sinks import make_event
 
 _URL = "s3://bucket/run"
 
@@ -49,4 +54,34 @@ def test_the_command_line_says_so(command: str) -> None:
 
 @pytest.mark.parametrize("name", ["a", "a:b", "C:/x", "/x/s3:/y", "./x/https://y", "x y:/z"])
 def test_what_is_no_url_is_a_path(name: str) -> None:
-    assert local_path(name) == Path(name)
+    assert local_path(name) == Path.cwd() / name
+
+
+def test_a_relative_path_is_that_of_where_the_object_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sinks = [JsonLines("lines"), ChromeTrace("traces"), PrometheusTextfile("metrics")]
+    writer = localckpt.FileSystemWriterAsync("first", writer="thread")
+    reader = localckpt.CachedMetadataFileSystemReader("first")
+    writer.reset("second")
+    reader.reset("second")
+    with (
+        localckpt.LocalCheckpointManager("node") as nodes,
+        localckpt.GlobalCheckpointManager("shared") as shared,
+    ):
+        monkeypatch.chdir("later")
+        nodes.save({"value": torch.ones(4)}, 1)
+        shared.save({"value": torch.ones(4)}, 1)
+
+    for sink in sinks:
+        sink.write(make_event())
+        sink.flush()
+        sink.close()
+
+    assert list(Path.cwd().iterdir()) == []
+    assert Path(writer.path) == Path(reader.path) == tmp_path / "second"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("later", "lines", "traces", "metrics", "node", "shared")
+    }

@@ -16,6 +16,7 @@ from localckpt.managers.local import LocalCheckpointManager as _LocalCheckpointM
 from localckpt.managers.reports import LoadReport
 from localckpt.ranks.failure import Attempt
 from localckpt.replication.strategies import ReplicationStrategy
+from localckpt.storage.names import local_path
 
 __all__ = ["LocalCheckpointManager"]
 
@@ -45,7 +46,7 @@ class LocalCheckpointManager(_LocalCheckpointManager):
         **options: Any,
     ) -> None:
         self._theirs: dict[int, Path] = {}
-        self._root = root_local_ckpt_dir
+        self._root = local_path(root_local_ckpt_dir)
         self._safe_globals = tuple(safe_globals)
         super().__init__(
             root_local_ckpt_dir,

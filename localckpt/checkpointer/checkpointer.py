@@ -394,10 +394,12 @@ class Checkpointer:
         """Have the random number generators go on from where :meth:`resume` has set them.
 
         Call it after what draws from them and was not done at that step before, such as making the
-        iterator of a data loader, which draws the seed of its workers. Without a checkpoint, or
-        with ``rng=False``, it does nothing.
+        iterator of a data loader, which draws the seed of its workers. After the first :meth:`step`
+        since :meth:`resume`, as in the later epochs of a loop, it does nothing; nor without a
+        checkpoint, or with ``rng=False``.
         """
-        self._state.rewind_random()
+        if not self._is_counted:
+            self._state.rewind_random()
 
     def save(
         self,

@@ -170,6 +170,24 @@ def test_generators_are_rewound_to_what_was_loaded(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(3), drawn)
 
 
+def test_generators_are_rewound_before_the_first_step_alone(tmp_path: Path) -> None:
+    values = torch.nn.Linear(1, 1)
+    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
+        made.resume()
+        made.step(0)
+        made.save(0)
+    drawn = []
+
+    with localckpt.Checkpointer({"values": values}, local=tmp_path) as made:
+        for epoch in range(made.resume(), 4):
+            # Where a loop over epochs makes the iterator of its loader.
+            made.rewind_random()
+            drawn.append(torch.rand(1).item())
+            made.step(epoch)
+
+    assert len(set(drawn)) == 3
+
+
 def test_states_of_an_optimizer_keep_their_dtypes(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters())

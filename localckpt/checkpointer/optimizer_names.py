@@ -46,6 +46,11 @@ class NamedOptimizer:
         self._module = _module_of(key, part.optimizer, modules)
 
     @property
+    def is_kept_equal(self) -> bool:
+        """True if DDP keeps the parameters equal on all ranks of the job."""
+        return self._module.is_kept_equal
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, with the names of their parameters."""
         names = self._names()

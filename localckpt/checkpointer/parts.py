@@ -116,10 +116,15 @@ class ModulePart:
 
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
+
+    Attributes:
+        module: The module without the wrappers around it.
+        is_fsdp1: True if FSDP1 shards some of it.
+        is_kept_equal: True if DDP keeps all parameters equal on all ranks of the job.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = _unwrapped(module)
+        self.module, self.is_kept_equal = _unwrapped(module)
         self.is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
 
     @property
@@ -327,16 +332,25 @@ class RandomPart:
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of DDP, DataParallel and ``torch.compile``, in whatever order."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+    """Find the module inside of DDP, DataParallel and ``torch.compile``, in whatever order.
+
+    Returns:
+        The module, and whether DDP keeps all of its parameters equal on all ranks of the job.
+    """
+    is_kept_equal = False
     while True:
-        if isinstance(module, wrappers):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            is_kept_equal = not module.parameters_to_ignore and (
+                module.process_group.size() == torch.distributed.get_world_size()
+            )
+            module = module.module
+        elif isinstance(module, torch.nn.DataParallel):
             module = module.module
         elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
             module = inner
         else:
-            return module
+            return module, is_kept_equal
 
 
 def _expanded_dims(tensor: torch.Tensor) -> list[int]:

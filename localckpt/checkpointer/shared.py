@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 OnResize = Literal["error", "drop"]
 
-# Each rank keeps smaller buffers for itself: they may differ, as the statistics of BatchNorm do.
-_OWN_BUFFER_NBYTES = 64 << 10
+# Each rank keeps small buffers for itself: they may differ, as the statistics of BatchNorm do.
+_SMALL_NBYTES = 64 << 10
 
 
 class SharedState:
@@ -112,12 +112,28 @@ class SharedState:
     def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Save the state of all ranks behind training; raises what the save before failed with."""
         of_ranks: set[str] = set()
+        kept_equal = {
+            f"{key}.{name}"
+            for key, part in self._modules.items()
+            if part.is_kept_equal
+            for name in part.parameter_names().values()
+        }
+        of_optimizers = tuple(
+            f"{key}.state." for key, part in self._optimizers.items() if part.is_kept_equal
+        )
+
+        def is_compared(name: str, value: Any) -> bool:
+            # Small values tell as well whether DDP keeps all of them equal.
+            is_large = isinstance(value, torch.Tensor) and value.nbytes > _SMALL_NBYTES
+            is_equal = name in kept_equal or name.startswith(of_optimizers)
+            return name not in of_ranks and not (is_large and is_equal)
+
         self._manager.save(
             partial(self._state, step, of_ranks),
             step,
             is_async=True,
             metrics=metrics,
-            may_differ=of_ranks.__contains__,
+            is_compared=is_compared,
         )
 
     def _state(self, step: int, of_ranks: set[str]) -> dict[str, Any]:
@@ -378,7 +394,7 @@ def _own_buffers(part: ModulePart, state: Mapping[str, Any]) -> dict[str, torch.
         for name in part.buffer_names()
         if type(value := state.get(name)) is torch.Tensor
         and not is_odd(value)
-        and value.nbytes <= _OWN_BUFFER_NBYTES
+        and value.nbytes <= _SMALL_NBYTES
     }
 
 

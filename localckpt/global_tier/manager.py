@@ -220,7 +220,7 @@ class GlobalCheckpointManager:
         on_commit: Callable[[], None] | None = None,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
-        may_differ: Callable[[str], bool] = lambda name: False,
+        is_compared: Callable[[str, Any], bool] = lambda name, value: True,
     ) -> None:
         """Save the state of all ranks; all ranks call it.
 
@@ -242,8 +242,9 @@ class GlobalCheckpointManager:
             on_commit: Called on the first rank, in another thread, when the checkpoint is there.
             metrics: Numbers that are recorded with it, such as a loss, for ``Retention(best=...)``
                 and for whoever looks. Those of the first rank count.
-            may_differ: Tells by its name, such as ``"model.0.running_mean"``, whether ranks may
-                have different values, of which any one is saved.
+            is_compared: Tells by the name of a value, such as ``"model.0.weight"``, and the value
+                whether to compare it: not what other means keep equal, or may differ, so that any
+                rank's will do. Comparing takes one reading of all that other ranks have as well.
 
         Raises:
             MismatchError: Ranks have different values under one name; of the save before, or
@@ -282,7 +283,7 @@ class GlobalCheckpointManager:
                 began=began,
                 called=called,
                 events=self._events,
-                may_differ=may_differ,
+                is_compared=is_compared,
             )
         save.stage(planner)
         save.start()

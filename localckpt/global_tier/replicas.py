@@ -67,7 +67,7 @@ class CommonValues:
         plan: This rank's plan, before others were told to write some of its items.
         common: Numbers of the items by set of ranks, of :func:`common_items`.
         planner: Knows the values.
-        may_differ: Tells by its name whether ranks may have different values for a key.
+        is_compared: Tells by name and value whether a value must be equal on all ranks that have it.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CommonValues:
         plan: SavePlan | None,
         common: Mapping[int, Sequence[int]],
         planner: SavePlanner,
-        may_differ: Callable[[str], bool],
+        is_compared: Callable[[str, Any], bool],
     ) -> None:
         assert plan is not None, "the save is planned"
         assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
@@ -84,9 +84,9 @@ class CommonValues:
             for number in numbers:
                 index = plan.items[number].index
                 value = planner.state_dict[index.fqn]
-                if may_differ(index.fqn) or isinstance(value, DTensor | ShardedTensor):
-                    continue
-                self._digests.setdefault(set_id, {})[index.fqn] = _digest(value)
+                is_part = isinstance(value, DTensor | ShardedTensor)
+                if not is_part and is_compared(index.fqn, value):
+                    self._digests.setdefault(set_id, {})[index.fqn] = _digest(value)
 
     def folded(self) -> list[list[Any]]:
         """Return pairs of the number of a set of ranks and the digest of all values in common."""

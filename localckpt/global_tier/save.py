@@ -59,7 +59,7 @@ class Save:
         began: When the trainer asked for it, by ``time.monotonic()``.
         called: When the save before was over, by the same clock.
         events: Stream for the end of the save.
-        may_differ: Tells by its name whether ranks may have different values for a key.
+        is_compared: Tells by name and value whether a value must be equal on all ranks that have it.
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.
@@ -81,7 +81,7 @@ class Save:
         began: float,
         called: float,
         events: EventStream,
-        may_differ: Callable[[str], bool],
+        is_compared: Callable[[str, Any], bool],
     ) -> None:
         self.iteration = begun.folder.iteration
         self.committed = False
@@ -96,7 +96,7 @@ class Save:
         self._plans = writer.plans
         self._on_commit = on_commit
         self._on_over = on_over
-        self._may_differ = may_differ
+        self._is_compared = is_compared
         self._common: CommonValues | None = None
         self._process = os.getpid()
         self._writes: list[FileWrite] = []
@@ -121,7 +121,7 @@ class Save:
                 self._writer.save_id = self._begun.save_id
                 self._writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
                 self._common = CommonValues(
-                    *(self._plans.local, self._plans.common, planner, self._may_differ)
+                    *(self._plans.local, self._plans.common, planner, self._is_compared)
                 )
                 self._writes = self._writer.preload_tensors()
         except BaseException as error:

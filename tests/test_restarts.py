@@ -186,7 +186,7 @@ def _save(rank: int, world_size: int, port: int, shared: Path, dies: str | None)
         if dies == "in its first save" and rank == 1:
             _die()
         queue.maybe_finalize_async_calls(blocking=True)
-        shared_tier.save(state, found + 2, is_async=False)
+        shared_tier.save({f"of {rank}": state}, found + 2, is_async=False)
     except PeerLostError:
         _die()
     assert torch.equal(local.load()[0]["w"], state["w"]) if local.find_latest() > 0 else True

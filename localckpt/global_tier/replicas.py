@@ -67,7 +67,7 @@ class CommonValues:
         plan: This rank's plan, before others were told to write some of its items.
         common: Numbers of the items by set of ranks, of :func:`common_items`.
         planner: Knows the values.
-        is_compared: Tells by name and value whether a value must be equal on all ranks that have it.
+        is_compared: Tells by name and value whether all ranks that have a value must have it equal.
     """
 
     def __init__(

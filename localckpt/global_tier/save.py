@@ -59,7 +59,7 @@ class Save:
         began: When the trainer asked for it, by ``time.monotonic()``.
         called: When the save before was over, by the same clock.
         events: Stream for the end of the save.
-        is_compared: Tells by name and value whether a value must be equal on all ranks that have it.
+        is_compared: Tells by name and value whether all ranks that have a value must have it equal.
 
     Attributes:
         committed: The checkpoint is there, as far as this rank knows.

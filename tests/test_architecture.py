@@ -32,12 +32,14 @@ _ARROWS = {
     "threads": set[str](),
     "waiting": set[str](),
     "pacing": {"threads"},
-    "events": {"errors", "failure_texts", "threads"},
+    "own_folders": {"errors"},
+    "events": {"errors", "failure_texts", "threads", "own_folders"},
     "ranks": {"errors", "failure_texts", "threads", "waiting"},
     "memory": {"errors", "threads", "waiting"},
     "state_dict": {"errors", "failure_texts", "ids", "lineage", "threads", "memory"},
     "storage": {
         *("errors", "ids", "lineage", "trust", "threads", "waiting", "memory", "state_dict"),
+        "own_folders",
     },
     "availability": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "state_dict", "storage"),
@@ -59,11 +61,11 @@ _ARROWS = {
     },
     "global_tier": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "pacing"),
-        *("events", "ranks", "memory", "state_dict", "storage", "async_save"),
+        *("events", "ranks", "memory", "state_dict", "storage", "async_save", "own_folders"),
     },
     "cli": {
         *("errors", "ids", "lineage", "trust", "state_dict", "storage", "replication"),
-        *("availability", "global_tier", "events", "report", "failure_texts"),
+        *("own_folders", "availability", "global_tier", "events", "report", "failure_texts"),
     },
     "report": {"events"},
     "integrations": {

@@ -5,6 +5,7 @@ A file in quarantine is verified again before it is removed, and put back if it 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import find_shared_sessions
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.lineage import EpochId
+from localckpt.own_folders import open_below
 from localckpt.storage.catalog import (
     Leftover,
     SessionFolder,
@@ -210,7 +212,14 @@ def _is_good(session: SessionFolder, shard: ShardFile) -> bool:
 
 def _remove(file: Leftover) -> bool:
     try:
-        file.path.unlink()
+        # Without following a link that is put in the place of a folder meanwhile.
+        rank = file.path.parent
+        below = () if file.kind == "staging" else (rank.parent.name, rank.name)
+        folder = open_below(rank.parent.parent if below else rank, *below)
+        try:
+            os.unlink(file.path.name, dir_fd=folder)
+        finally:
+            os.close(folder)
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.events.appending import AppendedFile, file_name, file_prefix
 from localckpt.events.event import Event
+from localckpt.own_folders import make_own_folders
 
 __all__ = ["JsonLines", "RecordReader", "read_events"]
 
@@ -54,10 +55,11 @@ class JsonLines:
         """Append one event.
 
         Raises:
-            OSError, StorageError: The file cannot be written.
+            OSError: The file cannot be written.
+            StorageError: As before, or another user can replace what is in the directory.
         """
         if self._file is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_own_folders(self._folder, shares=True)
             self._first = event
             self._file = self._next_file(event)
         elif self._file.nbytes >= self._file_nbytes and self._first is not None:

@@ -199,7 +199,10 @@ class PrometheusTextfile:
         # The collector reads what ends in .prom only.
         new = path.with_suffix(f".{os.getpid()}.new")
         try:
-            new.write_text(_exposition(self._metrics))
+            # "x", since another user may have put a link in its place.
+            new.unlink(missing_ok=True)
+            with new.open("x") as file:
+                file.write(_exposition(self._metrics))
             new.replace(path)
         except OSError:
             with suppress(OSError):

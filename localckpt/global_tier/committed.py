@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from localckpt.global_tier.folders import CommitRecord, Folder, folders_in
 from localckpt.global_tier.removal import pin, unpin
 from localckpt.lineage import Lineage
 from localckpt.resuming import Resuming
+from localckpt.storage.failures import storage_errors
 from localckpt.storage.trust_notes import TrustNotes
 from localckpt.trust import choose
 
@@ -50,13 +51,22 @@ class Committed:
         path: Directory of the session.
         session_id: Its name.
         max_attempts: As for :class:`GlobalCheckpointManager`.
+        require_own: Raises StorageError if others can write to the directory; ``None`` for a
+            manager that only reads.
 
     Attributes:
         resuming: Counts starts of the job in vain; on the first rank.
     """
 
-    def __init__(self, path: Path, session_id: str, max_attempts: int | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        session_id: str,
+        max_attempts: int | None,
+        require_own: Callable[[], None] | None,
+    ) -> None:
         self.path = path
+        self._require_own = require_own
         self._session_id = session_id
         self._notes = TrustNotes(path)
         self.resuming = Resuming(self._notes, max_attempts)
@@ -75,6 +85,7 @@ class Committed:
             StorageError: The root cannot be read.
             CorruptShardError: The record of the one that is asked for is damaged.
         """
+        self._check_folder()
         listed: list[Folder] | None = None
         while True:
             before, (listed, _) = listed, folders_in(self.path)
@@ -97,8 +108,15 @@ class Committed:
             NoReplicasAvailableError: All that there is was given up.
             StorageError: The root cannot be read.
         """
+        self._check_folder()
         usable = self._usable([folder for folder, _ in self.complete()])
         return list(dict.fromkeys(folder.iteration for folder in usable))
+
+    def _check_folder(self) -> None:
+        with storage_errors("read", self.path):
+            is_made = self.path.exists()
+        if self._require_own is not None and is_made:
+            self._require_own()
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job was not resumed from in vain too often."""

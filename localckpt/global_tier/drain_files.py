@@ -186,7 +186,7 @@ class DrainFiles:
         path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
         # The umask says who may read it: it outlives the job, and others load it.
-        file = open_owned(path, flags, 0o666)
+        file = open_owned(path, flags, 0o664)
         try:
             with file:
                 identity = FileIdentity(path.name, self._save_id)

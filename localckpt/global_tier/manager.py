@@ -134,6 +134,7 @@ class GlobalCheckpointManager:
             atomic_rename=atomic_rename,
             timeout_s=timeout,
             max_attempts=max_attempts,
+            is_read_only=read_only,
         )
         allowed = tuple(safe_globals)
         self._ranks = Ranks("global manager", process_group, timeout)

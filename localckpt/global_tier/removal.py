@@ -34,8 +34,7 @@ def remove(folder: Folder, *, by_rename: bool) -> bool:
         if folder.is_pinned:
             return False
         if not by_rename:
-            (folder.path / RECORD_NAME).unlink(missing_ok=True)
-            shutil.rmtree(folder.path)
+            remove_folder(folder.path)
             return True
         folder.path.rename(folder.removed)
         if put_back_if_pinned(folder):
@@ -63,9 +62,14 @@ def put_back_if_pinned(folder: Folder) -> bool:
 def remove_folder(path: Path) -> None:
     """Remove a directory, its record first: without that it is no checkpoint.
 
+    Of a link in its place the link is removed, and nothing of what it leads to.
+
     Raises:
         OSError: The file system refused.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     (path / RECORD_NAME).unlink(missing_ok=True)
     shutil.rmtree(path)
 
@@ -77,7 +81,7 @@ def pin(folder: Folder) -> None:
         StorageError: The file system refused, or a job is removing the checkpoint just now.
     """
     with storage_errors("pin", folder.path):
-        replace_file(folder.path / PIN_NAME, b"pinned\n", 0o666)
+        replace_file(folder.path / PIN_NAME, b"pinned\n", 0o664)
         sync_folder(folder.path)
     if not (folder.is_pinned and folder.has_record):
         raise StorageError(

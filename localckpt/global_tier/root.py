@@ -70,6 +70,7 @@ class CheckpointRoot:
         atomic_rename: Whether directories are renamed at once or not at all.
         timeout_s: The longest wait for another job to leave the root, in seconds.
         max_attempts: As for :class:`GlobalCheckpointManager`.
+        is_read_only: Whether the checkpoints are only read, which may be another user's.
 
     Attributes:
         committed: The checkpoints that are there.
@@ -84,14 +85,18 @@ class CheckpointRoot:
         atomic_rename: bool,
         timeout_s: float,
         max_attempts: int | None,
+        is_read_only: bool,
     ) -> None:
         self.path = session_root(root, session_id)
-        self.committed = Committed(self.path, session_id, max_attempts)
+        below = self.path.relative_to(root).parts
+        self._lock = RootLock(root, *below)
+        self.committed = Committed(
+            self.path, session_id, max_attempts, None if is_read_only else self._lock.require_own
+        )
         self._session_id = session_id
         self._retention = retention
         self._atomic_rename = atomic_rename
         self._timeout_s = timeout_s
-        self._lock = RootLock(self.path)
         # A save and a drain may begin at the same time, in two threads.
         self._beginning = threading.Lock()
         self._draining: set[Path] = set()
@@ -124,7 +129,7 @@ class CheckpointRoot:
             if begun.path.exists() and not begun.folder.has_record:
                 # What a save of this number has left that failed.
                 try_to_remove(begun.path)
-            begun.path.mkdir()
+            begun.path.mkdir(0o775)
             try:
                 sync_folder(self.path)
             except BaseException:
@@ -206,7 +211,7 @@ class CheckpointRoot:
                 if drain.path.exists():
                     # Without renames: of a save that failed, or of a drain.
                     try_to_remove(drain.path)
-                drain.path.mkdir()
+                drain.path.mkdir(0o775)
             sync_folder(self.path)
 
     def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:

@@ -11,9 +11,10 @@ from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
 from localckpt.global_tier.folders import LOCK_NAME
-from localckpt.global_tier.write_files import make_folder
+from localckpt.own_folders import lock_holder, make_own_folders, require_own_file
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
+from localckpt.storage.write import replace_file
 
 __all__ = ["RootLock"]
 
@@ -30,11 +31,14 @@ class RootLock:
     """A lock that the operating system gives back when its process ends, however it ends.
 
     Args:
-        root: The directory; made when the lock is taken.
+        named: The directory that the user named.
+        below: Names of the directories below it, the last of which is locked; all are made when the
+            lock is taken.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, named: Path, *below: str) -> None:
+        self._named, self._below = named, below
+        self._root = named.joinpath(*below)
         self._lock: FileLock | None = None
 
     def take(self, timeout_s: float) -> None:
@@ -47,8 +51,8 @@ class RootLock:
         """
         if self._lock is not None:
             return
-        make_folder(self._root)
-        lock = FileLock(self._root / LOCK_NAME, thread_local=False)
+        self.require_own()
+        lock = FileLock(self._root / LOCK_NAME, mode=0o660, thread_local=False)
         try:
             try:
                 lock.acquire(timeout=0)
@@ -76,12 +80,28 @@ class RootLock:
             try:
                 with storage_errors("write to", self._root):
                     text = f"process {Owner.me()} on {socket.gethostname()}"
-                    (self._root / _OWNER_NAME).write_text(text)
+                    replace_file(self._root / _OWNER_NAME, text.encode(), 0o664)
             except BaseException:
                 # Else it lives as long as the error does.
                 lock.release()
                 raise
         self._lock = lock
+
+    def require_own(self) -> None:
+        """Make the directories, and check that only this user and its groups can write there.
+
+        Raises:
+            StorageError: Other users can, or a directory cannot be made.
+        """
+        with storage_errors("use", self._root):
+            make_own_folders(
+                self._named,
+                *self._below,
+                mode=0o775,
+                shares=True,
+                may_be_sticky=bool(self._below),
+            )
+            require_own_file(self._root / LOCK_NAME)
 
     @property
     def is_held(self) -> bool:
@@ -96,6 +116,7 @@ class RootLock:
 
     def _owner(self) -> str:
         try:
-            return (self._root / _OWNER_NAME).read_text()
+            noted = (self._root / _OWNER_NAME).read_text(errors="replace")
         except OSError as error:
-            return f"which one is not known: {error}"
+            noted = f"which one is not known: {error}"
+        return f"{noted}; {lock_holder(self._root / LOCK_NAME)}"

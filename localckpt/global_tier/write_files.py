@@ -138,7 +138,7 @@ def _write(
     write.path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
     # The umask says who may read it: it outlives the job, and others load it.
-    file = open_owned(write.path, flags, 0o666)
+    file = open_owned(write.path, flags, 0o664)
     try:
         with file:
             streams = put(file.fileno(), write)
@@ -213,7 +213,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """
     with storage_errors("write", path):
         # The umask says who may read it.
-        replace_file(path, data, 0o666)
+        replace_file(path, data, 0o664)
         sync_folder(path.parent)
 
 
@@ -226,7 +226,8 @@ def make_folder(path: Path) -> None:
     with storage_errors("make", path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
+            # Never for all users to write to, whatever the umask says.
+            folder.mkdir(0o775, exist_ok=True)
             sync_folder(folder.parent)
 
 

@@ -384,10 +384,14 @@ class DirectoryStore(Store):
         for path in sorted(self.folder.glob(f"*{RECYCLED}")):
             with suppress(FileNotFoundError):
                 sizes[path] = path.lstat()
+        owner = self.folder.stat().st_uid if sizes else -1
         for path, status in sorted(sizes.items(), key=lambda s: abs(s[1].st_size - nbytes)):
             try:
-                if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                    # The file has a second name, perhaps a backup's, whose bytes must not change.
+                # With a second name, perhaps a backup's, its bytes must not change; and what
+                # another user may open is not for the next image.
+                is_private = stat.S_IMODE(status.st_mode) == 0o600 and status.st_uid == owner
+                is_ours = status.st_nlink == 1 and is_private
+                if stat.S_ISREG(status.st_mode) and not is_ours:
                     path.unlink()
                     continue
                 if stat.S_ISFIFO(status.st_mode):

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +19,7 @@ from filelock import FileLock, Timeout
 from localckpt.errors import StorageError
 from localckpt.ids import Checkpoint
 from localckpt.lineage import Lineage
+from localckpt.own_folders import lock_holder, make_own_folders, require_own_file
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import (
     DIRTY,
@@ -186,10 +186,8 @@ class RankFolder(SeenFolder):
         # Unique for each claim: of several claims of one process, the last one has the folder.
         self._claim = f"{self._process}\n{secrets.token_hex(8)}"
         with storage_errors("use", self.path):
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self.session, self.path):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                _require_our_own(folder)
+            make_own_folders(self._root, self.session.name, self.path.name)
+            require_own_file(self._root / TOKEN_NAME)
             with lock_store(self._root, self._timeout_s):
                 token = self._read_token()
                 self._take(self._timeout_s)
@@ -225,25 +223,15 @@ def lock_store(root: Path, timeout_s: float) -> AbstractContextManager[object]:
     """
     path = root / LOCK_NAME
     with storage_errors("lock", path):
+        require_own_file(path)
         try:
             return FileLock(path, timeout=timeout_s, mode=0o600).acquire()
         except Timeout as error:
             raise StorageError(
-                f"another process held {path} for {timeout_s:g} s: a job is starting, or see who "
-                f"it is (fuser); try again once it is gone. Nothing was changed"
+                f"another process held {path} for {timeout_s:g} s ({lock_holder(path)}): a job is "
+                f"starting, or see who it is (fuser); try again once it is gone. Nothing was "
+                f"changed"
             ) from error
-
-
-def _require_our_own(folder: Path) -> None:
-    status = folder.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise StorageError(f"{folder} is a symbolic link: remove it")
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StorageError(
-            f"{folder} is not this user's alone (owner {status.st_uid}, mode "
-            f"{stat.S_IMODE(status.st_mode):o}; this is user {os.geteuid()}): remove it, make it "
-            f"so (chown, chmod 700), or choose another directory"
-        )
 
 
 def _await_leaving(folder: Path, is_ours: Callable[[Owner], bool], timeout_s: float) -> None:

@@ -1,0 +1,202 @@
+"""Folders in which no other user can replace a file, made and checked by descriptor.
+
+A folder is refused if another user owns it, or can write to it. The folder that a user names may
+have the sticky bit, as ``/tmp``: nobody can then replace what others have made there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from localckpt.errors import StorageError
+
+__all__ = ["lock_holder", "make_own_folders", "open_below", "require_own_file"]
+
+logger = logging.getLogger(__name__)
+
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def make_own_folders(
+    named: Path, *below: str, mode: int = 0o700, shares: bool = False, may_be_sticky: bool = True
+) -> None:
+    """Make the folder that a user named, and one in the other below it, and check them all.
+
+    Args:
+        named: The folder; a symbolic link to it is followed if it is this user's, or root's.
+        below: Names of the folders below it; links in their place are refused.
+        mode: Permissions of folders that are made, which the umask may restrict.
+        shares: Whether members of this user's groups may write there, as to shared storage.
+        may_be_sticky: Whether others may make files in the named folder, as in ``/tmp``.
+
+    Raises:
+        OSError: A folder cannot be made or opened.
+        StorageError: Another user can replace what is in one of them. Nothing was made in it.
+    """
+    for missing in reversed([p for p in (named, *named.parents) if not os.path.lexists(p)]):
+        above = os.open(missing.parent, _OPEN)
+        try:
+            _make(missing.name, mode if missing == named else 0o755, above)
+        finally:
+            os.close(above)
+    _check_way_to(named)
+    folder, path = os.open(named, _OPEN), named
+    try:
+        _check(path, folder, is_named=True, shares=shares, may_be_sticky=may_be_sticky)
+        for name in below:
+            path /= name
+            _make(name, mode, folder)
+            inner = _open_below(path, folder)
+            os.close(folder)
+            folder = inner
+            _check(path, folder, is_named=False, shares=shares, may_be_sticky=False)
+    finally:
+        os.close(folder)
+
+
+def open_below(folder: Path, *names: str) -> int:
+    """Open a folder below another one, of which no part may be a link; return a descriptor.
+
+    Raises:
+        OSError: It cannot be opened.
+        StorageError: A link is in the place of a folder.
+    """
+    opened = os.open(folder, _OPEN)
+    for name in names:
+        folder /= name
+        try:
+            inner = _open_below(folder, opened)
+        finally:
+            os.close(opened)
+        opened = inner
+    return opened
+
+
+def require_own_file(path: Path) -> None:
+    """Check that a file, if there is one, is a regular file of this user or root, not a link.
+
+    Raises:
+        OSError: That cannot be seen.
+        StorageError: It is not.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+        raise StorageError(
+            f"{path} is a file of user {_user(status.st_uid)}, and this is user "
+            f"{_user(os.geteuid())}: give this job a directory of its own. Nothing was changed"
+        )
+
+
+def lock_holder(path: Path) -> str:
+    """Describe the owner of a lock file, and the process that holds its lock, if that is known."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"who holds it is not known: {error.strerror}"
+    owner = f"the file is of user {_user(status.st_uid)}"
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            *device, inode = fields[-3].split(":")
+            major, minor = (int(part, 16) for part in device)
+            if (os.makedev(major, minor), int(inode)) == (status.st_dev, status.st_ino):
+                pid = int(fields[-4])
+                if pid < 1:
+                    return f"{owner}, and a process of another host or container holds its lock"
+                holder = _user(os.stat(f"/proc/{pid}").st_uid)
+                return f"{owner}, and process {pid} of user {holder} holds its lock"
+    return f"{owner}, and no process that can be seen from here holds its lock"
+
+
+def _make(name: str, mode: int, within: int) -> None:
+    """Make a folder durably, if it is not there."""
+    with suppress(FileExistsError):
+        os.mkdir(name, mode, dir_fd=within)
+        os.fsync(within)
+
+
+def _open_below(path: Path, within: int) -> int:
+    """Open a folder by its name in the folder that holds it."""
+    if stat.S_ISLNK(os.stat(path.name, dir_fd=within, follow_symlinks=False).st_mode):
+        raise StorageError(f"{path} is a symbolic link: remove it. Nothing was changed")
+    return os.open(path.name, _OPEN | os.O_NOFOLLOW, dir_fd=within)
+
+
+def _check_way_to(path: Path) -> None:
+    """Check a link that the user named, and warn of parents that all users may change."""
+    mine = (os.geteuid(), 0)
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in mine:
+        raise StorageError(
+            f"{path} is a symbolic link of user {_user(status.st_uid)}, who may change where it "
+            f"leads: choose another directory. Nothing was changed"
+        )
+    for parent in path.resolve().parents:
+        above = parent.stat()
+        if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+            logger.warning(
+                "any user may rename %s, or what leads to it, since %s can be written by all: run "
+                "chmod +t %s, or choose another directory",
+                *(path, parent, parent),
+            )
+
+
+def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_sticky: bool) -> None:
+    """Check a folder by its descriptor.
+
+    Raises:
+        StorageError: Another user can replace what is in it.
+    """
+    status, mine = os.fstat(folder), os.geteuid()
+    mode, is_in_group = status.st_mode, shares and status.st_gid in (os.getegid(), *os.getgroups())
+    writers = mode & (stat.S_IWOTH if is_in_group else stat.S_IWOTH | stat.S_IWGRP)
+    is_team = is_in_group and bool(mode & stat.S_IWGRP)
+    is_ours = status.st_uid == mine or (is_named and status.st_uid == 0) or is_team
+    if not writers and (is_ours or _makes_files_of(status.st_uid, folder)):
+        return
+    if may_be_sticky and is_ours and mode & stat.S_ISVTX:
+        return
+    remedy = "remove it, make it yours (chown, chmod 700)"
+    if status.st_uid == mine:
+        less = "o-w" if is_in_group else "go-w"
+        remedy = f"make it so (chmod 700 or chmod {less}) if all that is in it is yours"
+    raise StorageError(
+        f"{path} is not this user's alone (owner {_user(status.st_uid)}, mode "
+        f"{stat.S_IMODE(mode):o}; this is user {_user(mine)}), so another user can replace what "
+        f"is in it: {remedy}, or choose another directory. Nothing was changed"
+    )
+
+
+def _makes_files_of(uid: int, folder: int) -> bool:
+    """Return whether what this user makes in a folder belongs to ``uid``.
+
+    So it is on file systems that give all files one owner, and where root is mapped to another
+    user.
+    """
+    name = f".localckpt-{secrets.token_hex(8)}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        probe = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        return os.fstat(probe).st_uid == uid
+    finally:
+        os.close(probe)
+        os.unlink(name, dir_fd=folder)
+
+
+def _user(uid: int) -> str:
+    """Return the number of a user, with the name if it has one."""
+    with suppress(KeyError):
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    return str(uid)

@@ -1,0 +1,391 @@
+"""What other users of a node or of shared storage own, may write to, or hold is not used."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import CheckpointingException, StorageError
+from localckpt.events.event import Event
+from localckpt.events.jsonl import JsonLines
+from localckpt.storage.rank_folder import lock_store
+from tests.cli.commands import call
+from tests.faults.small_store import write_store
+from tests.global_tier.models import manager_on
+from tests.managers.jobs import make_manager
+from tests.ranks import announce, await_announced, run_ranks, start_ranks
+
+pytestmark = pytest.mark.fault("hostile-file")
+
+Dirs = Callable[[int], list[Path]]
+
+TIERS = ("disk", "memory", "shared")
+_OTHER, _USER = 65534, 54_321
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users")
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def place(tier: str) -> Iterator[Path]:
+    """A directory in memory or on disk in which all users may make files, as ``/tmp``."""
+    parent = "/dev/shm" if tier == "memory" else "/tmp"
+    made = Path(tempfile.mkdtemp(prefix="localckpt-test-users-", dir=parent))
+    made.chmod(0o1777)
+    yield made
+    shutil.rmtree(made)
+
+
+def _become(uid: int) -> None:
+    """Go on as another user, without the groups of this one."""
+    if os.geteuid() == uid:
+        return
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def _make(tier: str, root: Path, **options: Any) -> Any:
+    if tier == "shared":
+        return manager_on(root, "job", **options)
+    return make_manager(tier, root, "job", timeout=2.0, **options)
+
+
+def _save_and_load(rank: int, world_size: int, uid: int, tier: str, root: Path, saves: int) -> str:
+    """Run a job as a user; the error that it ends with."""
+    os.umask(0)
+    _become(uid)
+    try:
+        with _make(tier, root, keep_last=1) as manager:
+            manager.find_latest()
+            for iteration in range(1, saves + 1):
+                manager.save({"w": torch.full((4096,), float(iteration))}, iteration)
+            loaded, _ = manager.load(into={"w": torch.zeros(4096)})
+            assert (loaded["w"] == saves).all()
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _job(tier: str, root: Path, uid: int = _USER, saves: int = 3) -> str:
+    (error,) = run_ranks(_save_and_load, 1, uid, tier, root, saves, init_group=False)
+    return str(error)
+
+
+def _below(root: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.lstat().st_mode, p.lstat().st_uid) for p in sorted(root.rglob("*"))}
+
+
+# Folders.
+
+
+@only_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755, 0o700])
+def test_a_root_that_another_user_has_made_first_is_refused(
+    tier: str, place: Path, mode: int
+) -> None:
+    root = place / "store"
+    root.mkdir()
+    root.chmod(mode)
+    os.chown(root, _OTHER, _OTHER)
+
+    error = _job(tier, root)
+
+    # Of what cannot even be entered the system says so.
+    assert error.startswith("StorageError")
+    assert str(root) in error
+    assert f"owner {_OTHER}" in error or "ermission denied" in error
+    assert _below(root) == {}
+
+
+@only_root
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_root_that_others_can_write_to_is_refused_with_the_cure(
+    tier: str, place: Path, mode: int
+) -> None:
+    root = place / "store"
+    root.mkdir()
+    root.chmod(mode)
+    # A group that the user is not in.
+    os.chown(root, _USER, _OTHER)
+
+    error = _job(tier, root)
+
+    assert error.startswith("StorageError")
+    assert f"{root} is not this user's alone" in error
+    assert "chmod go-w" in error
+    assert _below(root) == {}
+    root.chmod(0o700)
+    assert _job(tier, root) == ""
+
+
+@only_root
+def test_shared_storage_may_be_written_to_by_the_users_own_group(place: Path, tier: str) -> None:
+    root = place / "store"
+    root.mkdir()
+    root.chmod(0o2775)
+    os.chown(root, _OTHER, _USER)
+
+    error = _job(tier, root)
+
+    assert (error == "") == (tier == "shared")
+
+
+@only_root
+def test_a_root_below_a_sticky_folder_is_made_for_the_user_alone(place: Path, tier: str) -> None:
+    assert _job(tier, place / "new" / "store") == ""
+
+    made = _below(place)
+    assert {uid for _, uid in made.values()} == {_USER}
+    assert [path for path, (mode, _) in made.items() if mode & stat.S_IWOTH] == []
+
+
+@only_root
+def test_a_sticky_root_is_taken_where_others_have_put_nothing(place: Path, tier: str) -> None:
+    assert _job(tier, place) == ""
+
+
+@only_root
+@pytest.mark.parametrize("name", ["session-job", "session-job/0"])
+@pytest.mark.parametrize("way", ["of another user", "writable", "a link"])
+def test_a_folder_below_the_root_is_checked_like_the_root(
+    tier: str, place: Path, name: str, way: str
+) -> None:
+    if tier == "shared" and "/" in name:
+        pytest.skip("there are no folders of ranks on shared storage")
+    assert _job(tier, place / "store") == ""
+    folder = place / "store" / name
+    if way == "of another user":
+        os.chown(folder, _OTHER, _OTHER)
+    elif way == "writable":
+        folder.chmod(0o777)
+    else:
+        folder.rename(place / "moved")
+        folder.symlink_to(place / "moved")
+    before = _below(place)
+
+    error = _job(tier, place / "store")
+
+    assert error.startswith("StorageError")
+    assert str(folder) in error or str(folder.parent) in error
+    assert _below(place) == before
+
+
+@only_root
+def test_a_link_of_another_user_in_the_place_of_the_root_is_refused(tier: str, place: Path) -> None:
+    mine = place / "mine"
+    mine.mkdir(mode=0o700)
+    os.chown(mine, _USER, _USER)
+    (place / "store").symlink_to(mine)
+    os.chown(place / "store", _OTHER, _OTHER, follow_symlinks=False)
+
+    error = _job(tier, place / "store")
+
+    assert error.startswith("StorageError")
+    assert _below(mine) == {}
+    os.chown(place / "store", _USER, _USER, follow_symlinks=False)
+    assert _job(tier, place / "store") == ""
+
+
+@pytest.mark.parametrize("tier", ["disk"])
+def test_a_parent_that_all_may_write_to_is_logged(
+    tier: str, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.chmod(0o777)
+
+    with _make(tier, place / "store"):
+        pass
+
+    assert f"chmod +t {place}" in caplog.text
+
+
+@pytest.mark.parametrize("tier", ["disk"])
+def test_events_are_not_written_where_others_can_replace_them(tier: str, place: Path) -> None:
+    (place / "events").mkdir()
+    (place / "events").chmod(0o777)
+    event = Event("save", start=0.0, rank=0, node="n", run="r", number=0)
+
+    with pytest.raises(StorageError, match="not this user's alone"):
+        JsonLines(place / "events").write(event)
+
+    assert list((place / "events").iterdir()) == []
+
+
+# Files.
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+@pytest.mark.parametrize("way", ["of another user", "writable", "readable", "linked"])
+def test_a_recycled_file_that_is_not_this_users_alone_is_not_written_to(
+    tier: str, place: Path, way: str
+) -> None:
+    if way == "of another user" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    root = place / "store"
+    kept = place / "kept"
+    with _make(tier, root, keep_last=1) as manager:
+        manager.save({"w": torch.zeros(4096)}, 1)
+        folder = manager.store.folder
+        recycled = folder / "x.recycled"
+        recycled.write_bytes(bytes(1 << 15))
+        recycled.chmod({"writable": 0o666, "readable": 0o644}.get(way, 0o600))
+        if way == "of another user":
+            os.chown(recycled, _OTHER, _OTHER)
+        elif way == "linked":
+            os.link(recycled, kept)
+        with recycled.open("rb") as opened:
+            for iteration in (2, 3, 4):
+                manager.save({"w": torch.full((4096,), float(iteration))}, iteration)
+
+            assert opened.read() == bytes(1 << 15)
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.glob("*.safetensors"))
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+@pytest.mark.parametrize("name", [".lock", "node-token"])
+def test_files_that_another_user_put_into_a_sticky_root_are_refused(
+    tier: str, place: Path, name: str
+) -> None:
+    (place / name).write_text("0" * 32)
+    (place / name).chmod(0o666)
+    os.chown(place / name, _OTHER, _OTHER)
+
+    error = _job(tier, place)
+
+    assert error.startswith("StorageError")
+    assert f"{place / name} is a file of user {_OTHER}" in error
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["shared"])
+def test_the_lock_of_shared_storage_is_the_users_own(tier: str, place: Path) -> None:
+    assert _job(tier, place / "store") == ""
+    lock = next((place / "store").rglob("*.lock"))
+    os.chown(lock, _OTHER, _OTHER)
+    lock.chmod(0o666)
+
+    error = _job(tier, place / "store")
+
+    assert f"{lock} is a file of user {_OTHER}" in error
+
+
+def _hold(rank: int, world_size: int, uid: int, path: Path) -> None:
+    _become(uid)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        announce("held", os.getpid())
+        await_announced("over")
+
+
+@pytest.mark.parametrize("tier", ["disk"])
+def test_at_the_deadline_of_a_lock_the_error_names_its_file_its_owner_and_who_holds_it(
+    tier: str, place: Path
+) -> None:
+    uid = _OTHER if os.geteuid() == 0 else os.geteuid()
+    lock = place / ".lock"
+    lock.touch()
+    lock.chmod(0o666)
+    with start_ranks(_hold, 1, uid, lock, init_group=False) as group:
+        pid = group.await_announced("held")
+
+        with pytest.raises(StorageError, match=str(lock)) as raised, lock_store(place, 0.1):
+            pass
+
+        group.announce("over")
+        group.join()
+    assert f"the file is of user {os.geteuid()}" in str(raised.value)
+    assert f"process {pid} of user {uid}" in str(raised.value)
+
+
+# Links that lead out, and names.
+
+
+@pytest.mark.parametrize("tier", ["shared"])
+@pytest.mark.parametrize("atomic_rename", [True, False])
+def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_what_it_leads_to(
+    tier: str, place: Path, atomic_rename: bool
+) -> None:
+    state = {"w": torch.ones(3)}
+    with manager_on(place / "a", "job", keep_last=1) as manager:
+        manager.save(state, 1)
+    outside = next((place / "a" / "session-job").glob("iteration*"))
+    before = sorted(path.name for path in outside.iterdir())
+    with manager_on(place / "b", "job", keep_last=1, atomic_rename=atomic_rename) as manager:
+        manager.save(state, 1)
+        (inside,) = (place / "b" / "session-job").glob("iteration*")
+        shutil.rmtree(inside)
+        inside.symlink_to(outside)
+
+        manager.save(state, 2)
+
+    assert not inside.is_symlink()
+    assert sorted(path.name for path in outside.iterdir()) == before
+
+
+@pytest.mark.parametrize("tier", ["disk"])
+def test_a_folder_that_becomes_a_link_while_clean_runs_is_not_followed(
+    tier: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, outside = place / "store", place / "outside"
+    shard, _ = write_store("disk", root)
+    (shard.parent / "half.dirty").write_bytes(b"half")
+    outside.mkdir()
+    (outside / "half.dirty").write_bytes(b"kept")
+    cleaning = __import__("localckpt.cli.cleaning", fromlist=["_remove"])
+    remove = cleaning._remove
+
+    def swap_and_remove(file: Any) -> bool:
+        shard.parent.rename(place / "moved")
+        shard.parent.symlink_to(outside)
+        return bool(remove(file))
+
+    monkeypatch.setattr(cleaning, "_remove", swap_and_remove)
+
+    answer = call("clean", root)
+
+    assert answer.status == 2
+    assert "is a symbolic link" in answer.err
+    assert (outside / "half.dirty").read_bytes() == b"kept"
+
+
+_ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("tier", ["disk"])
+def test_no_command_prints_what_a_terminal_would_obey(tier: str, place: Path) -> None:
+    root, shared = place / "store", place / "shared"
+    with make_manager("disk", root, f"run{_ESCAPES}") as manager:
+        manager.save({f"key{_ESCAPES}": torch.ones(3)}, 1)
+        folder = manager.store.folder
+    (folder / f"bad{_ESCAPES}.safetensors").write_bytes(b"bad")
+    (folder / f"bad{_ESCAPES}.safetensors.corrupt").write_bytes(b"bad")
+    (folder / f"half{_ESCAPES}.dirty").write_bytes(b"half")
+    with manager_on(shared, f"run{_ESCAPES}") as manager:
+        manager.save({"w": torch.ones(3)}, 1)
+    shard = next(folder.glob("0*.safetensors"))
+
+    answers = [
+        *(call(name, root) for name in ("ls", "verify", "explain", "clean", "report", "watch")),
+        *(call(name, shared) for name in ("ls", "verify", "explain", "clean")),
+        *(call("inspect", path) for path in (shard, *folder.glob("bad*"))),
+        call("pin", shared, "9"),
+        call("ls", place / f"none{_ESCAPES}"),
+        call("clean", root, "--corrupt"),
+    ]
+
+    printed = "".join(answer.out + answer.err for answer in answers)
+    assert "owned" in printed
+    assert not [c for c in printed if not c.isprintable() and c != "\n"]

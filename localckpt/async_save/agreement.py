@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localckpt.errors import PeerLostError
+from localckpt.errors import MismatchError, PeerLostError
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.ranks import Ranks
@@ -55,6 +55,7 @@ class Agreement:
             self._ranks = Ranks("async calls", self._process_group, self._timeout_s)
             if self._ranks.world_size > 1:
                 self._watch = Watch(self._ranks, self._timeout_s)
+        self._require_same_world()
 
     def add(self, call: Watched) -> None:
         """Add a call, which the ranks agree on from the next poll on."""
@@ -68,8 +69,10 @@ class Agreement:
             blocking: Whether the verdicts on all calls are waited for.
 
         Raises:
+            MismatchError: The process group, or its members, are not those of the first call.
             PeerLostError: The job's store cannot be reached.
         """
+        self._require_same_world()
         if self._watch is None:
             return
         self._begin(self._watch)
@@ -126,7 +129,17 @@ class Agreement:
         if self._watch is not None:
             self._watch.close()
 
+    def _require_same_world(self) -> None:
+        assert self._ranks is not None, "a call was scheduled"
+        try:
+            self._ranks.require_same_world()
+        except MismatchError:
+            self.has_lost_ranks = True
+            raise
+
     def _begin(self, watch: Watch) -> None:
+        assert self._ranks is not None, "a watch has its ranks"
+        self._ranks.prepare()
         self.is_under_way = True
         watch.step = self.step
         while self._not_watched:

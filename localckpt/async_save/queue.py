@@ -129,6 +129,7 @@ class AsyncCallsQueue:
 
         Raises:
             CheckpointingException: ``request`` is something else, or this queue is closed.
+            MismatchError: The process group, or its members, are not those of the first call.
         """
         self._check_usable()
         self._agreement.join()

@@ -381,6 +381,7 @@ class Checkpointer:
         entered = self._meter.enter(is_beside_save=is_busy)
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
+        self._ranks.require_same_world()
         self._last_step = step
         if not self._is_counted:
             self._count_attempt()
@@ -639,6 +640,7 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._is_closed:
             raise CheckpointingException("this checkpointer is closed; make another")
+        self._ranks.require_same_world()
 
     def _out_of_order(self, step: int) -> CheckpointingException:
         self._require_open()

@@ -56,6 +56,7 @@ class Drains:
                 thread can be had.
         """
         self._check(shard.identity, rate_limit)
+        self._ranks.prepare()
         self._under_way = [drain for drain in self._under_way if not drain.task.done()]
         drain = Drain(
             *(shard, self._begun, rate_limit, self._ranks, self._root, self._safe_globals),

@@ -269,6 +269,7 @@ class GlobalCheckpointManager:
             planner, planned = self._plan(
                 state_dict, iteration, lambda: self._begin(iteration, lineage)
             )
+        self._saving.prepare()
         # A rank that is interrupted before the save is its own has planned nothing.
         with self.plans.kept_if_all_is_well():
             epoch, save_id, number = planned.begun
@@ -646,6 +647,7 @@ class GlobalCheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise CheckpointingException("this manager is closed; make another")
+        self._ranks.require_same_world()
 
     def _require_writable(self) -> None:
         if self.read_only:

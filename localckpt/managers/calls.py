@@ -65,6 +65,7 @@ class Calls:
         Raises:
             CheckpointingException: Another call is under way; or one was interrupted, and other
                 ranks take part; or this process is a fork.
+            MismatchError: The job's process group, or its members, are not those of the manager.
         """
         self.require_own_process()
         if self._under_way.locked():
@@ -76,6 +77,8 @@ class Calls:
                 f"make one call at a time. Nothing was done"
             )
         # Left in order whatever comes, since the lock is not written in Python.
+        if not also_interrupted:
+            self._ranks.require_same_world()
         with self._under_way:
             self._begin(name, also_interrupted)
             handled, interrupt = sys.exception(), None

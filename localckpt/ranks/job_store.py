@@ -1,7 +1,9 @@
 """The job's key-value store, and how a group of ranks opens a part of it that nobody has used.
 
 A store may outlive an attempt of the job: torchrun can keep one over its restarts, and so do the
-keys of ranks that died at any point. A part is therefore opened by a handshake (``opening.py``).
+keys of ranks that died at any point. A part is therefore opened by a handshake (``opening.py``),
+which draws its name: names never follow from what a process has made before, of which others may
+have made less, or nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import hashlib
 import json
 import logging
 import os
+import secrets
+import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -49,6 +53,35 @@ _VERY_FEW_RANKS, _WAITS, _SLEPT, _LONGEST_FIRST_PAUSE_S = 16, 5, 0.9, 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """This process in a process group, as torch tells it at the moment. Comparing sends nothing.
+
+    Attributes:
+        rank: Its rank there; -1 if it is not in the group.
+        size: Number of ranks.
+        version: Changes when the group's members are changed in place, where torch tells.
+    """
+
+    rank: int
+    size: int
+    version: str = ""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Standing:
+        """Look at a process group; ``None`` for that of all ranks."""
+        group = group or dist.group.WORLD
+        assert group is not None, "torch.distributed is initialised"
+        version = ""
+        # Other backends may draw a new handle at each look.
+        if getattr(group, "supports_reconfigure", False) and group.name() == "gloo":
+            version = group.get_reconfigure_handle()  # type: ignore[attr-defined]
+        return cls(group.rank(), group.size(), version)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The ranks that work together, and the job's store as this process sees it.
 
@@ -56,11 +89,16 @@ class Group:
         rank: This process's place among ``ranks``.
         ranks: The ranks of the group, as ranks of the job.
         store: The job's store; ``None`` for a process that is alone.
+        process_group: Their process group; ``None`` for that of all ranks.
+        made_for: This process in the job and in that group when this was made; ``None`` without
+            torch.distributed.
     """
 
     rank: int
     ranks: tuple[int, ...]
     store: Store | None
+    process_group: dist.ProcessGroup | None = None
+    made_for: tuple[Standing, Standing] | None = None
 
     @classmethod
     def of(
@@ -79,13 +117,21 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             _refuse_unknown_world()
             return cls(0, (0,), None)
-        members = ranks or dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if ranks is not None:
+            members = list(ranks)
+        elif process_group is None or process_group is dist.group.WORLD:
+            # torch's list of its ranks is that of the beginning, also when they were changed.
+            members = list(range(dist.get_world_size()))
+        else:
+            members = dist.get_process_group_ranks(process_group)
         if dist.get_rank() not in members:
             raise MismatchError(
                 f"rank {dist.get_rank()} is not among the ranks {list(members)} that are to work "
                 f"together: make it on those alone"
             )
-        return cls(members.index(dist.get_rank()), tuple(members), default_store())
+        made_for = Standing.of(), Standing.of(process_group)
+        rank = members.index(dist.get_rank())
+        return cls(rank, tuple(members), default_store(), process_group, made_for)
 
 
 class AbandonedError(Exception):
@@ -93,10 +139,11 @@ class AbandonedError(Exception):
 
 
 class StorePart:
-    """A fresh part of the job's store for some ranks, opened in the background.
+    """A fresh part of the job's store for some ranks, opened when it is used first.
 
-    All ranks of the group make it with the same name in the same order; whoever uses it first waits
-    until all have. Without torch.distributed it is a world of one, which has no store.
+    All ranks of the group use their parts of one name first in the same order; whoever does waits
+    until all have. One that only some ranks have made, and that none uses, is in nobody's way.
+    Without torch.distributed it is a world of one, which has no store.
 
     Args:
         name: Keeps the part apart from others that the same ranks open at the same time.
@@ -133,9 +180,9 @@ class StorePart:
             return
         members = hashlib.sha256(repr(list(group.ranks)).encode()).hexdigest()[:16]
         self._prefix = f"localckpt/{members}/{name}"
-        self._number = _next_number(group.store, self._prefix)
         self._shared = PrefixStore(self._prefix, group.store)
-        self._opening = begin(self._agree)
+        self._openings = _openings_in(group)
+        self._given_up = Latch()
 
     @property
     def is_alone(self) -> bool:
@@ -172,7 +219,9 @@ class StorePart:
             )
         if self._store is not None:
             return self._store
-        opening = self._opening = self._opening or begin(self._agree)
+        self.prepare()
+        opening = self._opening
+        assert opening is not None, "prepare() has begun it"
         try:
             wait_for_any([opening.over, stopped], self._limit_s)
             with store_errors(f"open {self._name!r}", self._limit_s):
@@ -184,11 +233,18 @@ class StorePart:
             del opening
         return self._store
 
+    def prepare(self) -> None:
+        """Begin to open the part in the background, after those of its name that came before."""
+        if self._opening is None and self._store is None and not self.is_alone:
+            before, over = self._openings.last.get(self._prefix), Latch()
+            self._opening = begin(partial(self._agree_after, before, over))
+            self._openings.last[self._prefix] = over
+
     def require_same_world(self) -> None:
-        """Check that the job's process group is the one in which this part was opened.
+        """Check that the job's process group is the one for which this part was made.
 
         Raises:
-            MismatchError: Another one was made since.
+            MismatchError: Another one was made since, or its members were changed.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -198,11 +254,20 @@ class StorePart:
                 f"process were alone, and the job has {dist.get_world_size()} ranks: make the "
                 f"manager after the process group. Nothing was saved or read by this call"
             )
-        if self._group.store is not None and default_store() is not self._group.store:
-            raise MismatchError(
-                "torch.distributed was initialised anew after this manager was made: close the "
-                "manager, and make another. Nothing was saved or read by this call"
-            )
+        group = self._group
+        if group.store is None or group.made_for is None:
+            return
+        if default_store() is not group.store:
+            what = "torch.distributed was initialised anew after this manager was made"
+        elif (Standing.of(), Standing.of(group.process_group)) != group.made_for:
+            what = "the members of the process group were changed after this manager was made"
+        else:
+            return
+        raise MismatchError(
+            f"{what}: it was made by {group.made_for[0]}, and this process is {Standing.of()} now. "
+            f"Close the manager (or checkpointer, queue, strategy), and make another. Nothing was "
+            f"saved or read by this call"
+        )
 
     def close(self) -> None:
         """Note that no rank calls anything here any more; the next opening removes the keys.
@@ -212,32 +277,38 @@ class StorePart:
         if self._group.store is None or self.is_alone or self._closed or self.is_fork:
             return
         opening = self._opening
-        # Its thread is not to outlive this, nor its keys, only because nothing was decided here.
-        if self._store is None and (
-            opening is None or not opening.wait(_LEAVING_S) or opening.error
-        ):
-            return
+        if self._store is None:
+            # Its thread is not to outlive this, nor its keys, only because nothing was decided.
+            self._given_up.set()
+            if opening is None or not opening.wait(_LEAVING_S) or opening.error:
+                return
         self._closed = True
         self.hang_up()
         try:
-            ask_store("leave the job's store", _LEAVING_S, partial(self._note, True))
+            ask_store("leave the job's store", _LEAVING_S, self._note_closed)
         except PeerLostError as error:
             # Most often the process that hosts the store has ended, and the keys with it.
             logger.debug("%s", error)
 
-    def _agree(self) -> Store:
-        opening = Opening(
-            PrefixStore(f"{self._number}", self._shared),
-            self._name,
-            self._group.rank,
-            self._group.ranks,
-            Deadline.after(self._timeout_s),
-        )
-        self._part = f"{self._number}/{opening.agree()}"
-        # All ranks have come here, so none of them is in the last call on the part before.
-        self._remove_before()
-        self._note(False)
-        return PrefixStore(self._part, self._shared)
+    def _agree_after(self, before: Latch | None, over: Latch) -> Store:
+        try:
+            deadline = Deadline.after(self._timeout_s)
+            if before is not None:
+                wait_for_any([before, self._given_up, self._openings.are_over], deadline.left_s)
+            opening = Opening(
+                self._shared,
+                self._name,
+                self._group.rank,
+                self._group.ranks,
+                deadline,
+                lambda: self._given_up.is_set() or self._openings.are_over.is_set(),
+            )
+            self._part = opening.agree()
+            # All ranks have come here, so none of them is in the last call on a part before.
+            self._note_opened()
+            return PrefixStore(self._part, self._shared)
+        finally:
+            over.set()
 
     def fetch(self, key: str, until: float, wait: StoreWait) -> bytes | None:
         """Wait for a value of the part.
@@ -347,21 +418,33 @@ class StorePart:
             return None
         return PrefixStore(self._part, PrefixStore(self._prefix, clone()))
 
-    def _remove_before(self) -> None:
-        """Remove this rank's keys of parts that nobody uses any more."""
-        for number in (self._number - 1, self._number):
-            text = if_there(self._shared, f"part/{number}/{self._group.rank}")
-            part, closed = json.loads(text) if text else ("", False)
-            # Another part of the same number is of an earlier process, or process group.
-            if part and (closed or number == self._number):
-                self._remove_keys(PrefixStore(part, self._shared), self._group.rank)
-                self._shared.delete_key(f"part/{number}/{self._group.rank}")
+    def _note_opened(self) -> None:
+        """Note the part for later openings, and remove this rank's keys of those nobody uses."""
+        with self._openings.noting:
+            notes = self._notes()
+            for part, (process, is_closed) in list(notes.items()):
+                if is_closed or process != self._openings.process:
+                    self._remove_keys(PrefixStore(part, self._shared), self._group.rank)
+                    del notes[part]
+            notes[self._part] = self._openings.process, False
+            self._write(notes)
 
-    def _note(self, closed: bool) -> None:
-        """Leave word of this part for those that will open others."""
-        self._shared.set(
-            f"part/{self._number}/{self._group.rank}", json.dumps([self._part, closed])
-        )
+    def _note_closed(self) -> None:
+        """Note that this rank's keys can be removed."""
+        with self._openings.noting:
+            notes = self._notes()
+            # Another process may have the number of this rank now.
+            if self._part in notes:
+                notes[self._part] = self._openings.process, True
+                self._write(notes)
+
+    def _notes(self) -> dict[str, tuple[str, bool]]:
+        """Read this rank's parts: for each its process, and whether it is closed."""
+        text = if_there(self._shared, f"parts/{self._group.rank}") or b"{}"
+        return {part: (process, closed) for part, (process, closed) in json.loads(text).items()}
+
+    def _write(self, notes: dict[str, tuple[str, bool]]) -> None:
+        self._shared.set(f"parts/{self._group.rank}", json.dumps(notes))
 
 
 def _get_in_time(client: Store, key: str, until: float) -> bytes | None:
@@ -387,18 +470,39 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-# Numbers of parts that this process has made, by store and prefix. All ranks make their parts in
-# the same order, so the number keeps apart parts that are open at once. Owners of parts know
-# nothing of each other and must count together; what they share is the store. A store of torch
-# takes no attributes, and a count kept in it would outlive a process that died between two parts.
-# The entry goes with the store.
-_MADE: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
+@dataclass(slots=True)
+class _Openings:
+    """Openings of this process in one store, for one membership of the job.
+
+    Attributes:
+        made_for: This process in the job.
+        process: Random name of the process for notes in the store.
+        last: By prefix, set once the last opening that was begun there is over.
+        are_over: Set once the membership has changed.
+        noting: Held while notes are changed.
+    """
+
+    made_for: Standing | None
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    last: dict[str, Latch] = field(default_factory=dict)
+    are_over: Latch = field(default_factory=Latch)
+    noting: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _next_number(store: Store, prefix: str) -> int:
-    made = _MADE.setdefault(store, Counter())
-    made[prefix] += 1
-    return made[prefix]
+# Parts of one name are opened one after another. Owners of parts know nothing of each other; what
+# they share is the store, which takes no attributes. The entry goes with the store.
+_OPENINGS: WeakKeyDictionary[Store, _Openings] = WeakKeyDictionary()
+
+
+def _openings_in(group: Group) -> _Openings:
+    assert group.store is not None, "a process that is alone opens nothing"
+    made_for = group.made_for and group.made_for[0]
+    openings = _OPENINGS.get(group.store)
+    if openings is None or openings.made_for != made_for:
+        if openings is not None:
+            openings.are_over.set()
+        openings = _OPENINGS[group.store] = _Openings(made_for)
+    return openings
 
 
 def _refuse_unknown_world() -> None:

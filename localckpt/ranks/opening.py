@@ -26,16 +26,32 @@ _CLOSED, _CONFIRMED = "closed ", "confirmed"
 
 
 class Opening:
-    """One handshake, in which all ranks come to one name that was never used before."""
+    """One handshake, in which all ranks come to one name that was never used before.
+
+    Args:
+        store: Store of all openings of this name by these ranks.
+        name: What is opened, for messages.
+        rank: This process's place among ``ranks``.
+        ranks: The ranks, as ranks of the job.
+        deadline: Deadline of the wait for the other ranks.
+        is_given_up: Tells whether nobody waits for this opening any more.
+    """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], deadline: Deadline
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        deadline: Deadline,
+        is_given_up: Callable[[], bool],
     ) -> None:
         self._store = store
         self._name = name
         self._rank = rank
         self._ranks = ranks
         self._deadline = deadline
+        self._is_given_up = is_given_up
 
     def agree(self) -> str:
         return self._publish() if self._rank == 0 else self._sign()
@@ -53,6 +69,10 @@ class Opening:
                 or if_there(self._store, f"{name}/outcome") is not None
             )
         )
+        if self._is_given_up():
+            outcome = self._decide(name, self._describe_given_up())
+            if outcome != _CONFIRMED:
+                raise PeerLostError(outcome)
         # No rank of a later attempt may sign a name that is confirmed already.
         self._store.set("opening", f"{_CLOSED}{name}")
         all_signed = self._store.add(f"{name}/signed", 0) >= others
@@ -67,6 +87,8 @@ class Opening:
     def _sign(self) -> str:
         refused: set[str] = set()
         while self._wait(lambda: self._published() not in {"", *refused}):
+            if self._is_given_up():
+                raise PeerLostError(self._describe_given_up())
             name = self._published()
             if name in {"", *refused}:
                 continue
@@ -100,7 +122,7 @@ class Opening:
             outcome = if_there(self._store, f"{name}/outcome")
             return outcome is not None or published.removeprefix(_CLOSED) != name
 
-        if not self._wait(is_decided):
+        if not self._wait(is_decided) or self._is_given_up():
             return self._decide(name, self._describe_unsigned(name))
         return None if outcome is None else outcome.decode()
 
@@ -118,7 +140,15 @@ class Opening:
 
     def _wait(self, is_there: Callable[[], bool]) -> bool:
         longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._ranks) / _MANY)
-        return wait_until(is_there, self._deadline.left_s, longest_s=longest_s)
+        return wait_until(
+            lambda: self._is_given_up() or is_there(), self._deadline.left_s, longest_s=longest_s
+        )
+
+    def _describe_given_up(self) -> str:
+        return (
+            f"rank {self._ranks[self._rank]} closed {self._name!r} before all ranks had opened it. "
+            f"What was saved before stands"
+        )
 
     def _describe_unsigned(self, name: str) -> str:
         others = range(1, len(self._ranks))

@@ -49,10 +49,9 @@ def _not_empty(results: list[Any]) -> list[Any]:
 class Ranks:
     """Decisions of the ranks of one process group.
 
-    All ranks of the group create theirs with the same name in the same order, and then call the
-    same methods in the same order. The first call, whichever it is, waits until all ranks have
-    created theirs; :attr:`is_open` tells whether it would. Without torch.distributed it is a world
-    of one.
+    All ranks of the group call the same methods in the same order, also over all objects of one
+    name. The first call, whichever it is, waits until all ranks have come to theirs;
+    :attr:`is_open` tells whether it would. Without torch.distributed it is a world of one.
 
     Args:
         name: Keeps these messages apart from those of others.
@@ -103,6 +102,24 @@ class Ranks:
     def is_open(self) -> bool:
         """True if a call need not wait until all ranks have created their ``Ranks``."""
         return self._part.is_open
+
+    def require_same_world(self) -> None:
+        """Check that the job's process group and its members are those that this was made for.
+
+        It compares a few numbers, and asks no other rank.
+
+        Raises:
+            MismatchError: They are not.
+        """
+        self._part.require_same_world()
+
+    def prepare(self) -> None:
+        """Begin to open the connection of the ranks in the background.
+
+        Whoever calls from a thread first has the trainer prepare this, so that all ranks open what
+        has one name in the same order.
+        """
+        self._part.prepare()
 
     def close(self) -> None:
         """Let what is left in the job's store be removed; no call may follow, on any rank."""

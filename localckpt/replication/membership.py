@@ -182,9 +182,10 @@ class Membership:
             self._coordinator.stop_waiting()
 
     def wait_again(self) -> None:
-        """Undo :meth:`stop_waiting`."""
+        """Undo :meth:`stop_waiting`, before the members are called from another thread."""
         if self._coordinator is not None:
             self._coordinator.wait_again()
+            self._coordinator.prepare()
 
     @property
     def in_a_hurry(self) -> bool:

@@ -51,14 +51,14 @@ def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
 
 
 def judge_values(
-    ruled: Mapping[int, Mapping[str, str]], is_own: Callable[[str], bool]
+    ruled: Mapping[int, Mapping[str, str]], is_kept: Callable[[str], bool]
 ) -> RuledValues:
     """Divide values that a rule is for into equal and unequal ones.
 
     Args:
         ruled: For each rank that saved the digests of its values by key.
-        is_own: Whether the value of a key that one rank alone has saved is that rank's, and not
-            one that all ranks have equal.
+        is_kept: Whether the rule for a key gives each rank its own. What one rank alone has saved
+            is then that rank's; else it counts as equal.
     """
     digests: dict[str, list[str]] = {}
     tellers: dict[str, int] = {}
@@ -66,11 +66,11 @@ def judge_values(
         for key, digest in of_shard.items():
             digests.setdefault(key, []).append(digest)
             tellers.setdefault(key, shard)
-    unequal = [
+    unequal = {
         key
         for key, those in digests.items()
-        if len(set(those)) > 1 or len(those) < len(ruled) or (len(ruled) == 1 and is_own(key))
-    ]
+        if len(set(those)) > 1 or len(those) < len(ruled) or (len(ruled) == 1 and is_kept(key))
+    }
     equal = {key: shard for key, shard in tellers.items() if key not in unequal}
     return RuledValues(equal, sorted(unequal))
 

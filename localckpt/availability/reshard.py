@@ -162,7 +162,6 @@ def plan_reshard(
     readers: Mapping[int, int],
     nodes: Sequence[str],
     *,
-    made: Sequence[str] = (),
     excluded: Sequence[str] = (),
     dropped: Sequence[str] = (),
 ) -> ReshardPlan:
@@ -177,7 +176,6 @@ def plan_reshard(
         tables: Keys of all groups by name.
         readers: For each shard the rank that reads it.
         nodes: Node of each rank.
-        made: Key prefixes of tensors that were made for the load, and may not have been saved.
         excluded: Key prefixes of private tensors that are not taken.
         dropped: Key prefixes of private tensors that may be wanted by no rank.
 
@@ -187,7 +185,7 @@ def plan_reshard(
     """
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     sources = _Sources(saved, tables, readers, nodes)
-    differences = _differences(sources, wanted, tables, made, dropped)
+    differences = _differences(sources, wanted, tables, dropped)
     plan = ReshardPlan()
     of_region: dict[str, dict[Region, list[int]]] = {}
     for rank, groups in wanted.items():
@@ -395,7 +393,6 @@ def _differences(
     sources: _Sources,
     wanted: Mapping[int, Sequence[TensorGroup]],
     tables: Mapping[str, Keys],
-    made: Sequence[str],
     dropped: Sequence[str],
 ) -> list[str]:
     """List the keys that only one side has, or that differ in dtype or shape."""
@@ -408,8 +405,7 @@ def _differences(
         for key in keys:
             kinds = sources.kinds.get(key, [])
             if not kinds:
-                if not key.startswith(tuple(f"{prefix}." for prefix in made)):
-                    lines.append(f"{key}: given, not saved")
+                lines.append(f"{key}: given, not saved")
             elif (dtype, shape) not in kinds:
                 was, size = kinds[0]
                 lines.append(f"{key}: saved as {was} {list(size)}, given as {dtype} {list(shape)}")

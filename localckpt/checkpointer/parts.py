@@ -17,8 +17,15 @@ import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import is_stateful
+from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated
-from localckpt.state_dict.stateful import Freedom, freedom_of, is_below, plain_names
+from localckpt.state_dict.stateful import (
+    Freedom,
+    freedom_of,
+    is_below,
+    load_module,
+    plain_names,
+)
 
 __all__ = [
     "RNG",
@@ -166,14 +173,8 @@ class ModulePart:
             return
         # The versions of the modules' states, by which hooks see that nothing is to be converted.
         loaded._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
-        try:
-            with self._sharded():
-                self.module.load_state_dict(loaded, strict=is_whole)
-        except RuntimeError as error:
-            raise MismatchError(
-                f"{type(self.module).__name__} does not take its state from the checkpoint, and "
-                f"may have a part of it: {error}. Make the module as it was when it was saved"
-            ) from error
+        with self._sharded():
+            load_module(self.module, loaded, strict=is_whole)
 
     def _is_copied(self, name: str, own: Any, loaded: Any) -> bool:
         """Copy a value into a tensor that ``torch.nn.Module.load_state_dict`` cannot write to."""
@@ -258,11 +259,7 @@ class ModulePart:
 
 
 class OptimizerPart:
-    """An optimizer, whose states keep the dtypes that they are saved in.
-
-    ``torch.optim.Optimizer.load_state_dict`` gives them that of their parameter, which is another
-    one where the states of float32 parameters are in bfloat16.
-    """
+    """An optimizer, whose states keep the dtypes that they are saved in."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -271,15 +268,7 @@ class OptimizerPart:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(dict(state))
-        if type(self.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, loaded in state["state"].items():
-            own = self.optimizer.state[parameters[number]]
-            for name, value in loaded.items():
-                if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
-                    own[name] = value.to(own[name].device)
+        load_optimizer(self.optimizer, state)
 
 
 class ValuePart:

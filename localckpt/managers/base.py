@@ -346,6 +346,7 @@ class BaseCheckpointManager(Hooks):
         iteration: int | None = None,
         map_location: str | torch.device | None = None,
         partial: bool = False,
+        allow_dtype_change: bool = False,
     ) -> tuple[Any, CkptID]:
         """Read this rank's shard of a complete checkpoint; all ranks call it.
 
@@ -363,6 +364,8 @@ class BaseCheckpointManager(Hooks):
             map_location: The device of new tensors; ``None`` for the one each was saved from.
             partial: Whether ``into`` may lack tensors that were saved. Those come back as new
                 ones; without it they are an error, as a name that was mistyped would be.
+            allow_dtype_change: Whether tensors of ``into`` may have another dtype than was saved.
+                Their values are then converted by ``copy_``; without it they are an error.
 
         Returns:
             The state as it was given to ``save`` (with ``into``, holding the given tensors), and
@@ -388,7 +391,9 @@ class BaseCheckpointManager(Hooks):
         if self._finder.last is None:
             self._find_latest()
         self._parts.await_reprotected()
-        options = LoadOptions.of(into, map_location, is_partial=partial)
+        options = LoadOptions.of(
+            into, map_location, is_partial=partial, converts=allow_dtype_change
+        )
         try:
             loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
@@ -401,7 +406,7 @@ class BaseCheckpointManager(Hooks):
         seconds = time.monotonic() - called
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
-        state = give_states(into, unwrapped(loaded.state))
+        state = give_states(into, unwrapped(loaded.state), loaded.left)
         self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)

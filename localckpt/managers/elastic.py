@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,14 @@ from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, St
 from localckpt.failure_texts import said_by
 from localckpt.ids import Checkpoint
 from localckpt.managers.elastic_copies import ShardCopies
-from localckpt.managers.elastic_judge import ElasticJudge, joined_packs, kind_of, split_packs
+from localckpt.managers.elastic_judge import (
+    ElasticJudge,
+    ask_for_structures,
+    joined_packs,
+    judge_structures,
+    kind_of,
+    split_packs,
+)
 from localckpt.managers.elastic_move import Transfer
 from localckpt.managers.elastic_tensors import DescribedTensors
 from localckpt.managers.elastic_values import SavedValues, ValueImages
@@ -33,9 +40,13 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
-from localckpt.state_dict.basic import wrapped
-from localckpt.state_dict.optimizer_states import make_states
-from localckpt.state_dict.resharded import find_wanted, overlapping_keys, with_values
+from localckpt.state_dict.basic import own_states, stateful_keys, wrapped
+from localckpt.state_dict.names import Names, names_of
+from localckpt.state_dict.optimizer_states import ParametersOfStates
+from localckpt.state_dict.outlines import merged, with_outlines
+from localckpt.state_dict.resharded import converted, find_wanted, overlapping_keys, with_values
+from localckpt.state_dict.value_digests import digest_of
+from localckpt.state_dict.values import Unit, found_at, rule_for
 
 __all__ = ["ElasticLoad"]
 
@@ -75,8 +86,6 @@ class ElasticLoad:
         self._rules = parts.options.rules
         self._copies = ShardCopies(parts, inventory, checkpoint, recovery, bad)
         self._images = ValueImages(self._copies.identity(0), parts.allowed)
-        # Optimizer states that were made to be filled, and how they are taken away again.
-        self._made: dict[str, Callable[[], None]] = {}
 
     def run(self) -> Loaded | None:
         """Fill the state of every rank.
@@ -95,7 +104,6 @@ class ElasticLoad:
                 computed_by = self._copies.plan_recovery()
                 if computed_by is None:
                     self._copies.quarantine_damaged()
-                    self._take_states_away()
                     return None
                 with self._parts.events.timed("fetch", self._checkpoint.iteration):
                     if not self._recovery.run(computed_by):
@@ -108,12 +116,7 @@ class ElasticLoad:
                         return loaded
         except BaseException:
             self._recovery.drop()
-            self._take_states_away()
             raise
-
-    def _take_states_away(self) -> None:
-        for take_away in self._made.values():
-            take_away()
 
     def _load(self, readers: dict[int, int], opened: ExitStack) -> Loaded | None:
         """Make one round; ``None`` if it has to be made again."""
@@ -127,9 +130,9 @@ class ElasticLoad:
         with self._parts.events.timed("fetch", step):
             self._links = Links(self._ranks.rank)
             opened.callback(self._links.close)
-            asked_of_all, asked = self._describe(opened)
-            if self._copies.take_out(asked_of_all["bad"]):
+            if (structure := self._compare_structures(opened)) is None:
                 return None
+            asked_of_all, asked = self._describe(*structure)
             self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
             verdict, own = self._tell(asked)
             if verdict.get("name") is None:
@@ -141,30 +144,86 @@ class ElasticLoad:
         with self._parts.events.timed("read", step):
             return self._move()
 
+    # Compare structures.
+
+    def _compare_structures(self, opened: ExitStack) -> tuple[list[Unit], dict[str, str]] | None:
+        """Open the shards that this rank reads, and compare the names of parts and values.
+
+        Returns:
+            Outlines of the state's free parts, and the saved dtypes of tensors where these may be
+            converted, the same on all ranks; ``None`` on all if a copy turned out bad.
+
+        Raises:
+            MismatchError: The names differ.
+        """
+        of_digests: dict[str, int] = {}
+        given: Names | None = None
+        free = self._options.rules.free
+        with Attempt() as opening:
+            self._require_into()
+            self._own = own_states(self._options.given)
+            given = names_of(self._own, free)
+            self._copies.open(self._readers, free, opened)
+            shards = self._copies.shards
+            self._values = SavedValues(dict(shards), self._rules, self._images)
+            for shard, saved in shards.items():
+                of_digests.setdefault(digest_of([saved.names, saved.outlines], str), shard)
+        bad = [[shard, *copy] for shard, copy in self._copies.found_bad.items()]
+        report = {"bad": bad, "saved": of_digests, "given": digest_of(given, str)}
+        what = f"compare the names in iteration {self._checkpoint.iteration}"
+        found_bad, asked = self._ranks.agree(what, opening, report, ask_for_structures)
+        if self._copies.take_out(found_bad):
+            return None
+        message = Message()
+        with Attempt() as telling:
+            asked = asked or {"saved": [], "given": False}
+            told = [of_digests[digest] for digest in asked["saved"]]
+            about, data = joined_packs([self._values.pack_outlines(shard) for shard in told])
+            shards = {shard: self._copies.shards[shard] for shard in told}
+            dtypes: dict[str, str] = {}
+            for saved in shards.values() if self._options.rules.converts else ():
+                dtypes |= {tensor.key: tensor.entry.dtype for tensor in saved.tensors.values()}
+            record = {
+                "saved": [saved.names for saved in shards.values()],
+                "given": given if asked["given"] else None,
+                "packs": about,
+                "dtypes": dtypes,
+            }
+            message = Message(record, data)
+        is_partial = self._options.rules.is_partial
+        missing, images, saved_as = self._ranks.agree(
+            what, telling, message, lambda told: judge_structures(told, self._rules, is_partial)
+        )
+        if missing:
+            level = logging.WARNING if self._ranks.is_root else logging.DEBUG
+            logger.log(level, "left out, as partial=True allows: %s", ", ".join(missing))
+        units = (list(self._images.units(base64.b64decode(text))) for text in images)
+        return merged(units), saved_as
+
     # Describe.
 
-    def _describe(self, opened: ExitStack) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-        """Open the shards that this rank reads, and describe them, and what this rank wants.
+    def _describe(
+        self, outlines: Sequence[Unit], saved_as: Mapping[str, str]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Describe the shards that this rank reads, and what this rank wants.
 
         Returns:
             What the root says to all, and what it asks of this rank.
         """
         report: dict[str, Any] = {}
         with Attempt() as opening:
-            self._require_into()
-            self._made |= make_states(self._options.given)
-            self._state = wrapped(self._options.given)
-            self._copies.open(self._readers, opened)
+            state, free = self._own, self._options.rules.free
+            if outlines:
+                parameters = ParametersOfStates(self._options.given)
+                state = with_outlines(state, outlines, free, parameters)
+            self._state = wrapped(state)
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
             is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
-            wanted = find_wanted(self._state)
+            wanted, self._converted = converted(find_wanted(self._state), saved_as)
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
-            self._values = SavedValues(dict(shards), self._rules, self._images)
             report = {
-                "bad": [[shard, *bad] for shard, bad in self._copies.found_bad.items()],
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
-                "made": list(self._made),
                 "shared": overlapping_keys(self._tensors.tensors),
                 "wanted": self._tensors.wanted,
                 "saved": [
@@ -263,7 +322,8 @@ class ElasticLoad:
             images += [p.data for p in split_packs(record["packs"], own.data)] if own else []
             units = [unit for image in images for unit in self._images.units(image)]
             units += self._values.unequal_of(rank, self._unequal, "keep")
-            self._result = with_values(self._state, units)
+            kept, self._left = self._left_as_given({unit.key for unit in units})
+            self._result = with_values(self._state, [*kept, *units])
         bad = [[shard, *found] for shard, found in self._copies.found_bad.items()]
         reports = self._ranks.merge(
             "check that the states can be loaded into",
@@ -282,6 +342,39 @@ class ElasticLoad:
             *(self._tensors.tensors, takes, gives),
         )
         return True
+
+    def _left_as_given(self, loaded: Collection[str]) -> tuple[list[Unit], frozenset[str]]:
+        """Find what stays as it is of values that differ: those for which a rule gives nothing.
+
+        Returns:
+            Their values in the state to load into; and the keys of the parts of the state of which
+            all stays, since their states would lack something.
+        """
+        kept, whole = [], set()
+        free = self._options.rules.free
+        parts = list(map(str, stateful_keys(self._options.given)))
+        for key in (key for key in self._unequal if key not in loaded and free.covers(key)):
+            part = rule_for(key, parts)
+            unit = found_at(self._own, key)
+            if part is not None and (unit is None or key == part):
+                whole.add(part)
+            if unit is not None:
+                kept.append(unit)
+        return kept, frozenset(whole)
+
+    def _say_what_is_dropped(self) -> None:
+        rules = list(self._rules)
+        dropped = [
+            key for key in self._unequal if self._rules[rule_for(key, rules) or ""] == "drop"
+        ]
+        if dropped:
+            logger.log(
+                logging.WARNING if self._ranks.is_root else logging.DEBUG,
+                "iteration %d was saved by %d ranks, which differ in %s: dropped, so each rank "
+                "keeps what it had",
+                *(self._checkpoint.iteration, self._checkpoint.world_size),
+                ", ".join(map(repr, dropped)),
+            )
 
     def _take_out(self, reports: Mapping[int, Sequence[Any]]) -> bool:
         """Leave copies out that ranks report first of all as bad; return whether there are any."""
@@ -331,5 +424,8 @@ class ElasticLoad:
             *(time.monotonic() - began, transfer.nbytes - sum(transfer.senders.values())),
             *(sum(sent.values()), len(sent)),
         )
+        for tensor, values in self._converted:
+            tensor.copy_(values)
+        self._say_what_is_dropped()
         source = f"the shards of {self._checkpoint.world_size} ranks"
-        return Loaded(self._checkpoint, self._result, transfer.nbytes, source)
+        return Loaded(self._checkpoint, self._result, transfer.nbytes, source, self._left)

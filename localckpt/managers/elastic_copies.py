@@ -26,6 +26,7 @@ from localckpt.ranks.failure import forget_frames
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.saved_shard import SavedShard
 from localckpt.state_dict.source import MemorySource, ShardSource
+from localckpt.state_dict.stateful import NO_FREEDOM, Freedom
 
 __all__ = ["ShardCopies"]
 
@@ -80,23 +81,24 @@ class ShardCopies:
         except NoReplicasAvailableError:
             return None
 
-    def open(self, readers: Mapping[int, int], opened: ExitStack) -> None:
+    def open(self, readers: Mapping[int, int], free: Freedom, opened: ExitStack) -> None:
         """Open the shards that this rank reads, and note the copies that are bad.
 
         Args:
             readers: For each shard the rank that reads it.
+            free: Names whose values are loaded as they were saved.
             opened: Closes the shards.
         """
         self.shards, self.found_bad = {}, {}
         for shard, reader in readers.items():
             if reader == self._parts.ranks.rank:
-                self._open(shard, list(self._parts.options.rules), opened)
+                self._open(shard, list(self._parts.options.rules), free, opened)
 
     def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
         """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
         for shard in shards:
             if shard not in self.shards:
-                self._open(shard, None, opened)
+                self._open(shard, None, NO_FREEDOM, opened)
 
     @contextmanager
     def noting(self, shard: int) -> Iterator[None]:
@@ -141,7 +143,9 @@ class ShardCopies:
                 if self._inventory.reader([node], shard) == self._parts.ranks.rank:
                     verify_again(self._parts.store, self.identity(shard), f"read: {why}")
 
-    def _open(self, shard: int, rules: Sequence[str] | None, opened: ExitStack) -> None:
+    def _open(
+        self, shard: int, rules: Sequence[str] | None, free: Freedom, opened: ExitStack
+    ) -> None:
         identity, computed = self.identity(shard), self._recovery.slots.get(shard)
         source: ShardSource | None = None
         try:
@@ -152,7 +156,7 @@ class ShardCopies:
             )
             opened.callback(source.close)
             counted = CountedSource(source, ReadProgress(f"reading {identity}", source.nbytes))
-            saved = SavedShard(counted, self._parts.allowed, identity, rules)
+            saved = SavedShard(counted, self._parts.allowed, identity, rules, free)
             # They read private tensors.
             _ = saved.digests, saved.ruled_digests
         except CorruptShardError as error:

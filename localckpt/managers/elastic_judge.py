@@ -34,9 +34,19 @@ from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
 from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
+from localckpt.state_dict.names import Names, merged_names
+from localckpt.state_dict.targets import require_names
 from localckpt.state_dict.values import key_of, rule_for
 
-__all__ = ["ElasticJudge", "Packed", "joined_packs", "kind_of", "split_packs"]
+__all__ = [
+    "ElasticJudge",
+    "Packed",
+    "ask_for_structures",
+    "joined_packs",
+    "judge_structures",
+    "kind_of",
+    "split_packs",
+]
 
 
 class Packed(NamedTuple):
@@ -67,6 +77,61 @@ def split_packs(about: Sequence[Sequence[Any]], data: bytes) -> list[Packed]:
         packs.append(Packed(kind, shard, data[at : at + nbytes]))
         at += nbytes
     return packs
+
+
+def ask_for_structures(reports: Sequence[Any]) -> PerRank:
+    """Ask for each different structure, saved and given, one of the ranks that have it."""
+    bad = [[rank, *copy] for rank, report in enumerate(reports) for copy in report["bad"]]
+    asked: dict[int, dict[str, Any]] = {}
+    known: set[str] = set()
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        return asked.setdefault(rank, {"saved": [], "given": False})
+
+    for rank, report in enumerate(reports):
+        for digest in report["saved"].keys() - known:
+            of_rank(rank)["saved"].append(digest)
+        if f"given {report['given']}" not in known:
+            of_rank(rank)["given"] = True
+        known |= {*report["saved"], f"given {report['given']}"}
+    return PerRank(bad, {} if bad else asked)
+
+
+def judge_structures(
+    reports: Sequence[Message], rules: Mapping[str, PrivateRule], is_partial: bool
+) -> list[Any]:
+    """Compare the names of all parts and values.
+
+    Args:
+        reports: Structures that ranks were asked for.
+        rules: Rules for values of single ranks, by key prefix.
+        is_partial: Whether what was saved may be missing.
+
+    Returns:
+        Names that were saved and are not given; the outlines of all ranks, as text; and the dtypes
+        of tensors by key.
+
+    Raises:
+        MismatchError: Names are missing, or were not saved.
+    """
+    saved: Names | None = None
+    given: Names | None = None
+    images: list[str] = []
+    dtypes: dict[str, str] = {}
+    for report in reports:
+        record = report.record
+        dtypes |= record["dtypes"]
+        for names in record["saved"]:
+            saved = merged_names(saved, names)
+        given = merged_names(given, record["given"])
+        packs = split_packs(record["packs"], report.data)
+        images += [base64.b64encode(pack.data).decode() for pack in packs]
+    missing = require_names(
+        *(saved, given),
+        is_partial=is_partial,
+        is_dropped=lambda name: rules.get(rule_for(name, list(rules)) or "") == "drop",
+    )
+    return [missing, images, dtypes]
 
 
 def kind_of(rule: PrivateRule) -> str:
@@ -107,7 +172,6 @@ class ElasticJudge:
         self._wanted: dict[int, list[TensorGroup]] = {}
         self._sections: dict[int, dict[str, str]] = {}
         self._ruled = RuledValues({}, ())
-        self._made: list[str] = []
         # What is planned, until digests that are asked for are judged.
         self._plan = ReshardPlan()
         self._tables: dict[str, Keys] = {}
@@ -120,15 +184,11 @@ class ElasticJudge:
         Raises:
             MismatchError: The ranks do not load alike.
         """
-        bad = [[rank, *copy] for rank, report in enumerate(reports) for copy in report["bad"]]
-        if bad:
-            return PerRank({"bad": bad}, {})
         judge_rules([report["rules"] for report in reports])
         ruled: dict[int, dict[str, str]] = {}
         names: dict[str, int] = {}
         shared = sorted({tuple(pair) for report in reports for pair in report["shared"]})
         for rank, report in enumerate(reports):
-            self._made += report["made"]
             self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
             for name, *_ in self._wanted[rank]:
                 names.setdefault(name, rank)
@@ -138,7 +198,7 @@ class ElasticJudge:
                 for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
         self._ruled = judge_values(
-            dict(sorted(ruled.items())), lambda key: isinstance(self._rule_of(key), str)
+            dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep"
         )
         asked: dict[int, dict[str, list[Any]]] = {}
         for name, rank in names.items():
@@ -147,7 +207,7 @@ class ElasticJudge:
             _ask(asked, self._readers[shard])["sections"].append([shard, told])
         for key, shard in self._ruled.equal.items():
             _ask(asked, self._readers[shard])["equal"].append([shard, key])
-        of_all = {"bad": [], "unequal": list(self._ruled.unequal), "shared": shared}
+        of_all = {"unequal": list(self._ruled.unequal), "shared": shared}
         return PerRank(of_all, asked)
 
     def plan(self, reports: Sequence[Any]) -> PerRank:
@@ -181,7 +241,6 @@ class ElasticJudge:
             tables,
             self._readers,
             self._nodes,
-            made=sorted(set(self._made)),
             excluded=self._ruled.unequal,
             dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
         )

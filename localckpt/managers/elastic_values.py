@@ -101,6 +101,10 @@ class SavedValues:
                 packs.append(self._pack_of("keep", shard, kept))
         return packs
 
+    def pack_outlines(self, shard: int) -> Packed:
+        """Pack the outlines of the free parts of a shard."""
+        return self._pack_of("all", shard, self._shards[shard].outlines)
+
     def unequal_of(self, shard: int, unequal: Sequence[str], kind: str) -> list[Unit]:
         """Values of a shard that not all shards have alike, and that a kind of rule is for."""
         if shard not in self._shards:

@@ -20,12 +20,12 @@ from localckpt.errors import (
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.progress import CountedSource, ReadProgress
-from localckpt.state_dict.basic import TensorAwareStateDict, stateful_keys, wrapped
+from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.targets import Targets, find_targets
+from localckpt.state_dict.targets import STRICT, TargetRules, Targets, find_targets
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
@@ -52,31 +52,41 @@ class LoadOptions:
     given: Any = field(default=None, compare=False)
     """``into`` as the caller gave it."""
     map_location: str | torch.device | None = None
-    optional: tuple[str, ...] = ()
-    """Beginnings of paths below which ``into`` may lack tensors that were saved."""
+    rules: TargetRules = STRICT
+    """Ways in which what was saved may differ from ``into``."""
 
     @cached_property
     def targets(self) -> Targets | None:
         """The tensors of ``into``; raises as :func:`find_targets`."""
-        return None if self.into is None else find_targets(self.into, self.optional)
+        return None if self.into is None else find_targets(self.into, self.rules)
 
     @classmethod
     def of(
-        cls, into: Any, map_location: str | torch.device | None, *, is_partial: bool
+        cls,
+        into: Any,
+        map_location: str | torch.device | None,
+        *,
+        is_partial: bool,
+        converts: bool,
     ) -> LoadOptions:
         """Make the options from the arguments of a caller."""
-        optional = ("",) if is_partial else tuple(f"{key}." for key in stateful_keys(into))
-        return cls(None if into is None else wrapped(into), into, map_location, optional)
+        rules = TargetRules(freedom_in(into), is_partial, converts)
+        return cls(None if into is None else wrapped(into), into, map_location, rules)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Shard that was read and verified."""
+    """Shard that was read and verified.
+
+    Attributes:
+        left: Keys of stateful values that stay as they are.
+    """
 
     checkpoint: Checkpoint
     state: Any
     nbytes: int
     came_from: str
+    left: frozenset[str] = frozenset()
 
 
 class PartsElsewhereError(CheckpointingException):

@@ -9,20 +9,23 @@ a *stateful* value (a model, an optimizer, a data loader: anything with ``state_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.state_dict.containers import map_tensors, named_tensors
+from localckpt.state_dict.containers import joined, map_tensors, named_tensors
+from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
+from localckpt.state_dict.stateful import Freedom, freedom_of, load_module
 
 __all__ = [
     "BasicTensorAwareStateDict",
     "PlainState",
     "TensorAwareStateDict",
+    "freedom_in",
     "give_states",
     "is_stateful",
     "own_states",
@@ -204,6 +207,17 @@ def stateful_keys(state: Any) -> list[Any]:
     return [key for key, value in state.items() if is_stateful(without_marker(value))]
 
 
+def freedom_in(state: Any) -> Freedom:
+    """Return which values of a dict are free: those of its stateful values."""
+    below: list[str] = []
+    shapes: set[str] = set()
+    for key in stateful_keys(state):
+        free = freedom_of(without_marker(state[key]))
+        below += [joined((key, name)) if name else str(key) for name in free.below]
+        shapes.update(joined((key, name)) for name in free.shapes)
+    return Freedom(tuple(below), frozenset(shapes))
+
+
 def own_states(state: Any) -> Any:
     """Replace each stateful value by its ``state_dict()``, in a copy of the dict."""
     keys = stateful_keys(state)
@@ -218,8 +232,13 @@ def _own_state(value: Any) -> Any:
     return value.state_dict()
 
 
-def give_states(into: Any, loaded: Any) -> Any:
+def give_states(into: Any, loaded: Any, left: Container[str] = ()) -> Any:
     """Load the states in ``loaded`` into the stateful values of ``into``.
+
+    Args:
+        into: A state.
+        loaded: States of its stateful values.
+        left: Keys of values that stay as they are.
 
     Returns:
         ``loaded``, with these values in place of their states.
@@ -227,6 +246,13 @@ def give_states(into: Any, loaded: Any) -> Any:
     for key in stateful_keys(into):
         if isinstance(loaded, Mapping) and key in loaded:
             value = without_marker(into[key])
-            value.load_state_dict(loaded[key])
+            if str(key) in left:
+                pass
+            elif isinstance(value, torch.nn.Module):
+                load_module(value, loaded[key])
+            elif isinstance(value, torch.optim.Optimizer):
+                load_optimizer(value, loaded[key])
+            else:
+                value.load_state_dict(loaded[key])
             loaded[key] = value  # type: ignore[index]
     return loaded

@@ -167,7 +167,9 @@ def _made_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _made_of(f"{path}.data", value.data)
         return
     elif callable(flatten := getattr(value, "__tensor_flatten__", None)):
-        inner = [(name, getattr(value, name)) for name in flatten()[0]]
+        # Some versions of torch flatten a DTensor to its mesh, too.
+        parts = ((name, getattr(value, name)) for name in flatten()[0])
+        inner = [(name, part) for name, part in parts if isinstance(part, torch.Tensor)]
     else:
         return
     for name, tensor in inner:

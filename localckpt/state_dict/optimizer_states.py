@@ -1,57 +1,62 @@
-"""States of optimizers that have not made a step: made, so that they can be filled in place."""
+"""States of optimizers: the parameters that they belong to, and loading in their own dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = ["make_states", "step_of_nothing"]
+__all__ = ["ParametersOfStates", "load_optimizer"]
 
 
-def make_states(state: Any) -> dict[str, Callable[[], None]]:
-    """Make the states of a dict's optimizers that have none; all ranks call it.
-
-    An optimizer is one of torch's, or a value with an ``optimizer`` that is.
+class ParametersOfStates:
+    """Parameters of the optimizers of a state.
 
     Args:
-        state: The state that is to be loaded into.
-
-    Returns:
-        By the key prefix of each state that was made, a function that takes it away again.
+        state: The state; an optimizer in it is one of torch's, or a value with an ``optimizer``.
     """
-    made: dict[str, Callable[[], None]] = {}
-    if not isinstance(state, Mapping):
-        return made
-    for key, value in state.items():
-        inner = without_marker(value)
-        optimizer = getattr(inner, "optimizer", inner)
-        if isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state:
-            step_of_nothing(optimizer)
-            if optimizer.state:
-                made[f"{key}.state"] = optimizer.state.clear
-    return made
+
+    def __init__(self, state: Any) -> None:
+        self._by_prefix: dict[str, list[torch.Tensor]] = {}
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            inner = without_marker(value)
+            optimizer = getattr(inner, "optimizer", inner)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                groups = optimizer.param_groups
+                self._by_prefix[f"{key}.state."] = [p for group in groups for p in group["params"]]
+
+    def of(self, key: str) -> torch.Tensor | None:
+        """Return the parameter of a state tensor, which is sharded as the parameter is.
+
+        Args:
+            key: Dotted name of the tensor.
+
+        Returns:
+            The parameter; ``None`` for a key that is no optimizer's, and for numbers of steps.
+        """
+        for prefix, parameters in self._by_prefix.items():
+            number, _, name = key.removeprefix(prefix).partition(".")
+            is_below = key.startswith(prefix) and number.isdecimal() and name != "step"
+            if is_below and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
 
 
-def step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state by a step that changes no parameter."""
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer, whose tensors keep the dtypes that they were saved in.
+
+    ``torch.optim.Optimizer.load_state_dict`` gives them that of their parameter, which is another
+    one where the states of float32 parameters are in bfloat16.
+    """
+    optimizer.load_state_dict(dict(state))
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    try:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            # Some change parameters whatever the gradient, as by weight decay.
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+    for number, loaded in state["state"].items():
+        own = optimizer.state[parameters[number]]
+        for name, value in loaded.items():
+            if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ __all__ = [
     "FilledPart",
     "Filling",
     "WantedTensor",
+    "converted",
     "find_wanted",
+    "is_expanded",
     "overlapping_keys",
     "require_one",
     "with_values",
@@ -233,12 +235,35 @@ def find_wanted(state: Any) -> list[WantedTensor]:
             require_one(key, private)
             shape = tuple(tensor.shape)
             wanted.append(WantedTensor(key, shape, whole(shape), tensor))
-    if expanded := [w.key for w in wanted if _is_expanded(w.tensor)]:
+    if expanded := [w.key for w in wanted if is_expanded(w.tensor)]:
         raise MismatchError(
             f"the state to load into was left as it is: items of {expanded[0]!r} share memory, as "
             f"expand() makes them, and cannot be filled one by one. Give a clone() of it"
         )
     return wanted
+
+
+def converted(
+    wanted: Sequence[WantedTensor], saved_as: Mapping[str, str]
+) -> tuple[list[WantedTensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Put new tensors in the places of those that were saved in another dtype.
+
+    Args:
+        wanted: Tensors to fill.
+        saved_as: Names of saved dtypes by key.
+
+    Returns:
+        The tensors to fill; and pairs of a given tensor and the one whose values it then takes.
+    """
+    result, pairs = [], []
+    for one in wanted:
+        dtype = saved_as.get(one.key, one.dtype)
+        if dtype != one.dtype:
+            given = one.tensor.detach()
+            one = replace(one, tensor=torch.empty_like(given, dtype=getattr(torch, dtype)))
+            pairs.append((given, one.tensor))
+        result.append(one)
+    return result, pairs
 
 
 def require_one(key: str, found: set[str]) -> None:
@@ -256,7 +281,8 @@ def require_one(key: str, found: set[str]) -> None:
     found.add(key)
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether items of a tensor share memory."""
     return tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -6,6 +6,7 @@ the state in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,18 +27,23 @@ from localckpt.memory.tensor_bytes import copy_values, flat_bytes, is_flat
 from localckpt.state_dict.assembly import Piece, Tables, find_pieces, mates_of
 from localckpt.state_dict.boxes import Box, parse_boxes
 from localckpt.state_dict.call_check import Contents
+from localckpt.state_dict.containers import named_values
 from localckpt.state_dict.identify import read_header
 from localckpt.state_dict.image_parts import ImageParts
 from localckpt.state_dict.layout import TensorSlot
+from localckpt.state_dict.names import read_names
 from localckpt.state_dict.parts import parse_parts
 from localckpt.state_dict.placed_runs import PlacedRuns
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
-from localckpt.state_dict.targets import Targets
-from localckpt.state_dict.tensor_table import ARRAY, TableEntry, parse_entries
+from localckpt.state_dict.targets import Matched, Targets, require_names
+from localckpt.state_dict.tensor_table import ARRAY, SHARED, UNNAMED, TableEntry, parse_entries
+from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
 __all__ = ["ImageReader", "make_tensor"]
+
+logger = logging.getLogger(__name__)
 
 
 class ImageReader:
@@ -135,33 +141,70 @@ class ImageReader:
         skeleton, contents = self._check_skeleton()
         entries, boxes, parts = self.tables
         pieces = self._find_pieces(mates)
+        matched = Matched({}, {}, frozenset())
         dtensors: dict[int, Any] = {}
         if into is not None:
-            given, bases = into.match(entries, boxes, contents.of_meshes)
-            dtensors = into.dtensors_of(given[number] for number in boxes)
-            self._require_sizes(bases)
-            matched = list(zip(entries, given, strict=True))
-            lacking = tuple(entry for entry, tensor in matched if tensor is None)
-            bases |= (made := self._make_bases(lacking, map_location))
-            tensors = [
-                make_tensor(entry, made) if tensor is None else tensor for entry, tensor in matched
-            ]
-        else:
-            bases = self._make_bases(entries, map_location)
-            tensors = [make_tensor(entry, bases) for entry in entries]
-        own = {name: base for name, base in bases.items() if name not in parts}
-        numbers = {entry.slot: number for number, entry in enumerate(entries)}
+            saved = read_names(skeleton, self.allowed, into.rules.free)
+            if missing := require_names(saved, into.parts, is_partial=into.rules.is_partial):
+                logger.warning(
+                    "saved and not given, as partial=True allows: %s", ", ".join(missing)
+                )
+            matched = into.match(
+                *(entries, boxes, contents.of_meshes), lambda: self._paths(skeleton)
+            )
+            dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
+            self._require_sizes(matched.targets)
+        filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
+        new = [entry for number, entry in enumerate(entries) if number not in filled]
+        made = self._make_bases(new, map_location)
+        tensors = [
+            filled[n] if n in filled else make_tensor(entry, made)
+            for n, entry in enumerate(entries)
+        ]
+        # Of a slot with given and new tensors the given ones are filled.
+        of_slots = {entry.slot: tensor for entry, tensor in zip(entries, tensors, strict=True)}
+        of_slots |= {entries[number].slot: tensor for number, tensor in filled.items()}
+        own = {n: base for n, base in (made | matched.targets).items() if n not in parts}
         for name, part in parts.items():
-            own[name] = part.of(tensors[numbers[name]].detach())
+            own[name] = part.of(of_slots[name].detach())
         self._fill(own)
         for rank, of_mate in pieces.items():
-            of_slots = {p.slot: p.part.of(tensors[p.number].detach()) for p in of_mate}
-            mates[rank]._fill(of_slots, alone=True)
-            self.mates_nbytes += sum(target.nbytes for target in of_slots.values())
+            of_mates = {
+                p.slot: p.part.of(of_slots[entries[p.number].slot].detach()) for p in of_mate
+            }
+            mates[rank]._fill(of_mates, alone=True)
+            self.mates_nbytes += sum(target.nbytes for target in of_mates.values())
+        with torch.no_grad():
+            for name in made.keys() & matched.targets.keys():
+                target = matched.targets[name]
+                copy_values(made[name].view(target.dtype).view(target.shape), target)
+            for number in matched.converted:
+                tensors[number] = matched.given[number].copy_(tensors[number])
         # Given tensors keep the attributes that the program has set on them.
         return insert_tensors(
             *(skeleton, tensors.__getitem__, self.allowed), marked=into is None, dtensors=dtensors
         )
+
+    def _paths(self, skeleton: bytes) -> dict[int, str]:
+        """Return the paths of the tensors in the containers of the state, by their numbers."""
+        entries = self.tables.entries
+
+        def tensor(number: int) -> torch.Tensor | None:
+            # One in an object, which takes no placeholder for it.
+            entry = entries[number]
+            name = (entry.slot or "").removeprefix(SHARED)
+            if entry.kind != ARRAY and name != f"{UNNAMED}{number}":
+                return None
+            return torch.empty(entry.shape, dtype=entry.torch_dtype(), device="meta")
+
+        root = root_of(read_tree(skeleton, self.allowed, tensor))
+        paths: dict[int, str] = {}
+        for path, placeholder in named_values(root, (Placeholder,)):
+            for number in placeholder.numbers:
+                slot = entries[number].slot or ""
+                inner = slot if slot.startswith(f"{path}.") else f"{path}.?"
+                paths.setdefault(number, path if len(placeholder.numbers) == 1 else inner)
+        return paths
 
     def checked_skeleton(self) -> bytes:
         """Read and check the skeleton, and the tables, without making any object.
@@ -262,7 +305,7 @@ class ImageReader:
                 )
 
     def _make_bases(
-        self, entries: tuple[TableEntry, ...], map_location: str | torch.device | None
+        self, entries: Sequence[TableEntry], map_location: str | torch.device | None
     ) -> dict[str, torch.Tensor]:
         bases: dict[str, torch.Tensor] = {}
         for entry in entries:

@@ -14,6 +14,8 @@ from localckpt.errors import CorruptShardError, MismatchError
 from localckpt.ids import ShardIdentity
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
 from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.names import Names, names_of
+from localckpt.state_dict.outlines import outlines_of
 from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, picked, stream_parts
 from localckpt.state_dict.regions import Region, volume, whole
 from localckpt.state_dict.resharded import require_one
@@ -22,6 +24,7 @@ from localckpt.state_dict.runs import PartReceiver
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.state_dict.source import ShardSource
+from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import ARRAY, TableEntry
 from localckpt.state_dict.value_digests import digest_of
 from localckpt.state_dict.values import (
@@ -45,10 +48,13 @@ class SavedShard:
         identity: Identity that the image must have.
         rules: Key prefixes of values that the caller has a rule for; ``None`` to leave values out,
             and tensors that are not in the table of boxes.
+        free: Names whose values are loaded as they were saved.
 
     Attributes:
         tensors: Tensors by their number, but for those that are values or parts of values.
         ruled, others: Values; see :func:`units_of`.
+        outlines: Outlines of the free parts of the state.
+        names: Names of the parts and values of the state, where it has names.
 
     Raises:
         CorruptShardError: The image is damaged, belongs to another shard, or contradicts itself.
@@ -63,6 +69,7 @@ class SavedShard:
         allowed: SafeGlobals,
         identity: ShardIdentity,
         rules: Sequence[str] | None,
+        free: Freedom = NO_FREEDOM,
     ) -> None:
         self.identity = identity
         self._source = source
@@ -70,10 +77,14 @@ class SavedShard:
         self._entries, boxes, self._divided = self._reader.tables
         self.ruled: list[Unit] = []
         self.others: list[Unit] = []
+        self.outlines: list[Unit] = []
+        self.names: Names | None = None
         if rules is not None:
             skeleton = self._reader.checked_skeleton()
             root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
             self.ruled, self.others = units_of(root, boxes.__contains__, rules)
+            self.names = names_of(root, free)
+            self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
         self.tensors: dict[int, SavedTensor] = {}
         taken: set[tuple[str, Region]] = set()
         for number, box in boxes.items():
@@ -187,6 +198,13 @@ class SavedShard:
         start = self._reader.header.data_start + self._reader.header.slots[entry.slot].offset
         offset = 0 if entry.view is None else entry.view[0]
         return self._reader.parts.read(start + offset, start + entry.reach_nbytes())
+
+    def _kind_of(self, boxes: Mapping[int, Box]) -> Callable[[int], TensorKind]:
+        def kind(number: int) -> TensorKind:
+            entry, box = self._entries[number], boxes.get(number)
+            return entry.torch_dtype(), entry.shape if box is None else box.shape
+
+        return kind
 
     def _value_tensor(self, boxes: Mapping[int, Any]) -> Callable[[int], torch.Tensor | None]:
         """Give tensors that are in no container: arrays, and those in objects."""

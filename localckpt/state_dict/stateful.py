@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from localckpt.errors import MismatchError
 from localckpt.state_dict.replicated import without_marker
 
-__all__ = ["FREE", "Freedom", "TensorKind", "freedom_of", "is_below", "plain_names"]
+__all__ = [
+    "FREE",
+    "NO_FREEDOM",
+    "Freedom",
+    "TensorKind",
+    "freedom_of",
+    "is_below",
+    "load_module",
+    "plain_names",
+]
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
@@ -53,9 +63,15 @@ class Freedom:
         """
         if name in self.shapes:
             return saved is None or given is None or saved[0] == given[0]
+        return self.covers(name)
+
+    def covers(self, name: str) -> bool:
+        """Return whether a name is free, or below one that is."""
         return is_below(name, self.below)
 
 
+NO_FREEDOM = Freedom()
+"""Freedom of states of which nothing is free."""
 FREE = Freedom(("",))
 """Freedom of states that are no module's."""
 
@@ -92,6 +108,21 @@ def freedom_of(value: Any) -> Freedom:
     )
     names = (_without(name, _UNNAMED) for name, _ in tensors) if below else ()
     return Freedom(tuple(below), frozenset(name for name in names if is_below(name, below)))
+
+
+def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load the state of a module.
+
+    Raises:
+        MismatchError: The module does not take it, as a hook of its own may find out.
+    """
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise MismatchError(
+            f"{type(module).__name__} does not take its state from the checkpoint, and may have a "
+            f"part of it: {' '.join(str(error).split())} Make it as it was when it was saved"
+        ) from error
 
 
 def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,14 +13,94 @@ from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.global_view import Job, boxes_of, named
-from localckpt.state_dict.regions import Region, whole
+from localckpt.state_dict.names import Names, given_only, names_of, saved_only
+from localckpt.state_dict.regions import Region
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
-from localckpt.state_dict.tensor_table import ARRAY, TableEntry, build_table, packed, structures
+from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
+from localckpt.state_dict.tensor_table import (
+    ARRAY,
+    SHARED,
+    UNNAMED,
+    TableEntry,
+    build_table,
+    free_name,
+    packed,
+    printable,
+    structures,
+)
 
-__all__ = ["Targets", "find_targets"]
+__all__ = [
+    "STRICT",
+    "Matched",
+    "TargetRules",
+    "Targets",
+    "find_overlaps",
+    "find_targets",
+    "require_names",
+]
 
 _SHOWN_DIFFERENCES = 10
-_MAKE_NEW = "Call load() without into= to get new tensors"
+_MAKE_NEW = (
+    "Make the state as it was when it was saved. The load() of a manager gives new tensors where "
+    "no into= is given"
+)
+
+
+class Matched(NamedTuple):
+    """Tensors to fill, found for the saved ones.
+
+    Attributes:
+        given: By the number of a saved tensor the given one; none where a new one is needed:
+            arrays, tensors of meshes, free ones that differ, and missing ones.
+        targets: By its name the target of each slot of a given tensor, but for converted ones.
+        converted: Numbers of tensors that are given with another dtype, and take the values of new
+            ones.
+    """
+
+    given: dict[int, torch.Tensor]
+    targets: dict[str, torch.Tensor]
+    converted: frozenset[int]
+
+
+class _Member(NamedTuple):
+    """Tensor of one side of a match.
+
+    Attributes:
+        number: Number of the tensor on its side.
+        entry: Description of the tensor.
+        group: Paths and structures of the tensors that share its slot.
+    """
+
+    number: int
+    entry: TableEntry
+    group: frozenset[tuple[str, tuple[Any, ...]]]
+
+    @property
+    def kind(self) -> TensorKind:
+        return self.entry.torch_dtype(), self.entry.shape
+
+    def others(self, path: str) -> str:
+        shared = sorted(other for other, _ in self.group if other != path)
+        return f"sharing memory with {', '.join(shared)}" if shared else "with memory of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRules:
+    """Ways in which saved tensors may differ from those that are given.
+
+    Attributes:
+        free: Values that are taken as they were saved.
+        is_partial: Whether tensors that were saved may be missing.
+        converts: Whether tensors may have another dtype, and are converted.
+    """
+
+    free: Freedom = NO_FREEDOM
+    is_partial: bool = False
+    converts: bool = False
+
+
+STRICT = TargetRules()
+"""Rules by which nothing may differ."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +111,8 @@ class Targets:
         tensors: Distinct tensors, in the order in which the state's skeleton numbers them, without
             those of device meshes.
         names: ``id(tensor)`` to the tensor's path in the state, where known.
-        optional: Beginnings of paths; a saved tensor with such a path may be missing here.
+        rules: Ways in which the saved tensors may differ from the given ones.
+        parts: Names of the parts and values of the state, where it has names.
         boxes: ``id(tensor)`` to the part of a global tensor that the tensor is, where known.
         dtensors: ``id(tensor)`` to the DTensor that has the tensor as its local tensor, where its
             part of a global tensor is known.
@@ -39,24 +120,25 @@ class Targets:
 
     tensors: list[torch.Tensor]
     names: dict[int, str]
-    optional: tuple[str, ...] = ()
+    rules: TargetRules
+    parts: Names | None
     boxes: dict[int, Box] = field(default_factory=dict)
     dtensors: dict[int, Any] = field(default_factory=dict)
 
     def match(
-        self, saved: Sequence[TableEntry], boxes: Mapping[int, Box], of_meshes: Container[int]
-    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        self,
+        saved: Sequence[TableEntry],
+        boxes: Mapping[int, Box],
+        of_meshes: Container[int],
+        paths: Callable[[], Mapping[int, str]],
+    ) -> Matched:
         """Find the given tensor for each saved tensor.
 
         Args:
             saved: The saved tensors.
             boxes: By the number of a saved tensor, the part of a global tensor that it is.
             of_meshes: Numbers of the saved tensors that belong to device meshes.
-
-        Returns:
-            For each saved tensor the given one, or ``None`` if a new one is needed (arrays, tensors
-            of meshes, and optional tensors that are missing); and for each slot of a given tensor
-            its target.
+            paths: Returns the paths of the saved tensors that are in containers, by their numbers.
 
         Raises:
             MismatchError: The saved tensors differ from the given ones; the error lists them.
@@ -66,17 +148,68 @@ class Targets:
             for number, entry in enumerate(saved)
             if entry.kind != ARRAY and number not in of_meshes
         ]
-        entries = [saved[number] for number in numbers]
         names = self._names_for(saved, numbers)
-        found: Sequence[torch.Tensor | None] = self.tensors
-        if self.optional:
-            found = self._find_by_name(entries, names)
-            entries = [e for e, tensor in zip(entries, found, strict=True) if tensor is not None]
-        targets = _by_slot(entries, [tensor for tensor in found if tensor is not None], names)
-        of_numbers = dict(zip(numbers, found, strict=True))
-        given = [of_numbers.get(number) for number in range(len(saved))]
-        self._require_same_places(given, boxes)
-        return given, targets
+        targets = _by_slot([saved[number] for number in numbers], self.tensors, names)
+        if targets is not None:
+            matched = Matched(dict(zip(numbers, self.tensors, strict=True)), targets, frozenset())
+        else:
+            matched = self._match_by_path({n: saved[n] for n in numbers}, names, paths)
+        self._require_same_places(matched.given, boxes)
+        return matched
+
+    def _match_by_path(
+        self,
+        saved: Mapping[int, TableEntry],
+        names: Mapping[int, str],
+        paths: Callable[[], Mapping[int, str]],
+    ) -> Matched:
+        table = build_table(self.tensors, names)
+        by_number = {n: names[id(t)] for n, t in enumerate(self.tensors) if id(t) in names}
+        there = _members(saved, paths)
+        here = _members(dict(enumerate(table.entries)), lambda: by_number)
+        known = set(self.names.values())
+
+        def is_free(path: str) -> bool:
+            kinds = (side[path].kind if path in side else None for side in (there, here))
+            # A tensor without a path may be in a free part of the state, or may not.
+            is_unnamed = path.startswith(UNNAMED) and path not in known
+            free = self.rules.free
+            return free.allows(path, *kinds) or (is_unnamed and bool(free.below))
+
+        same = {p for p, member in there.items() if p in here and member.group == here[p].group}
+        strict = {p for p in there.keys() - same if not is_free(p)}
+        if self.rules.is_partial:
+            # Tensors that share a slot are given all together, or not at all.
+            strict -= {p for p in strict if not any(other in here for other, _ in there[p].group)}
+        converted, lines = set(), []
+        for path in (path for path in there if path in strict):
+            one, other = there[path], here.get(path)
+            # What is free leaves the tensors that it shares memory with.
+            if other is not None and _within(one, strict) == _within(other, strict):
+                same.add(path)
+            elif other is not None and self.rules.converts and _differ_in_dtype(one, other):
+                converted.add(path)
+            else:
+                lines.append(_difference(path, one, other))
+        lines += [
+            f"{path}: given, not saved" for path in here if path not in there and not is_free(path)
+        ]
+        if lines:
+            raise _mismatch(lines)
+        filled = [path for path in there if path in same]
+        entries = [there[path].entry for path in filled]
+        tensors = [self.tensors[here[path].number] for path in filled]
+        slots = {
+            id(tensor): (entry.slot or "").removeprefix(SHARED)
+            for entry, tensor in zip(entries, tensors, strict=True)
+        }
+        if (targets := _by_slot(entries, tensors, slots)) is None:
+            raise _mismatch(["the tensors share memory in another way"])
+        return Matched(
+            {there[p].number: self.tensors[here[p].number] for p in (*filled, *converted)},
+            targets,
+            frozenset(there[path].number for path in converted),
+        )
 
     def _names_for(self, saved: Sequence[TableEntry], numbers: Sequence[int]) -> dict[int, str]:
         """Return the names, with those that tensors without a path have in an image.
@@ -93,16 +226,16 @@ class Targets:
             return self.names
         if len(numbers) == len(self.tensors):
             of_numbers = zip(numbers, self.tensors, strict=True)
-            return {id(tensor): f"tensor.{number}" for number, tensor in of_numbers} | self.names
+            return {id(tensor): f"{UNNAMED}{number}" for number, tensor in of_numbers} | self.names
         there: Sequence[int] = [
             number
             for number in numbers
-            if (saved[number].slot or "").removeprefix("shared:") == f"tensor.{number}"
+            if (saved[number].slot or "").removeprefix(SHARED) == f"{UNNAMED}{number}"
         ]
         if len(there) != len(unnamed):
             there = range(len(saved), len(saved) + len(unnamed))
         of_unnamed = zip(there, unnamed, strict=True)
-        return self.names | {id(tensor): f"tensor.{number}" for number, tensor in of_unnamed}
+        return self.names | {id(tensor): f"{UNNAMED}{number}" for number, tensor in of_unnamed}
 
     def dtensors_of(self, tensors: Iterable[torch.Tensor | None]) -> dict[int, Any]:
         """Return those of ``dtensors`` whose local tensors are among some tensors."""
@@ -111,29 +244,28 @@ class Targets:
     def are_sharded_otherwise(self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]) -> bool:
         """Return whether some are other parts of their global tensors than what was saved of these.
 
-        Tensors that a box says nothing of are whole. Of tensors whose global shape is another one,
-        or that only one side has, nothing is said.
+        Tensors that a box says nothing of are whole; one side may have a DTensor where the other
+        has a plain tensor. Of tensors whose global shape is another one, or that only one side has,
+        nothing is said.
 
         Args:
             saved, boxes: As for :meth:`match`.
         """
-        there: dict[tuple[str, tuple[int, ...]], list[Region]] = {}
+        there: dict[tuple[str, tuple[int, ...]], list[Region | None]] = {}
         for number, entry in enumerate(saved):
             box = boxes.get(number)
-            shape = entry.shape if box is None else box.shape
-            key = (entry.slot or "") if box is None else box.key
-            there.setdefault((key, shape), []).append(whole(shape) if box is None else box.runs)
+            key = (entry.slot or "", entry.shape) if box is None else (box.key, box.shape)
+            there.setdefault(key, []).append(None if box is None else box.runs)
         for tensor in self.tensors:
             own = self.boxes.get(id(tensor))
             shape = tuple(tensor.shape) if own is None else own.shape
-            key = self.names.get(id(tensor), "") if own is None else own.key
-            regions = there.get((key, shape))
-            if regions and (whole(shape) if own is None else own.runs) not in regions:
+            key = (self.names.get(id(tensor), "") if own is None else own.key, shape)
+            if (regions := there.get(key)) and (None if own is None else own.runs) not in regions:
                 return True
         return False
 
     def _require_same_places(
-        self, given: Sequence[torch.Tensor | None], boxes: Mapping[int, Box]
+        self, given: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]
     ) -> None:
         """Refuse tensors that are other parts of their global tensors than the saved ones.
 
@@ -141,7 +273,7 @@ class Targets:
         """
         lines = []
         for number, saved in boxes.items():
-            own = self.boxes.get(id(given[number]))
+            own = self.boxes.get(id(given.get(number)))
             if own is not None and not own.is_at(saved):
                 key = f" {own.key}" if own.key != saved.key else ""
                 lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
@@ -152,37 +284,14 @@ class Targets:
                 "the manager with elastic=True",
             )
 
-    def _find_by_name(
-        self, saved: Sequence[TableEntry], names: Mapping[int, str]
-    ) -> list[torch.Tensor | None]:
-        table = build_table(self.tensors, names)
-        of_slot: dict[str | None, list[torch.Tensor]] = {}
-        for entry, tensor in zip(table.entries, self.tensors, strict=True):
-            of_slot.setdefault(entry.slot, []).append(tensor)
-        uses = Counter(entry.slot for entry in saved)
-        wrong = [
-            f"{name}: saved, not given"
-            for name in uses
-            if name not in of_slot
-            and not (name or "").removeprefix("shared:").startswith(self.optional)
-        ]
-        # Tensors that share a slot are given all together, or not at all.
-        wrong += [
-            f"{name}: given, not saved so" for name, of in of_slot.items() if uses[name] != len(of)
-        ]
-        if wrong:
-            raise _mismatch(wrong)
-        remaining = {name: iter(of) for name, of in of_slot.items()}
-        return [next(remaining[e.slot]) if e.slot in remaining else None for e in saved]
-
 
 @collection_paused()
-def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
+def find_targets(state: Any, rules: TargetRules = STRICT) -> Targets:
     """Find the tensors of a state that is to be filled.
 
     Args:
         state: The state.
-        optional: Beginnings of paths; a saved tensor with such a path may be missing in the state.
+        rules: Ways in which the saved tensors may differ from those of the state.
 
     Raises:
         CheckpointingException: The state holds a value that cannot have been saved.
@@ -194,7 +303,53 @@ def find_targets(state: Any, optional: tuple[str, ...] = ()) -> Targets:
     by_id = {id(tensors[number]): box for number, box in boxes.items()}
     dtensors = _by_local_tensor(t.value for t in found.tellers if t.kind == "DTensor")
     of_boxes = {local: dtensors[local] for local in by_id if local in dtensors}
-    return Targets(tensors, found.names, optional, by_id, of_boxes)
+    parts = names_of(state, rules.free)
+    return Targets(tensors, found.names, rules, parts, by_id, of_boxes)
+
+
+def _members(
+    entries: Mapping[int, TableEntry], paths: Callable[[], Mapping[int, str]]
+) -> dict[str, _Member]:
+    """Return the tensors of one side by their paths: their slots' names, but for shared slots."""
+    uses = Counter(entry.slot for entry in entries.values())
+    is_shared = [uses[e.slot] > 1 or e.is_blob or e.slot is None for e in entries.values()]
+    known = paths() if any(is_shared) else {}
+    taken: set[str] = set()
+    named: list[str] = []
+    groups: dict[tuple[str | None, int], list[tuple[str, tuple[Any, ...]]]] = {}
+    alike = structures(list(entries.values()))
+    for (number, entry), shared, structure in zip(entries.items(), is_shared, alike, strict=True):
+        wanted = known.get(number, f"{UNNAMED}{number}") if shared else entry.slot or ""
+        named.append(free_name(printable(wanted), taken))
+        group = entry.slot, number if entry.slot is None else 0
+        groups.setdefault(group, []).append((named[-1], structure[1:]))
+    sets = {group: frozenset(members) for group, members in groups.items()}
+    return {
+        path: _Member(number, entry, sets[entry.slot, number if entry.slot is None else 0])
+        for path, (number, entry) in zip(named, entries.items(), strict=True)
+    }
+
+
+def _within(member: _Member, paths: Container[str]) -> set[tuple[str, tuple[Any, ...]]]:
+    return {row for row in member.group if row[0] in paths}
+
+
+def _differ_in_dtype(saved: _Member, given: _Member) -> bool:
+    """Return whether two tensors have one shape, and share their memory with the same others."""
+    shared, shared_now = ({path for path, _ in member.group} for member in (saved, given))
+    return saved.entry.shape == given.entry.shape and shared == shared_now
+
+
+def _difference(path: str, saved: _Member, given: _Member | None) -> str:
+    if given is None:
+        return f"{path}: saved, not given"
+    kinds = [f"{e.dtype} {list(e.shape)}" for e in (saved.entry, given.entry)]
+    if kinds[0] == kinds[1]:
+        kinds = [saved.others(path), given.others(path)]
+        if given.entry.slot is None:
+            kinds[1] = "without memory, on the meta device"
+        return f"{path}: saved {kinds[0]}, given {kinds[1]}"
+    return f"{path}: saved as {kinds[0]}, given as {kinds[1]}"
 
 
 def _by_local_tensor(dtensors: Iterable[Any]) -> dict[int, Any]:
@@ -207,9 +362,11 @@ def _by_local_tensor(dtensors: Iterable[Any]) -> dict[int, Any]:
 
 
 def _by_slot(
-    saved: Sequence[TableEntry], tensors: Sequence[torch.Tensor], names: Mapping[int, str]
-) -> dict[str, torch.Tensor]:
-    """Return the target of each slot of an image.
+    saved: Sequence[TableEntry],
+    tensors: Sequence[torch.Tensor],
+    names: Mapping[int, str],
+) -> dict[str, torch.Tensor] | None:
+    """Return the target of each slot of an image; ``None`` if the tensors differ from the saved.
 
     Args:
         saved: The saved tensors.
@@ -217,13 +374,14 @@ def _by_slot(
         names: ``id(tensor)`` to the name of a given tensor.
 
     Raises:
-        MismatchError: The saved tensors differ from the given ones; the error lists them.
+        MismatchError: Given tensors share memory that were saved apart.
     """
     # A short cut that nearly always applies, since a restart waits for this.
     if (targets := _plain_targets(saved, tensors, names)) is not None:
         return targets
     table = build_table(tensors, names)
-    _require_same_structure(saved, table.entries)
+    if structures(saved) != structures(table.entries):
+        return None
     targets = {
         # With the saved strides, since the given tensor may have its dimensions in another
         # order in memory.
@@ -266,8 +424,7 @@ def _require_apart(targets: dict[str, torch.Tensor]) -> None:
         one, other = overlaps[0]
         raise MismatchError(
             f"the state to load into differs from the saved one, and was left as it is: {one} and "
-            f"{other} were saved apart, and those given share memory. Call load() without into= to "
-            f"get new tensors"
+            f"{other} were saved apart, and those given share memory. {_MAKE_NEW}"
         )
 
 
@@ -288,21 +445,39 @@ def find_overlaps(flat: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, s
     return found
 
 
-def _require_same_structure(saved: Sequence[TableEntry], given: Sequence[TableEntry]) -> None:
-    saved_structures, given_structures = structures(saved), structures(given)
-    if saved_structures == given_structures:
-        return
-    there = {e.slot: (e, s) for e, s in zip(given, given_structures, strict=True)}
-    here = {e.slot: (e, s) for e, s in zip(saved, saved_structures, strict=True)}
-    lines = [f"{name}: saved, not given" for name in here if name not in there]
-    lines += [f"{name}: given, not saved" for name in there if name not in here]
-    lines += [
-        f"{name}: saved as {e.dtype} {list(e.shape)}, given as {there[name][0].dtype} "
-        f"{list(there[name][0].shape)}"
-        for name, (e, structure) in here.items()
-        if name in there and structure != there[name][1]
-    ]
-    raise _mismatch(lines or ["the tensors stand in another order"])
+def require_names(
+    saved: Names | None,
+    given: Names | None,
+    *,
+    is_partial: bool,
+    is_dropped: Callable[[str], bool] = lambda _: False,
+) -> list[str]:
+    """Compare the names of the parts and values of two states.
+
+    Args:
+        saved, given: Names of the states.
+        is_partial: Whether parts and values that were saved may be missing.
+        is_dropped: Whether one that was saved may be missing.
+
+    Returns:
+        Names that were saved, and are missing. Those of values within a part are not among them:
+        a load returns such values.
+
+    Raises:
+        MismatchError: Some are missing, or were not saved; the error lists them.
+    """
+    if saved is None or given is None:
+        return []
+    added = list(given_only(saved, given))
+    missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
+    if added or (missing and not is_partial):
+        raise _mismatch(
+            [
+                *(f"{name}: saved, not given" for name in saved_only(saved, given)),
+                *(f"{name}: given, not saved" for name in added),
+            ]
+        )
+    return sorted(missing)
 
 
 def _mismatch(lines: list[str], advice: str = _MAKE_NEW) -> MismatchError:

@@ -31,13 +31,17 @@ from localckpt.state_dict.layout import TensorSlot
 
 __all__ = [
     "ARRAY",
+    "SHARED",
+    "UNNAMED",
     "Source",
     "TableEntry",
     "TensorTable",
     "build_table",
     "dtype_named",
+    "free_name",
     "packed",
     "parse_entries",
+    "printable",
     "signature",
     "stored_strides",
     "structures",
@@ -64,7 +68,10 @@ _LABELS = {
 
 _DTYPES = {label: dtype for dtype, label in _LABELS.items()}
 
-_SHARED = "shared:"
+SHARED = "shared:"
+"""Beginning of the names of slots that several views share."""
+UNNAMED = "tensor."
+"""Beginning of the names of slots of tensors without a path, before their numbers."""
 _View = tuple[int, tuple[int, ...]]
 """Offset in bytes, and strides in items."""
 ARRAY = "array"
@@ -120,7 +127,7 @@ class TableEntry(NamedTuple):
     @property
     def is_blob(self) -> bool:
         """True if the slot is a range of bytes of a storage rather than one tensor's value."""
-        return self.slot is not None and self.slot.startswith(_SHARED)
+        return self.slot is not None and self.slot.startswith(SHARED)
 
 
 class Source(NamedTuple):
@@ -232,18 +239,17 @@ def build_table(tensors: Sequence[torch.Tensor], names: Mapping[int, str]) -> Te
     def add_slot(number: int, span: tuple[int, int] | None) -> tuple[str, _View | None]:
         """Add a slot; return its name, and the tensor's view unless it is contiguous or a blob."""
         tensor = tensors[number]
-        # A lone surrogate in a name would make the header invalid for other tools.
-        wanted = (names.get(id(tensor)) or f"tensor.{number}").encode(errors="replace").decode()
+        wanted = printable(names.get(id(tensor)) or f"{UNNAMED}{number}")
         strides = None
         if span is not None:
             nbytes = span[1] - span[0]
-            slot = TensorSlot(_free_name(f"{_SHARED}{wanted}", taken), "U8", (nbytes,), nbytes)
+            slot = TensorSlot(free_name(f"{SHARED}{wanted}", taken), "U8", (nbytes,), nbytes)
         else:
             strides = stored_strides(tensor)
             shape, label = tuple(packed(tensor, strides).shape), _LABELS.get(tensor.dtype)
             nbytes = math.prod(shape) * tensor.itemsize
             shape = shape if label else (nbytes,)
-            slot = TensorSlot(_free_name(wanted, taken), label or "U8", shape, nbytes)
+            slot = TensorSlot(free_name(wanted, taken), label or "U8", shape, nbytes)
         slots.append(slot)
         sources.append(Source(number, span, strides))
         return slot.name, None if strides is None else (0, strides)
@@ -431,7 +437,13 @@ def _covering_tensor(tensors: Sequence[torch.Tensor], cluster: Sequence[int]) ->
     return None
 
 
-def _free_name(wanted: str, taken: set[str]) -> str:
+def printable(name: str) -> str:
+    """Replace lone surrogates, which would make a header invalid for other tools."""
+    return name.encode(errors="replace").decode()
+
+
+def free_name(wanted: str, taken: set[str]) -> str:
+    """Return a name that is not taken, and take it."""
     name, n = wanted, 1
     while name in taken:
         n += 1

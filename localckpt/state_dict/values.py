@@ -25,9 +25,11 @@ from localckpt.state_dict.containers import LEAVES, children_of, joined, map_ten
 from localckpt.state_dict.safe_globals import SafeGlobals
 
 __all__ = [
+    "Ignored",
     "Place",
     "Placeholder",
     "Unit",
+    "found_at",
     "key_of",
     "placed",
     "read_tree",
@@ -127,7 +129,7 @@ class _TreeUnpickler(pickle.Unpickler):
         found = self._allowed.find(module, name)
         if module.startswith("torch.distributed"):
             # Meshes and placements of ranks that are not there.
-            return _Ignored
+            return Ignored
         if name in _MAKES_TENSORS.get(module, ()):
             # A rank may have no shard of a ShardedTensor.
             is_tensor = module == "localckpt.state_dict.sharded"
@@ -151,7 +153,7 @@ _MAKES_TENSORS = {
 }
 
 
-class _Ignored:
+class Ignored:
     """Stands for an object that is made and never looked at."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -161,6 +163,9 @@ class _Ignored:
         pass
 
     def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def add(self, _: Any) -> None:
         pass
 
     def append(self, _: Any) -> None:
@@ -178,9 +183,9 @@ def _made_of(arguments: Sequence[Any], make: Callable[..., Any], *, is_tensor: b
     """A placeholder for a tensor, or a value that is made of placeholders; else the value."""
     match arguments:
         # A short cut for nearly all, DTensors without attributes: a restart waits for this.
-        case _, _, _, (None, {"_local_tensor": Placeholder() as local, "_spec": _Ignored()}):
+        case _, _, _, (None, {"_local_tensor": Placeholder() as local, "_spec": Ignored()}):
             return local
-    found: list[Placeholder | _Ignored] = []
+    found: list[Placeholder | Ignored] = []
     _find_parts(arguments, set(), found)
     numbers = [n for part in found if isinstance(part, Placeholder) for n in part.numbers]
     return Placeholder(tuple(numbers)) if found or is_tensor else make(*arguments)
@@ -190,7 +195,7 @@ def _made_of(arguments: Sequence[Any], make: Callable[..., Any], *, is_tensor: b
 _NO_PARTS = LEAVES | {type, FunctionType, torch.dtype, torch.layout, torch.device}
 
 
-def _find_parts(value: Any, inside: set[int], found: list[Placeholder | _Ignored]) -> None:
+def _find_parts(value: Any, inside: set[int], found: list[Placeholder | Ignored]) -> None:
     """Find as :func:`named_values` does; without paths, as it is called for each DTensor."""
     kind = type(value)
     children: Iterable[Any]
@@ -207,7 +212,7 @@ def _find_parts(value: Any, inside: set[int], found: list[Placeholder | _Ignored
     inside.add(id(value))
     for child in children:
         kind = type(child)
-        if kind is Placeholder or kind is _Ignored:
+        if kind is Placeholder or kind is Ignored:
             found.append(child)
         elif kind not in _NO_PARTS:
             _find_parts(child, inside, found)
@@ -284,6 +289,21 @@ def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
         return tensor(part.numbers[0])
 
     return map_tensors(value, replace, Placeholder)
+
+
+def found_at(root: Any, key: str) -> Unit | None:
+    """Return the value at a dotted path of a state; ``None`` if there is none."""
+
+    def find(value: Any, place: Place) -> Unit | None:
+        if place and key_of(place) == key:
+            return Unit(place, value)
+        for name, child in children_of(value) or ():
+            inner = (*place, name)
+            if f"{key}.".startswith(f"{key_of(inner)}.") and (found := find(child, inner)):
+                return found
+        return None
+
+    return find(root, ())
 
 
 def placed(root: Any, units: Sequence[Unit]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,82 @@ def test_a_plain_model_and_values_of_single_ranks_come_as_their_rules_say(
         # Each rank's statistics are those of one of the ranks that saved.
         assert outcome[2] == as_saved[rank % before][2]
     assert as_saved[0][2] != as_saved[1][2]
+
+
+class _Position:
+    """A loader without a tensor when it is made, which takes a whole state only."""
+
+    def __init__(self) -> None:
+        self.at = self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.tensor([self.at]), "parts": {"epoch": self.at}} if self.at else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.calls = int(state["at"][0]), self.calls + 1
+        assert state["parts"] == {"epoch": self.at}
+
+
+def _dropping(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts of a job, each value of which is read from and put into a dict."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    parts: dict[str, Any] = {
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        **{name: _Position() for name in ("own", "alike")},
+        "number": (lambda: values["number"], lambda value: values.update(number=value)),
+    }
+    return parts, values
+
+
+def _save_positions(rank: int, world_size: int) -> None:
+    parts, _ = _dropping({"number": 5})
+    parts["own"].at, parts["alike"].at = 3 + rank, 3
+    with Checkpointer(parts, local=node_store(), timeout_s=_S) as checkpointer:
+        checkpointer.resume()
+        parts["schedule"].optimizer.step()
+        parts["schedule"].step()
+        checkpointer.step(0)
+        checkpointer.save(0)
+        dist.barrier()
+
+
+def _load_positions(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    parts, values = _dropping({"number": 0})
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt.managers.elastic").addHandler(handler)
+    with Checkpointer(parts, local=node_store(), timeout_s=_S, **options) as checkpointer:
+        assert checkpointer.resume() == 1
+    assert parts["schedule"].get_last_lr() == [0.5]
+    assert (parts["alike"].at, parts["alike"].calls, values["number"]) == (3, 1, 5)
+    return parts["own"].at, parts["own"].calls, lines
+
+
+@pytest.mark.parametrize(
+    ("options", "dropped"),
+    [
+        ({"on_resize": "drop"}, ["own"]),
+        ({"private": {"own.parts.epoch": "drop", "own.at": "drop"}}, ["own.at", "own.parts.epoch"]),
+    ],
+)
+def test_only_what_differs_is_dropped_by_name_and_its_part_is_not_called(
+    options: dict[str, Any], dropped: list[str], tmp_path: Path
+) -> None:
+    run_ranks(_save_positions, 2, store_per_node=[tmp_path], timeout_s=_S)
+
+    found = run_ranks(_load_positions, 3, options, store_per_node=[tmp_path], timeout_s=_S)
+
+    assert [outcome[:2] for outcome in found] == [(0, 0)] * 3
+    (line,) = found[0][2]
+    assert f"which differ in {', '.join(map(repr, dropped))}: dropped" in line
+    assert "alike" not in line
+
+
+def test_nothing_of_a_single_rank_is_dropped(tmp_path: Path) -> None:
+    run_ranks(_save_positions, 1, store_per_node=[tmp_path], timeout_s=_S)
+
+    options = {"on_resize": "drop"}
+    found = run_ranks(_load_positions, 2, options, store_per_node=[tmp_path], timeout_s=_S)
+
+    assert found == [(3, 1, [])] * 2

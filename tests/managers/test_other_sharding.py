@@ -66,7 +66,8 @@ def _load(rank: int, world_size: int, shardings: list[str]) -> None:
     ("saved", "loaded"),
     [
         ("rows", ["rows in another order", "columns", "whole", "plain"]),
-        ("plain", ["rows", "rows in another order", "plain"]),
+        ("plain", ["rows", "rows in another order", "whole", "plain"]),
+        ("whole", ["plain", "columns", "whole"]),
     ],
 )
 def test_as_many_ranks_load_into_another_sharding_also_after_a_node_was_lost(

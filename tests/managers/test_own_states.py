@@ -117,7 +117,7 @@ def test_a_part_of_a_state_is_filled_in_place_and_the_rest_comes_back_new(tmp_pa
     ("part", "why"),
     [
         ({"b": torch.zeros(5)}, r"b: saved as float32 \[4\], given as float32 \[5\]"),
-        ({"c": torch.zeros(4)}, "c: given, not saved so"),
+        ({"c": torch.zeros(4)}, "c: given, not saved"),
     ],
     ids=["another shape", "another name"],
 )

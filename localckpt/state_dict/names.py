@@ -1,0 +1,97 @@
+"""Names of the parts and values of a state, compared like the keys of its tensors before a load."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from localckpt.state_dict.basic import BasicTensorAwareStateDict, PlainState
+from localckpt.state_dict.replicated import given, without_markers
+from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.stateful import Freedom
+from localckpt.state_dict.values import Ignored, root_of
+
+__all__ = ["Names", "given_only", "merged_names", "names_of", "read_names", "saved_only"]
+
+Names = dict[str, Any]
+"""Names in a dict; below each those of a dict inside, else ``None``."""
+
+# What the dicts of a state are made of.
+_CONTAINERS = (OrderedDict, defaultdict, PlainState, BasicTensorAwareStateDict, given)
+
+
+def names_of(state: Any, free: Freedom) -> Names | None:
+    """Return the names of a state whose containers are dicts with names; else ``None``.
+
+    Args:
+        state: The state, also in a wrapper; stateful values by their states.
+        free: Names of which what is below is taken as it was saved.
+    """
+
+    def names(value: Any, above: str) -> Names | None:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            return None
+        paths = {key: f"{above}.{key}" if above else key for key in value}
+        # Of a part that is free its own name counts.
+        return {
+            key: None if free.covers(path) else names(value[key], path)
+            for key, path in paths.items()
+            if not (above and free.covers(path))
+        }
+
+    return names(without_markers(root_of(state)), "")
+
+
+def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | None:
+    """Read the names of a saved state from its skeleton, without making its objects.
+
+    Args:
+        skeleton: The pickle, which was checked.
+        allowed: Allow-list for the classes and functions in the pickle.
+        free: As for :func:`names_of`.
+    """
+    return names_of(_NamesUnpickler(io.BytesIO(skeleton), allowed).load(), free)
+
+
+def merged_names(one: Names | None, other: Names | None) -> Names | None:
+    """Return the names of both of two ranks."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | {
+        key: merged_names(one.get(key), below) if key in one else below
+        for key, below in other.items()
+    }
+
+
+def saved_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
+    """Yield the paths that were saved, and are not given; a given dict that is empty takes all."""
+    for key, below in saved.items():
+        if key not in given_names:
+            yield f"{above}{key}"
+        elif below and given_names[key]:
+            yield from saved_only(below, given_names[key], f"{above}{key}.")
+
+
+def given_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
+    """Yield the paths that are given, and were not saved."""
+    for key, below in given_names.items():
+        if key not in saved:
+            yield f"{above}{key}"
+        elif below and saved[key] is not None:
+            yield from given_only(saved[key], below, f"{above}{key}.")
+
+
+class _NamesUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, allowed: SafeGlobals) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._allowed.find(module, name)
+        return found if found in _CONTAINERS else Ignored
+
+    def persistent_load(self, pid: Any) -> None:
+        return None

@@ -2,6 +2,7 @@
 
 Whether tensors fit is found where they are filled. Here it is what has no tensors: the names of the
 parts, their classes, and the parameter groups of optimizers. All that does not fit is one error.
+The nodes compare names of values by themselves, so what they are to compare besides is named.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
 
-__all__ = ["judge_fits", "why_groups_differ", "why_other_class", "why_parts_differ"]
+__all__ = ["is_torchs", "judge_fits", "why_groups_differ", "why_other_class", "why_parts_differ"]
 
 _SHOWN = 8
 
@@ -48,12 +49,16 @@ def why_other_class(
     """
     if saved == given:
         return []
-    are_torchs = all(kind.partition(" ")[2].startswith("torch.") for kind in (saved, given))
-    if set(saved_keys) == set(given_keys) and not are_torchs:
+    if set(saved_keys) == set(given_keys) and not (is_torchs(saved) and is_torchs(given)):
         return []
     return [
         f"{key}: saved as {saved}, given as {given}{_other_keys('keys', saved_keys, given_keys)}"
     ]
+
+
+def is_torchs(kind: str) -> bool:
+    """Return whether a kind of a part is a class of torch."""
+    return kind.partition(" ")[2].startswith("torch.")
 
 
 def why_groups_differ(

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import xxhash
 
+from localckpt.checkpointer.fit import is_torchs
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.optimizer_states import load_optimizer
-from localckpt.state_dict.replicated import Replicated
+from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
@@ -28,18 +30,23 @@ from localckpt.state_dict.stateful import (
 )
 
 __all__ = [
+    "OURS",
     "RNG",
     "ModulePart",
     "OptimizerPart",
     "RandomPart",
     "ValuePart",
+    "described",
     "is_odd",
     "kind_of",
     "parts_of",
 ]
 
+OURS = "localckpt"
+"""Key of what is saved beside the parts."""
 RNG = "rng"
 """Key of the states of the random number generators."""
+_SHOWN_PARAMETERS = 4
 _SHOWN = 10
 
 
@@ -60,6 +67,11 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {}
     for key, value in state.items():
+        if key == OURS:
+            raise CheckpointingException(
+                f"the key {OURS!r} of the training state is that of what is saved beside its "
+                f"parts: choose another name"
+            )
         if not isinstance(key, str) or not key or (rng and key == RNG):
             raise CheckpointingException(
                 f"the key {key!r} of the training state must be a name, and not {RNG!r}, under "
@@ -116,6 +128,36 @@ def kind_of(part: Any) -> str:
     elif isinstance(part, OptimizerPart):
         sort, value = "optimizer", part.optimizer
     return f"{sort} {type(value).__module__}.{type(value).__qualname__}"
+
+
+def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
+    """Name what must be alike in parts for a load from the nodes, beside their states.
+
+    Args:
+        parts: The parts by name.
+
+    Returns:
+        By the name of a part its class, if it is one of torch's and no module, and for an optimizer
+        also the order of its parameters, by whose numbers its state is kept.
+    """
+    plain = {key: without_marker(part) for key, part in parts.items()}
+    names: dict[int, str] = {}
+    for part in plain.values():
+        if isinstance(part, ModulePart):
+            names = part.parameter_names() | names
+    found: dict[str, dict[str, None]] = {}
+    for key, part in plain.items():
+        kind = kind_of(part)
+        if not isinstance(part, ModulePart) and is_torchs(kind):
+            found.setdefault(key, {})[kind] = None
+        if isinstance(part, OptimizerPart):
+            groups = part.optimizer.param_groups
+            order = [names.get(id(p), "") for group in groups for p in group["params"]]
+            digest = xxhash.xxh3_64_hexdigest("\n".join(order).encode())
+            shown = ", ".join(order[:_SHOWN_PARAMETERS])
+            more = ", ..." * (len(order) > _SHOWN_PARAMETERS)
+            found.setdefault(key, {})[f"parameters {shown}{more} (in the order {digest})"] = None
+    return found
 
 
 class ModulePart:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE, RunRecord
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
@@ -138,7 +139,9 @@ class Resumption:
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.is_on_nodes:
             try:
-                step = manager.load(into=parts)[1].iteration
+                into = {**parts, OURS: described(parts)}
+                loaded = manager.load(into=into, allow_dtype_change=allow_dtype_change)
+                step = loaded[1].iteration
                 # A damaged checkpoint makes way for the one before, which may be too old.
                 if step >= newest.beside:
                     report = manager.last_load

@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.checkpointer.fit import judge_fits, why_groups_differ, why_other_class
 from localckpt.checkpointer.optimizer_names import NamedOptimizer, Path
-from localckpt.checkpointer.parts import RNG, ModulePart, OptimizerPart, is_odd, kind_of
+from localckpt.checkpointer.parts import OURS, RNG, ModulePart, OptimizerPart, is_odd, kind_of
 from localckpt.checkpointer.shared_saved import (
     BUFFERS,
     IMAGE,
     OF_RANK,
-    OURS,
     PARTS,
     PLACED,
     TENSORS,
@@ -96,11 +95,6 @@ class SharedState:
         self._named: dict[str, ModulePart | NamedOptimizer] = self._modules | self._optimizers
         self._others = {k: p for k, p in self._parts.items() if k not in self._named}
         self._private = {key: rule for key, rule in private.items() if key in self._named}
-        if OURS in self._parts:
-            raise CheckpointingException(
-                f"the key {OURS!r} of the training state is taken on shared storage by what is "
-                f"saved beside the parts: choose another name"
-            )
         if functions := [key for key, rule in self._private.items() if callable(rule)]:
             raise CheckpointingException(
                 f"private= has a function for {', '.join(functions)}: on shared storage modules "

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from localckpt.checkpointer.optimizer_names import Path
+from localckpt.checkpointer.parts import OURS
 from localckpt.errors import MismatchError
 from localckpt.global_tier.load import LoadOptions, OpenCheckpoint
 from localckpt.global_tier.metadata import set_element
@@ -30,7 +31,6 @@ __all__ = [
     "BUFFERS",
     "IMAGE",
     "OF_RANK",
-    "OURS",
     "PARTS",
     "PLACED",
     "TENSORS",
@@ -38,8 +38,6 @@ __all__ = [
     "SavedState",
 ]
 
-OURS = "localckpt"
-"""Key of what is saved beside the modules and the optimizers."""
 WORLD_SIZE, PARTS, PLACED = "world_size", "parts", "placed"
 OF_RANK, TENSORS, BUFFERS = "of_rank", "tensors", "buffers"
 

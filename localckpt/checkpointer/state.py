@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localckpt.checkpointer.parts import (
+    OURS,
     RNG,
     ModulePart,
     OptimizerPart,
@@ -85,6 +86,8 @@ class TrainingState:
         if self._drop:
             whole = (ModulePart, OptimizerPart)
             rules |= {k: "drop" for k, part in unmarked.items() if not isinstance(part, whole)}
+        # Ranks may have parts of their own.
+        rules[OURS] = "keep"
         if self._rng:
             rules[RNG] = "keep"
         for key, part in unmarked.items():

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -128,7 +129,7 @@ class NodeTier:
         if self.begun == step:
             return
         try:
-            request = self.manager.save(parts, step, is_async=True)
+            request = self.manager.save({**parts, OURS: described(parts)}, step, is_async=True)
         except (SaveFailedError, StorageError) as error:
             # Of an older save, which this one has waited for; or no node has room for this one.
             self._note(error)

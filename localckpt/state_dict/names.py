@@ -35,14 +35,27 @@ def names_of(state: Any, free: Freedom) -> Names | None:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             return None
         paths = {key: f"{above}.{key}" if above else key for key in value}
-        # Of a part that is free its own name counts.
+        # Of a part that is free its own name counts, and what an optimizer must have.
         return {
-            key: None if free.covers(path) else names(value[key], path)
+            key: _groups(value[key]) if free.covers(path) else names(value[key], path)
             for key, path in paths.items()
             if not (above and free.covers(path))
         }
 
     return names(without_markers(root_of(state)), "")
+
+
+def _groups(state: Any) -> Names | None:
+    """Name the parameter groups of an optimizer's state by all that must be alike in them."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(groups, list) or "state" not in state:
+        return None
+    return {
+        f"param_groups[{number}] of {len(group['params'])} parameters with "
+        f"{', '.join(sorted(map(str, group.keys() - {'params'})))}": None
+        for number, group in enumerate(groups)
+        if isinstance(group, dict) and isinstance(group.get("params"), list)
+    }
 
 
 def read_names(skeleton: bytes, allowed: SafeGlobals, free: Freedom) -> Names | None:

@@ -172,6 +172,44 @@ def _change(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ("class", r"AdamW: saved, not given; .* with .*momentum.*: given, not saved; .*SGD: given"),
+        ("class of torch with the same keys", r"adamw.AdamW: saved, not given; .*adam.Adam: given"),
+        ("fewer parameters", r"of 2 parameters with .*saved, not given; .*of 1 parameters with"),
+        ("groups", r"param_groups\[1\] of 1 parameters"),
+        ("other order", r"parameters used.weight, late.weight .*parameters late.weight, used.weig"),
+    ],
+)
+def test_an_optimizer_that_was_changed_is_refused_on_the_nodes_as_well(
+    change: str, told: str, tmp_path: Path
+) -> None:
+    model = _Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with Checkpointer(state, local=tmp_path, events=()) as checkpointer:
+        checkpointer.resume()
+        _step(model, optimizer, 0, both=True)
+        checkpointer.step(0)
+        checkpointer.save(0)
+    before = copy.deepcopy(model.state_dict())
+    state["optimizer"] = changed = _change(change, model)
+    _step(model, optimizer, 1, both=True)
+    after = copy.deepcopy(model.state_dict())
+
+    with (
+        pytest.raises(MismatchError, match=told),
+        Checkpointer(state, local=tmp_path, events=()) as checkpointer,
+    ):
+        checkpointer.resume()
+
+    _assert_same(model.state_dict(), after)
+    assert not changed.state
+    assert not torch.equal(before["used.weight"], after["used.weight"])
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
         ("class", r"AdamW.*SGD.*saved, not given: betas.*given, not saved: momentum"),
         ("class of torch with the same keys", r"saved as optimizer torch.optim.adamw.AdamW, given"),
         ("fewer parameters", r"its parameters are others \(saved, not given: late.weight\)"),

@@ -152,6 +152,7 @@ class StorePart:
         remove_keys: ``remove_keys(store, rank)`` deletes what a rank has written into a part. It is
             called for parts that were closed, and for those that an earlier process of this rank
             left.
+        hint: As for :class:`Opening`.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class StorePart:
         timeout_s: float,
         *,
         remove_keys: Callable[[Store, int], None],
+        hint: Callable[[], str] = str,
     ) -> None:
         self._process = os.getpid()
         self._group = group
@@ -173,6 +175,7 @@ class StorePart:
         # The last waits that were not in vain, in seconds.
         self._waits_s: deque[float] = deque(maxlen=_WAITS)
         self._remove_keys = remove_keys
+        self._hint = hint
         self._name = name
         self._timeout_s = timeout_s
         self._limit_s = _STORE_TIMES * timeout_s
@@ -302,6 +305,7 @@ class StorePart:
                 self._group.ranks,
                 deadline,
                 lambda: self._given_up.is_set() or self._openings.are_over.is_set(),
+                self._hint,
             )
             self._part = opening.agree()
             # All ranks have come here, so none of them is in the last call on a part before.

@@ -35,6 +35,7 @@ class Opening:
         ranks: The ranks, as ranks of the job.
         deadline: Deadline of the wait for the other ranks.
         is_given_up: Tells whether nobody waits for this opening any more.
+        hint: Returns the end of the error message for ranks that do not come: a likely cause.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Opening:
         ranks: Sequence[int],
         deadline: Deadline,
         is_given_up: Callable[[], bool],
+        hint: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._name = name
@@ -52,6 +54,7 @@ class Opening:
         self._ranks = ranks
         self._deadline = deadline
         self._is_given_up = is_given_up
+        self._hint = hint
 
     def agree(self) -> str:
         return self._publish() if self._rank == 0 else self._sign()
@@ -160,7 +163,7 @@ class Opening:
         named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
         return (
             f"waited {self._deadline.timeout_s:g} s to open {self._name!r}, and {named} (last "
-            f"seen: not seen yet) did not come. All ranks make their managers in the same order; "
+            f"seen: not seen yet) did not come. All ranks make the same calls in the same order; "
             f"what was saved before stands. If the ranks are alive but slow, give a longer "
-            f"timeout; else restart the job"
+            f"timeout; else restart the job.{self._hint()}"
         )

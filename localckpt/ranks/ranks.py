@@ -90,7 +90,7 @@ class Ranks:
         self.timeout_s = timeout_s
         self.rounds = 0
         self.under_way: str | None = None
-        self._part = StorePart(name, group, timeout_s, remove_keys=self._remove_keys)
+        self._part = StorePart(name, group, timeout_s, remove_keys=self._remove_keys, hint=hint)
         self._deciding = Deciding(self._part, group, root, timeout_s, hint)
 
     @property

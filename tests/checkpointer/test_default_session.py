@@ -93,7 +93,7 @@ def test_script_arguments_and_folder_name_a_session(
     names = []
 
     for script, arguments, folder in [*programs, programs[0]]:
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", script)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
         monkeypatch.setattr(sys, "argv", ["", *arguments])
         (tmp_path / folder).mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)
@@ -127,7 +127,7 @@ def test_a_prompt_and_a_look_must_name_the_session(monkeypatch: pytest.MonkeyPat
     with pytest.raises(localckpt.CheckpointingException, match="give the session_id of the job"):
         localckpt.InMemoryCheckpointManager(read_only=True)
 
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-i"])
     for make in (
         localckpt.InMemoryCheckpointManager,

@@ -29,14 +29,13 @@ class LimitedInFlight(InFlight):
     Args:
         store: Store with the buffers.
         ranks: The ranks of the job.
-        options: Options with the number of saves, and what one more does.
+        options: Options that say what one more does.
     """
 
     def __init__(self, store: DirectoryStore, ranks: Ranks, options: SaveOptions) -> None:
         super().__init__()
         self._store = store
         self._ranks = ranks
-        self._num_buffers = options.num_buffers
         self._on_busy = options.on_busy
 
     def admits(self, iteration: int, is_async: bool) -> bool:
@@ -62,7 +61,7 @@ class LimitedInFlight(InFlight):
         if not ranks:
             return True
         why = (
-            f"iteration {iteration} is not saved: the {self._num_buffers} staging "
+            f"iteration {iteration} is not saved: the {self._store.num_buffers} staging "
             f"buffers of rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))} are busy with "
             f"older saves"
         )
@@ -82,7 +81,7 @@ class LimitedInFlight(InFlight):
     @property
     def _is_full(self) -> bool:
         """True if as many saves are in flight as may be; the same on all ranks."""
-        return len(self._limited) >= self._num_buffers
+        return len(self._limited) >= self._store.num_buffers
 
     def _over_here(self) -> int:
         """Count the oldest saves that are over on this rank."""

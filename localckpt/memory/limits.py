@@ -66,7 +66,8 @@ def memory_limits() -> list[MemoryLimit]:
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_NBYTES
         available = max(0, limit - taken - _THREADS_NBYTES)
         limits.append(MemoryLimit(f"RLIMIT_AS, {limit / 1e6:.1f} MB", "", available))
-    free_swap = psutil.swap_memory().free
+    swap = re.search(r"^SwapFree: *(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    free_swap = 1024 * int(swap[1]) if swap else 0
     for folder, version in cgroup_folders(
         _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     ):

@@ -70,18 +70,28 @@ class DirectoryStore(Store):
         session_id: The training run.
         rank: Rank whose folder this process writes.
         timeout_s: Deadline, in seconds, of a wait for another process that starts or ends here.
+        num_buffers: Number of saves that can be under way at once, if there is memory for them.
 
     Raises:
         StorageError: The directory cannot be used, or a live process of another job owns the
             rank's folder.
 
     Attributes:
+        num_buffers: Number of saves that can be under way at once.
         on_quarantine: Called with the path and the problem of each file put in quarantine.
     """
 
     claim: SeenFolder
 
-    def __init__(self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float):
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        session_id: str,
+        rank: int,
+        timeout_s: float,
+        num_buffers: int,
+    ) -> None:
+        self.num_buffers = num_buffers
         self.root = local_path(root)
         self.session_id = session_id
         self.rank = rank
@@ -113,6 +123,9 @@ class DirectoryStore(Store):
         if is_kept:
             self._sizes[identity.piece] = nbytes
         return slot
+
+    def limit_buffers(self, count: int) -> None:
+        self.num_buffers = min(self.num_buffers, count)
 
     def commit(self, slots: Sequence[Slot]) -> CommitJob:
         writes = []

@@ -59,9 +59,8 @@ class PooledStore(DirectoryStore):
         make_buffer: Callable[[int], Buffer],
         num_buffers: int,
     ) -> None:
-        super().__init__(root, session_id, rank, timeout_s)
+        super().__init__(root, session_id, rank, timeout_s, num_buffers)
         self._pool = BufferPool(make_buffer, num_buffers)
-        self._num_buffers = num_buffers
 
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
         self._sizes[piece] = nbytes
@@ -72,15 +71,15 @@ class PooledStore(DirectoryStore):
 
     def planned_nbytes(self) -> tuple[int, int, bool]:
         total_nbytes = sum(map(buffer_nbytes, self.image_nbytes.values()))
-        return self._num_buffers * total_nbytes, 0, False
+        return self.num_buffers * total_nbytes, 0, False
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
         return MemoryNeeds(
-            buffer_nbytes(nbytes), self._num_buffers, 0, self._pool.nbytes, memory_limits()
+            buffer_nbytes(nbytes), self.num_buffers, 0, self._pool.nbytes, memory_limits()
         )
 
     def limit_buffers(self, count: int) -> None:
-        self._num_buffers = min(self._num_buffers, count)
+        super().limit_buffers(count)
         self._pool.limit(count)
 
     def close(self) -> None:
@@ -193,7 +192,7 @@ class DiskStore(PooledStore):
                 status = os.statvfs(self._staging.path)
                 had = self._staging.nbytes()
             sizes = [buffer_nbytes(image) for image in self.image_nbytes.values()]
-            check_shared_memory(self._staging.path, status, had, sizes, self._num_buffers)
+            check_shared_memory(self._staging.path, status, had, sizes, self.num_buffers)
 
     def planned_nbytes(self) -> tuple[int, int, bool]:
         staging_nbytes, kept_nbytes, _ = super().planned_nbytes()

@@ -91,13 +91,12 @@ class MemoryStore(DirectoryStore):
         num_buffers: int = 2,
         keep_last: int = 1,
     ) -> None:
-        super().__init__(root, session_id, rank, timeout_s)
+        super().__init__(root, session_id, rank, timeout_s, num_buffers)
         try_out(self.folder, DIRTY)
         with storage_errors("look at", self.folder):
             kind = file_system(self.folder)
         if kind not in IN_MEMORY:
             logger.warning("%s is on %s, which is not memory", self.root, kind or "a disk")
-        self._num_buffers = num_buffers
         self._keep_last = keep_last
         self._preparing: Task[None] | None = None
         # Mapped files: dirty and committed ones by identity, recycled ones by file name.
@@ -154,20 +153,17 @@ class MemoryStore(DirectoryStore):
     @one_at_a_time
     def _is_busy(self, piece: Piece) -> bool:
         busy = [i for i, b in self._staged.items() if i.piece == piece and b.in_use]
-        return len(busy) >= self._num_buffers
+        return len(busy) >= self.num_buffers
 
     def planned_nbytes(self) -> tuple[int, int, bool]:
         total_nbytes = sum(self.image_nbytes.values())
         # Each save under way is staged into the file that is kept.
-        return self._num_buffers * total_nbytes, self._keep_last * total_nbytes, True
+        return self.num_buffers * total_nbytes, self._keep_last * total_nbytes, True
 
     def memory_needs(self, nbytes: int) -> MemoryNeeds:
         status = [path.lstat() for path in self.images()]
         had_nbytes = sum(file.st_blocks * 512 for file in status)
-        return MemoryNeeds(nbytes, self._num_buffers, self._keep_last, had_nbytes, memory_limits())
-
-    def limit_buffers(self, count: int) -> None:
-        self._num_buffers = min(self._num_buffers, count)
+        return MemoryNeeds(nbytes, self.num_buffers, self._keep_last, had_nbytes, memory_limits())
 
     def _write_options(self, slot: Slot) -> dict[str, bool]:
         return {"in_place": True}

@@ -20,9 +20,9 @@ from localckpt.errors import (
     CorruptShardError,
     FormatVersionError,
 )
+from localckpt.own_folders import open_below
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import CORRUPT, SHARD
-from localckpt.storage.write import sync_folder
 
 __all__ = ["Problem", "ProblemKind", "put_back", "quarantine", "why_quarantined"]
 
@@ -131,15 +131,25 @@ def put_back(path: Path) -> Path:
     name = _QUARANTINED_AGAIN.sub("", path.name.removesuffix(CORRUPT))
     back = path.with_name(name)
     with storage_errors("put back", path):
+        rank = path.parent
+        folder = open_below(rank.parent.parent, rank.parent.name, rank.name)
         try:
-            # Unlike a rename, a link never replaces an existing file.
-            os.link(path, back)
-        except FileExistsError:
-            back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")
-            os.link(path, back)
-        for name in (_WHY, _SHARD, _KIND):
-            with suppress(OSError):
-                os.removexattr(back, name, follow_symlinks=False)
-        path.unlink()
-        sync_folder(path.parent)
+            try:
+                # Unlike a rename, a link never replaces an existing file.
+                _link(path, back, folder)
+            except FileExistsError:
+                back = path.with_name(f"{name.removesuffix(SHARD)}.{secrets.token_hex(4)}{SHARD}")
+                _link(path, back, folder)
+            for attribute in (_WHY, _SHARD, _KIND):
+                with suppress(OSError):
+                    there = f"/proc/self/fd/{folder}/{back.name}"
+                    os.removexattr(there, attribute, follow_symlinks=False)
+            os.unlink(path.name, dir_fd=folder)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     return back
+
+
+def _link(path: Path, back: Path, folder: int) -> None:
+    os.link(path.name, back.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)

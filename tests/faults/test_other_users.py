@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from localckpt import CheckpointingException, StorageError
+from localckpt.cli import cleaning
 from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines
 from localckpt.storage.rank_folder import lock_store
@@ -336,29 +337,31 @@ def test_a_link_in_the_place_of_a_checkpoint_is_removed_and_not_what_it_leads_to
 
 
 @pytest.mark.parametrize("tier", ["disk"])
+@pytest.mark.parametrize("step", ["_remove", "put_back"])
 def test_a_folder_that_becomes_a_link_while_clean_runs_is_not_followed(
-    tier: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, step: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, outside = place / "store", place / "outside"
     shard, _ = write_store("disk", root)
+    quarantined = shard.rename(shard.with_name(f"{shard.name}.corrupt"))
     (shard.parent / "half.dirty").write_bytes(b"half")
     outside.mkdir()
-    (outside / "half.dirty").write_bytes(b"kept")
-    cleaning = __import__("localckpt.cli.cleaning", fromlist=["_remove"])
-    remove = cleaning._remove
+    for name in ("half.dirty", quarantined.name):
+        (outside / name).write_bytes(b"kept")
+    act = getattr(cleaning, step)
 
-    def swap_and_remove(file: Any) -> bool:
+    def swap_and_act(*args: Any) -> Any:
         shard.parent.rename(place / "moved")
         shard.parent.symlink_to(outside)
-        return bool(remove(file))
+        return act(*args)
 
-    monkeypatch.setattr(cleaning, "_remove", swap_and_remove)
+    monkeypatch.setattr(cleaning, step, swap_and_act)
 
-    answer = call("clean", root)
+    answer = call("clean", root, "--corrupt")
 
     assert answer.status == 2
     assert "is a symbolic link" in answer.err
-    assert (outside / "half.dirty").read_bytes() == b"kept"
+    assert {path.name for path in outside.iterdir()} == {"half.dirty", quarantined.name}
 
 
 _ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"

@@ -18,7 +18,7 @@ from localckpt.storage import write
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 from localckpt.storage.write import write_shard
-from tests.managers.jobs import KINDS, MAX_S, cliques, make_manager
+from tests.managers.jobs import MAX_S, cliques, make_manager
 from tests.ranks import node_store, run_ranks
 from tests.storage.shards import filled, write_of
 
@@ -82,9 +82,14 @@ def _read_late(
 
 
 @pytest.mark.parametrize(
-    ("worker", "readers"), [("thread", tuple(_READERS)), ("process", ("comparison",))]
+    ("kind", "worker", "readers"),
+    [
+        ("disk", "thread", tuple(_READERS)),
+        ("memory", "thread", ("comparison", "replication")),
+        ("disk", "process", ("comparison",)),
+        ("memory", "process", ("comparison",)),
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_saves_wait_for_readers_of_older_images(
     kind: str, worker: str, readers: tuple[str, ...], node_dirs: Dirs, shm_roots: Dirs
 ) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-import subprocess
-import sys
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import localckpt
 from localckpt.errors import StorageError
 from localckpt.ids import Group
 from localckpt.memory.limits import MemoryLimit, cgroup_folders, parse_cgroup
 from localckpt.storage.preflight import MemoryNeeds, plan_buffers
-from tests.storage.shards import PATIENCE_S, ROOT
+from tests.managers.jobs import MAX_S, files, make_manager
+from tests.ranks import run_ranks
 
 MB = 1_000_000
 
@@ -137,49 +140,40 @@ def test_a_plan_fits_all_limits_and_is_refused_only_where_one_buffer_does_not() 
 
 # The limits of a process.
 
-SAVE = """
-import logging, resource, sys, torch, localckpt
-logging.basicConfig(format="%(message)s", level=logging.INFO)
-kind, root, limit, nbytes, cgroup = sys.argv[1:6]
-if cgroup:
-    open(f"{cgroup}/cgroup.procs", "w").write("0")
-else:
-    # Beyond what torch has mapped.
-    vms = int(open("/proc/self/statm").read().split()[0]) * 4096
-    resource.setrlimit(resource.RLIMIT_AS, (vms + int(limit), -1))
-state = {"w": torch.ones(int(nbytes) // 4)}
-if kind == "disk":
-    manager = localckpt.LocalCheckpointManager(root, timeout=60.0)
-else:
-    manager = localckpt.InMemoryCheckpointManager(root=root, timeout=60.0, keep_last=1)
-with manager, localckpt.AsyncCallsQueue(timeout_s=60.0) as queue:
-    for iteration in range(1, 5):
-        state["w"].fill_(float(iteration))
-        try:
-            queue.schedule_async_request(manager.save(state, iteration, is_async=True))
-        except localckpt.StorageError as error:
-            print("refused:", error)
-            break
-    queue.maybe_finalize_async_calls(blocking=True)
-    print("newest:", manager.find_latest())
-"""
+
+def _save(
+    rank: int, world_size: int, kind: str, root: Path, nbytes: int, limit: int, cgroup: str
+) -> tuple[str, str]:
+    """Save four times; the newest iteration, or the error, and the log."""
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text("0")
+    else:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (taken + limit, -1))
+    state = {"w": torch.ones(nbytes // 4)}
+    with (
+        make_manager(kind, root, keep_last=1) as manager,
+        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
+    ):
+        for iteration in range(1, 5):
+            state["w"].fill_(float(iteration))
+            try:
+                queue.schedule_async_request(manager.save(state, iteration, is_async=True))
+            except StorageError as error:
+                return str(error), "\n".join(log)
+        queue.maybe_finalize_async_calls(blocking=True)
+        return f"newest: {manager.find_latest()}", "\n".join(log)
 
 
 def _save_within(
     kind: str, root: Path, nbytes: int, *, limit: int = 0, cgroup: str = ""
 ) -> tuple[str, str]:
-    arguments = [kind, str(root), str(limit), str(nbytes), cgroup]
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
-    return done.stdout, done.stderr
+    ((ended, log),) = run_ranks(_save, 1, kind, root, nbytes, limit, cgroup, init_group=False)
+    return str(ended), str(log)
 
 
 @pytest.fixture
@@ -203,14 +197,25 @@ def container() -> Iterator[Path]:
         made.rmdir()
 
 
+@pytest.mark.parametrize(("kind", "nbytes"), [("disk", 150 * MB), ("memory", 100 * MB)])
 def test_in_a_container_with_room_for_one_buffer_saves_go_on_with_one(
-    container: Path, tmp_path: Path
+    kind: str, nbytes: int, container: Path, tmp_path: Path, shm_roots: Callable[[int], list[Path]]
 ) -> None:
-    printed, log = _save_within("disk", tmp_path, 150 * MB, cgroup=str(container))
+    root = tmp_path if kind == "disk" else shm_roots(1)[0]
 
-    assert printed == "newest: 4\n"
+    ended, log = _save_within(kind, root, nbytes, cgroup=str(container))
+
+    assert ended == "newest: 4"
     assert "with 1 staging buffers for each image" in log
     assert f"{container}/memory.limit_in_bytes, 450.0 MB" in log
+
+
+def test_ranks_in_one_container_are_planned_together(container: Path, tmp_path: Path) -> None:
+    ended = run_ranks(_save, 2, "disk", tmp_path, 70 * MB, 0, str(container))
+
+    assert [newest for newest, _ in ended] == ["newest: 4"] * 2
+    assert all("saves of ranks 0, 1 take" in log for _, log in ended)
+    assert all("with 1 staging buffers for each image" in log for _, log in ended)
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
@@ -219,23 +224,23 @@ def test_in_a_container_without_room_the_first_save_says_so_before_anything_is_w
 ) -> None:
     root = tmp_path if kind == "disk" else shm_roots(1)[0]
 
-    printed, _ = _save_within(kind, root, 280 * MB, cgroup=str(container))
+    ended, _ = _save_within(kind, root, 280 * MB, cgroup=str(container))
 
-    assert "refused: saves of rank 0 take" in printed
-    assert f"({container}/memory.limit_in_bytes, 450.0 MB): raise the limit" in printed
-    assert printed.endswith("newest: -1\n")
+    assert ended.startswith("saves of rank 0 take")
+    assert f"({container}/memory.limit_in_bytes, 450.0 MB): raise the limit" in ended
+    assert files(root) == []
 
 
 def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
-    printed, log = _save_within("disk", tmp_path, 200 * MB, limit=700 * MB)
+    ended, log = _save_within("disk", tmp_path, 200 * MB, limit=700 * MB)
 
-    assert printed == "newest: 4\n"
+    assert ended == "newest: 4"
     assert "with 1 staging buffers for each image" in log
     assert "RLIMIT_AS" in log
 
 
 def test_within_an_address_space_for_none_the_first_save_says_so(tmp_path: Path) -> None:
-    printed, _ = _save_within("disk", tmp_path, 400 * MB, limit=700 * MB)
+    ended, _ = _save_within("disk", tmp_path, 400 * MB, limit=700 * MB)
 
-    assert "refused: saves of rank 0 take" in printed
-    assert "RLIMIT_AS" in printed
+    assert ended.startswith("saves of rank 0 take")
+    assert "RLIMIT_AS" in ended

@@ -22,7 +22,6 @@ from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
-    is_below,
     load_module,
     plain_names,
 )
@@ -101,7 +100,7 @@ class ModulePart:
         free = freedom_of(self.module)
         plain = plain_names(self.module, {*free.below, *free.shapes})
         return Freedom(
-            tuple(plain[name] for name in free.below),
+            frozenset(plain[name] for name in free.below),
             frozenset(plain[name] for name in free.shapes),
         )
 
@@ -114,9 +113,7 @@ class ModulePart:
         """Take what was loaded; tensors that were filled in place are there already."""
         own, free = self._own_state(), self.freedom
         names = {plain: name for name, plain in plain_names(self.module, own).items()}
-        if unknown := sorted(
-            name for name in state.keys() - names.keys() if not is_below(name, free.below)
-        ):
+        if unknown := sorted(name for name in state.keys() - names.keys() if not free.covers(name)):
             raise MismatchError(
                 f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
                 f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"

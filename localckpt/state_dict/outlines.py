@@ -6,7 +6,7 @@ tensors of what is given take part only where they are as the saved ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from localckpt.state_dict.replicated import Replicated, without_marker, without_
 from localckpt.state_dict.resharded import is_expanded
 from localckpt.state_dict.stateful import Freedom, TensorKind
 from localckpt.state_dict.targets import find_overlaps
-from localckpt.state_dict.values import Placeholder, Unit, key_of, placed
+from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed
 
 __all__ = ["merged", "outlines_of", "with_outlines"]
 
 
 def outlines_of(
-    root: Any, free: Freedom, rules: Sequence[str], kind_of: Callable[[int], TensorKind]
+    root: Any, free: Freedom, rules: Collection[str], kind_of: Callable[[int], TensorKind]
 ) -> list[Unit]:
     """Outline the free parts of a saved state.
 
@@ -35,6 +35,7 @@ def outlines_of(
         kind_of: Returns the dtype and the global shape of the tensor of a number.
     """
     made: dict[int, torch.Tensor] = {}
+    above_rules = above(rules)
 
     def tensor(placeholder: Placeholder) -> torch.Tensor | None:
         if len(placeholder.numbers) != 1:
@@ -48,8 +49,7 @@ def outlines_of(
     def outline(value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, Placeholder):
             return tensor(value)
-        key = key_of(place)
-        is_divided = any(rule.startswith(f"{key}.") for rule in rules)
+        is_divided = key_of(place) in above_rules
         children = children_of(value)
         if children is None or not (is_divided or named_values(value, (Placeholder,))):
             return None
@@ -112,8 +112,7 @@ def with_outlines(
 
     units = []
     for place, outline in outlines:
-        above = key_of(place)
-        for name, saved in named_tensors({above: outline}):
+        for name, saved in named_tensors({key_of(place): outline}):
             if id(saved) not in made:
                 made[id(saved)] = target(name, saved)
         units.append(Unit(place, map_tensors(outline, lambda saved: made[id(saved)])))

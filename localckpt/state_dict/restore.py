@@ -185,8 +185,23 @@ class ImageReader:
             *(skeleton, tensors.__getitem__, self.allowed), marked=into is None, dtensors=dtensors
         )
 
+    def dtensors(self) -> set[int]:
+        """Return the numbers of the local tensors of DTensors in the containers of the state."""
+        found = self._placeholders(self.checked_skeleton())
+        return {number for _, value in found if value.is_dtensor for number in value.numbers}
+
     def _paths(self, skeleton: bytes) -> dict[int, str]:
         """Return the paths of the tensors in the containers of the state, by their numbers."""
+        entries = self.tables.entries
+        paths: dict[int, str] = {}
+        for path, placeholder in self._placeholders(skeleton):
+            for number in placeholder.numbers:
+                slot = entries[number].slot or ""
+                inner = slot if slot.startswith(f"{path}.") else f"{path}.?"
+                paths.setdefault(number, path if len(placeholder.numbers) == 1 else inner)
+        return paths
+
+    def _placeholders(self, skeleton: bytes) -> list[tuple[str, Placeholder]]:
         entries = self.tables.entries
 
         def tensor(number: int) -> torch.Tensor | None:
@@ -198,13 +213,7 @@ class ImageReader:
             return torch.empty(entry.shape, dtype=entry.torch_dtype(), device="meta")
 
         root = root_of(read_tree(skeleton, self.allowed, tensor))
-        paths: dict[int, str] = {}
-        for path, placeholder in named_values(root, (Placeholder,)):
-            for number in placeholder.numbers:
-                slot = entries[number].slot or ""
-                inner = slot if slot.startswith(f"{path}.") else f"{path}.?"
-                paths.setdefault(number, path if len(placeholder.numbers) == 1 else inner)
-        return paths
+        return named_values(root, (Placeholder,))
 
     def checked_skeleton(self) -> bytes:
         """Read and check the skeleton, and the tables, without making any object.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +68,7 @@ class SavedShard:
         source: ShardSource,
         allowed: SafeGlobals,
         identity: ShardIdentity,
-        rules: Sequence[str] | None,
+        rules: Collection[str] | None,
         free: Freedom = NO_FREEDOM,
     ) -> None:
         self.identity = identity

@@ -22,6 +22,7 @@ from localckpt.state_dict.replicated import Replicated
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
+    is_same_tensor,
     load_module,
     plain_names,
 )
@@ -107,6 +108,11 @@ class ModulePart:
     def state_dict(self) -> dict[str, Any]:
         own = self._own_state()
         plain = plain_names(self.module, own)
+        if nested := [plain[n] for n, v in own.items() if type(v) is torch.Tensor and v.is_nested]:
+            raise CheckpointingException(
+                f"torch loads no nested tensors into modules: {', '.join(nested[:_SHOWN])}. Save "
+                f"such buffers as a part of their own, a pair of functions"
+            )
         return {plain[name]: value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -122,7 +128,7 @@ class ModulePart:
         # A hook needs all that its module saved, and FSDP1's own tensors are copies.
         is_whole = self._is_fsdp1 or any(not name.endswith("_extra_state") for name in free.below)
         if not is_whole:
-            loaded = OrderedDict((n, v) for n, v in loaded.items() if not _is_same(v, own[n]))
+            loaded = OrderedDict((n, v) for n, v in loaded.items() if not is_same_tensor(v, own[n]))
         if not loaded:
             return
         # The versions of the modules' states, by which hooks see that nothing is to be converted.
@@ -226,15 +232,3 @@ def _is_fsdp1(module: torch.nn.Module) -> bool:
     # Its package takes long to import, and no module is of a class that was not imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def _is_same(loaded: Any, own: Any) -> bool:
-    """Return whether a loaded value is in the memory of the module's own."""
-    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
-        return False
-    loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
-    if type(loaded) is not type(own) or loaded.is_meta:
-        return False
-    return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
-        *(own.data_ptr(), own.shape, own.stride(), own.dtype),
-    )

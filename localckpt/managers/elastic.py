@@ -45,7 +45,13 @@ from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.optimizer_states import ParametersOfStates
 from localckpt.state_dict.outlines import merged, with_outlines
-from localckpt.state_dict.resharded import converted, find_wanted, overlapping_keys, with_values
+from localckpt.state_dict.resharded import (
+    beside,
+    find_wanted,
+    overlapping_keys,
+    take_values,
+    with_values,
+)
 from localckpt.state_dict.value_digests import digest_of
 from localckpt.state_dict.values import Unit, found_at
 
@@ -221,7 +227,7 @@ class ElasticLoad:
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
             is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
-            wanted, self._converted = converted(find_wanted(self._state), saved_as)
+            wanted, self._beside = beside(find_wanted(self._state), saved_as)
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
@@ -419,8 +425,7 @@ class ElasticLoad:
             *(time.monotonic() - began, transfer.nbytes - sum(transfer.senders.values())),
             *(sum(sent.values()), len(sent)),
         )
-        for tensor, values in self._converted:
-            tensor.copy_(values)
+        take_values(self._beside)
         self._say_what_is_dropped()
         source = f"the shards of {self._checkpoint.world_size} ranks"
         return Loaded(self._checkpoint, self._result, transfer.nbytes, source, self._left)

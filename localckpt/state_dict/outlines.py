@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.containers import children_of, map_tensors, named_tensors, named_values
 from localckpt.state_dict.optimizer_states import ParametersOfStates
@@ -40,7 +41,7 @@ def outlines_of(
     def tensor(placeholder: Placeholder) -> torch.Tensor | None:
         if len(placeholder.numbers) != 1:
             return None
-        number = placeholder.numbers[0]
+        (number,) = placeholder.numbers
         if number not in made:
             dtype, shape = kind_of(number)
             made[number] = torch.empty(shape, dtype=dtype, device="meta")
@@ -66,6 +67,35 @@ def outlines_of(
 
     find(root, ())
     return found
+
+
+def values_below(root: Any, free: Freedom, is_value: Callable[[int], bool]) -> set[int]:
+    """Return the numbers of tensors that are loaded as values, in free parts of a saved state.
+
+    Those are the tensors that others are made of.
+
+    Args:
+        root: Containers of the state, with placeholders.
+        free: Names that are free.
+        is_value: Whether the tensor of a number is a value, too.
+
+    Raises:
+        MismatchError: A DTensor is made of several tensors: its part of them is not known.
+    """
+    numbers: set[int] = set()
+    for path, placeholder in named_values(root, (Placeholder,)):
+        if not free.covers(path):
+            continue
+        if len(placeholder.numbers) > 1:
+            if placeholder.is_dtensor:
+                raise MismatchError(
+                    f"{path!r} is a DTensor of a class that is made of several tensors: only as "
+                    f"many ranks as have saved it, with the same sharding, can load it. Nothing "
+                    f"was changed"
+                )
+            numbers.update(placeholder.numbers)
+        numbers.update(filter(is_value, placeholder.numbers))
+    return numbers
 
 
 def merged(outlines: Iterable[Sequence[Unit]]) -> list[Unit]:

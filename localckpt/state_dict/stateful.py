@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from localckpt.errors import MismatchError
+from localckpt.memory.tensor_bytes import composing
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.replicated import without_marker
 
@@ -25,6 +26,7 @@ __all__ = [
     "Freedom",
     "TensorKind",
     "freedom_of",
+    "is_same_tensor",
     "load_module",
     "plain_names",
 ]
@@ -119,6 +121,21 @@ def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bo
             f"{type(module).__name__} does not take its state from the checkpoint, and may have a "
             f"part of it: {' '.join(str(error).split())} Make it as it was when it was saved"
         ) from error
+
+
+def is_same_tensor(loaded: Any, own: Any) -> bool:
+    """Return whether a loaded value is in the memory of another value."""
+    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
+        return False
+    loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
+    if type(loaded) is not type(own) or loaded.is_meta:
+        return False
+    parts, own_parts = composing(loaded), composing(own)
+    if parts is not None and own_parts is not None:
+        return len(parts) == len(own_parts) and all(map(is_same_tensor, parts, own_parts))
+    return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
+        *(own.data_ptr(), own.shape, own.stride(), own.dtype),
+    )
 
 
 def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:

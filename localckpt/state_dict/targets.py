@@ -129,7 +129,7 @@ class Targets:
         self,
         saved: Sequence[TableEntry],
         boxes: Mapping[int, Box],
-        of_meshes: Container[int],
+        new: Container[int],
         paths: Callable[[], Mapping[int, str]],
     ) -> Matched:
         """Find the given tensor for each saved tensor.
@@ -137,7 +137,8 @@ class Targets:
         Args:
             saved: The saved tensors.
             boxes: By the number of a saved tensor, the part of a global tensor that it is.
-            of_meshes: Numbers of the saved tensors that belong to device meshes.
+            new: Numbers of the saved tensors that are made anew, as those of device meshes and of
+                sparse tensors.
             paths: Returns the paths of the saved tensors that are in containers, by their numbers.
 
         Raises:
@@ -146,7 +147,7 @@ class Targets:
         numbers = [
             number
             for number, entry in enumerate(saved)
-            if entry.kind != ARRAY and number not in of_meshes
+            if entry.kind != ARRAY and number not in new
         ]
         names = self._names_for(saved, numbers)
         targets = _by_slot([saved[number] for number in numbers], self.tensors, names)

@@ -30,6 +30,7 @@ from localckpt.state_dict.containers import (
     prefix_in,
 )
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import checked_maker
 
 __all__ = [
     "Ignored",
@@ -136,7 +137,8 @@ class _TreeUnpickler(pickle.Unpickler):
         if name in _MAKES_TENSORS.get(module, ()):
             # A rank may have no shard of a ShardedTensor.
             is_tensor = module == "localckpt.state_dict.sharded"
-            return lambda *arguments: _made_of(arguments, found, is_tensor=is_tensor)
+            make = checked_maker(found)
+            return lambda *arguments: _made_of(arguments, make, is_tensor=is_tensor)
         if module == "localckpt.state_dict.marks":
             return _leave
         return found

@@ -56,7 +56,7 @@ _ARROWS = {
     },
     "checkpointer": {
         *("errors", "failure_texts", "ids", "trust", "options", "threads", "events", "ranks"),
-        "state_dict",
+        *("memory", "state_dict"),
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {

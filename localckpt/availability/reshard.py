@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from localckpt.errors import MismatchError
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.regions import Region, bounds_of, common, volume, without
 
@@ -162,8 +163,8 @@ def plan_reshard(
     readers: Mapping[int, int],
     nodes: Sequence[str],
     *,
-    excluded: Sequence[str] = (),
-    dropped: Sequence[str] = (),
+    excluded: Iterable[str] = (),
+    dropped: Iterable[str] = (),
 ) -> ReshardPlan:
     """Decide from whose shard each rank takes the elements that it wants.
 
@@ -183,6 +184,7 @@ def plan_reshard(
         MismatchError: Tensors differ in dtype or shape, were saved and are wanted by no rank, or
             the reverse, or elements of them are in no shard; the error lists them.
     """
+    excluded, dropped = frozenset(excluded), frozenset(dropped)
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     sources = _Sources(saved, tables, readers, nodes)
     differences = _differences(sources, wanted, tables, dropped)
@@ -377,23 +379,18 @@ def _covers(
         yield region, parts, left
 
 
-def _without(keys: Keys, excluded: Sequence[str]) -> Keys:
+def _without(keys: Keys, excluded: frozenset[str]) -> Keys:
     """Leave keys out that are below some prefixes."""
     if not excluded:
         return keys
-    return keys._replace(keys=tuple(key for key in keys.keys if not _is_below(key, excluded)))
-
-
-def _is_below(key: str, prefixes: Sequence[str]) -> bool:
-    """Return whether a key is one of some prefixes, or below it."""
-    return key in prefixes or key.startswith(tuple(f"{prefix}." for prefix in prefixes))
+    return keys._replace(keys=tuple(key for key in keys.keys if prefix_in(key, excluded) is None))
 
 
 def _differences(
     sources: _Sources,
     wanted: Mapping[int, Sequence[TensorGroup]],
     tables: Mapping[str, Keys],
-    dropped: Sequence[str],
+    dropped: frozenset[str],
 ) -> list[str]:
     """List the keys that only one side has, or that differ in dtype or shape."""
     lines = []
@@ -412,7 +409,7 @@ def _differences(
     lines += [
         f"{key}: saved, not given"
         for key in sources.kinds
-        if key not in given and not _is_below(key, dropped)
+        if key not in given and prefix_in(key, dropped) is None
     ]
     return lines
 

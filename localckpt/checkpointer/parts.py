@@ -18,13 +18,14 @@ import xxhash
 
 from localckpt.checkpointer.fit import is_torchs
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.basic import is_stateful
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
     Freedom,
     freedom_of,
-    is_below,
+    is_same_tensor,
     load_module,
     plain_names,
 )
@@ -47,6 +48,11 @@ OURS = "localckpt"
 RNG = "rng"
 """Key of the states of the random number generators."""
 _SHOWN_PARAMETERS = 4
+# Those that torch.iinfo knows, and bool.
+_INTEGERS = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+}
 _SHOWN = 10
 
 
@@ -115,7 +121,8 @@ def is_odd(value: Any) -> bool:
         return True
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return True
-    return bool(_expanded_dims(value))
+    is_number = value.is_floating_point() or value.is_complex() or value.dtype in _INTEGERS
+    return not is_number or bool(_expanded_dims(value))
 
 
 def kind_of(part: Any) -> str:
@@ -182,22 +189,25 @@ class ModulePart:
         free = freedom_of(self.module)
         plain = plain_names(self.module, {*free.below, *free.shapes})
         return Freedom(
-            tuple(plain[name] for name in free.below),
+            frozenset(plain[name] for name in free.below),
             frozenset(plain[name] for name in free.shapes),
         )
 
     def state_dict(self) -> dict[str, Any]:
         own = self._own_state()
         plain = plain_names(self.module, own)
+        if nested := [plain[n] for n, v in own.items() if type(v) is torch.Tensor and v.is_nested]:
+            raise CheckpointingException(
+                f"torch loads no nested tensors into modules: {', '.join(nested[:_SHOWN])}. Save "
+                f"such buffers as a part of their own, a pair of functions"
+            )
         return {plain[name]: value for name, value in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was loaded; tensors that were filled in place are there already."""
         own, free = self._own_state(), self.freedom
         names = {plain: name for name, plain in plain_names(self.module, own).items()}
-        if unknown := sorted(
-            name for name in state.keys() - names.keys() if not is_below(name, free.below)
-        ):
+        if unknown := sorted(name for name in state.keys() - names.keys() if not free.covers(name)):
             raise MismatchError(
                 f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
                 f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
@@ -209,7 +219,7 @@ class ModulePart:
             loaded = OrderedDict(
                 (n, v)
                 for n, v in loaded.items()
-                if not _is_same(v, own[n]) and not self._is_copied(n, own[n], v)
+                if not is_same_tensor(v, own[n]) and not self._is_copied(n, own[n], v)
             )
         if not loaded:
             return
@@ -226,7 +236,9 @@ class ModulePart:
             return False
         if own.is_meta:
             return True
-        if torch.strided is own.layout is loaded.layout:
+        is_plain = {type(own), type(loaded)} <= {torch.Tensor, torch.nn.Parameter}
+        is_strided = torch.strided is own.layout is loaded.layout
+        if is_strided:
             # The elements along an expanded dimension are one.
             for dim in _expanded_dims(own):
                 own, loaded = own.narrow(dim, 0, 1), loaded.narrow(dim, 0, 1)
@@ -234,7 +246,10 @@ class ModulePart:
             # A detached tensor has indices of its own.
             own = self.module.state_dict(keep_vars=True)[name]
         with torch.no_grad(), torch.inference_mode(own.is_inference()):
-            own.copy_(loaded)
+            if is_plain and is_strided and own.dtype is loaded.dtype:
+                copy_values(own, loaded)
+            else:
+                own.copy_(loaded)
         return True
 
     def _own_state(self) -> dict[str, Any]:
@@ -408,15 +423,3 @@ def _is_fsdp1(module: torch.nn.Module) -> bool:
     # Its package takes long to import, and no module is of a class that was not imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def _is_same(loaded: Any, own: Any) -> bool:
-    """Return whether a loaded value is in the memory of the module's own."""
-    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
-        return False
-    loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
-    if type(loaded) is not type(own) or loaded.is_meta or is_odd(loaded):
-        return False
-    return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
-        *(own.data_ptr(), own.shape, own.stride(), own.dtype),
-    )

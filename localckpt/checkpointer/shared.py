@@ -41,7 +41,6 @@ from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
-from localckpt.state_dict.stateful import is_below
 from localckpt.state_dict.value_digests import digest_of
 
 __all__ = ["OnResize", "SharedState"]
@@ -370,7 +369,7 @@ def _module_targets(
                 # The reader refuses it, with all else that does not fit.
                 targets[name] = given
         elif name not in own:
-            if is_below(name, freedom.below):
+            if freedom.covers(name):
                 targets[name] = b"" if saved is None else torch.empty(saved[1], dtype=saved[0])
         elif saved is None:
             targets[name] = b""

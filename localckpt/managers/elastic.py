@@ -41,12 +41,19 @@ from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
 from localckpt.state_dict.basic import own_states, stateful_keys, wrapped
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.optimizer_states import ParametersOfStates
 from localckpt.state_dict.outlines import merged, with_outlines
-from localckpt.state_dict.resharded import converted, find_wanted, overlapping_keys, with_values
+from localckpt.state_dict.resharded import (
+    beside,
+    find_wanted,
+    overlapping_keys,
+    take_values,
+    with_values,
+)
 from localckpt.state_dict.value_digests import digest_of
-from localckpt.state_dict.values import Unit, found_at, rule_for
+from localckpt.state_dict.values import Unit, found_at
 
 __all__ = ["ElasticLoad"]
 
@@ -220,7 +227,7 @@ class ElasticLoad:
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
             is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
-            wanted, self._converted = converted(find_wanted(self._state), saved_as)
+            wanted, self._beside = beside(find_wanted(self._state), saved_as)
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
@@ -350,22 +357,16 @@ class ElasticLoad:
             Their values in the state to load into; and the keys of the parts of the state of which
             all stays, since their states would lack something.
         """
-        kept, whole = [], set()
         free = self._options.rules.free
-        parts = list(map(str, stateful_keys(self._options.given)))
-        for key in (key for key in self._unequal if key not in loaded and free.covers(key)):
-            part = rule_for(key, parts)
-            unit = found_at(self._own, key)
-            if part is not None and (unit is None or key == part):
-                whole.add(part)
-            if unit is not None:
-                kept.append(unit)
-        return kept, frozenset(whole)
+        parts = {str(key) for key in stateful_keys(self._options.given)}
+        keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
+        found = found_at(self._own, keys)
+        whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
+        return list(found.values()), frozenset(part for part in whole if part is not None)
 
     def _say_what_is_dropped(self) -> None:
-        rules = list(self._rules)
         dropped = [
-            key for key in self._unequal if self._rules[rule_for(key, rules) or ""] == "drop"
+            key for key in self._unequal if self._rules[prefix_in(key, self._rules) or ""] == "drop"
         ]
         if dropped:
             logger.log(
@@ -424,8 +425,7 @@ class ElasticLoad:
             *(time.monotonic() - began, transfer.nbytes - sum(transfer.senders.values())),
             *(sum(sent.values()), len(sent)),
         )
-        for tensor, values in self._converted:
-            tensor.copy_(values)
+        take_values(self._beside)
         self._say_what_is_dropped()
         source = f"the shards of {self._checkpoint.world_size} ranks"
         return Loaded(self._checkpoint, self._result, transfer.nbytes, source, self._left)

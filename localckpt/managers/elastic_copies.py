@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -92,7 +92,7 @@ class ShardCopies:
         self.shards, self.found_bad = {}, {}
         for shard, reader in readers.items():
             if reader == self._parts.ranks.rank:
-                self._open(shard, list(self._parts.options.rules), free, opened)
+                self._open(shard, self._parts.options.rules, free, opened)
 
     def open_more(self, shards: Iterable[int], opened: ExitStack) -> None:
         """Open shards of this node for long runs of their tensors alone; as :meth:`open`."""
@@ -144,7 +144,7 @@ class ShardCopies:
                     verify_again(self._parts.store, self.identity(shard), f"read: {why}")
 
     def _open(
-        self, shard: int, rules: Sequence[str] | None, free: Freedom, opened: ExitStack
+        self, shard: int, rules: Collection[str] | None, free: Freedom, opened: ExitStack
     ) -> None:
         identity, computed = self.identity(shard), self._recovery.slots.get(shard)
         source: ShardSource | None = None

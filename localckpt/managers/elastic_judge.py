@@ -34,9 +34,10 @@ from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
 from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, merged_names
 from localckpt.state_dict.targets import require_names
-from localckpt.state_dict.values import key_of, rule_for
+from localckpt.state_dict.values import key_of
 
 __all__ = [
     "ElasticJudge",
@@ -129,7 +130,7 @@ def judge_structures(
     missing = require_names(
         *(saved, given),
         is_partial=is_partial,
-        is_dropped=lambda name: rules.get(rule_for(name, list(rules)) or "") == "drop",
+        is_dropped=lambda name: rules.get(prefix_in(name, rules) or "") == "drop",
     )
     return [missing, images, dtypes]
 
@@ -205,8 +206,11 @@ class ElasticJudge:
             _ask(asked, rank)["tables"].append(name)
         for shard, told in tellers_of(dict(sorted(self._sections.items()))).items():
             _ask(asked, self._readers[shard])["sections"].append([shard, told])
+        equal: dict[int, list[str]] = {}
         for key, shard in self._ruled.equal.items():
-            _ask(asked, self._readers[shard])["equal"].append([shard, key])
+            equal.setdefault(shard, []).append(key)
+        for shard, keys in equal.items():
+            _ask(asked, self._readers[shard])["equal"].append([shard, keys])
         of_all = {"unequal": list(self._ruled.unequal), "shared": shared}
         return PerRank(of_all, asked)
 
@@ -352,7 +356,7 @@ class ElasticJudge:
             ) from error
 
     def _rule_of(self, key: str) -> PrivateRule:
-        return self._rules[rule_for(key, list(self._rules)) or ""]
+        return self._rules[prefix_in(key, self._rules) or ""]
 
 
 def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:

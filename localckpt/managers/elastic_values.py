@@ -8,12 +8,13 @@ from typing import Any
 from localckpt.ids import ShardIdentity
 from localckpt.managers.elastic_judge import Packed, kind_of
 from localckpt.options import PrivateRule
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.saved_shard import SavedShard
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.value_digests import digest_of
-from localckpt.state_dict.values import Unit, rule_for
+from localckpt.state_dict.values import Unit
 
 __all__ = ["SavedValues", "ValueImages"]
 
@@ -90,8 +91,9 @@ class SavedValues:
         for shard, names in asked["sections"]:
             units = [unit for unit in self._shards[shard].others if _section_of(unit) in names]
             packs.append(self._pack_of("all", shard, SavedShard.values(units)))
-        for shard, key in asked["equal"]:
-            units = [unit for unit in self._shards[shard].ruled if unit.key == key]
+        for shard, keys in asked["equal"]:
+            told = set(keys)
+            units = [unit for unit in self._shards[shard].ruled if unit.key in told]
             packs.append(self._pack_of("all", shard, SavedShard.values(units)))
         for shard in self._shards:
             if of_function := self.unequal_of(shard, unequal, "function"):
@@ -109,11 +111,11 @@ class SavedValues:
         """Values of a shard that not all shards have alike, and that a kind of rule is for."""
         if shard not in self._shards:
             return []
-        saved, rules = self._shards[shard], list(self._rules)
+        saved, rules, those = self._shards[shard], self._rules, set(unequal)
         return saved.whole_values(
             unit
             for unit in saved.ruled
-            if unit.key in unequal and kind_of(self._rules[rule_for(unit.key, rules) or ""]) == kind
+            if unit.key in those and kind_of(rules[prefix_in(unit.key, rules) or ""]) == kind
         )
 
     def _pack_of(self, kind: str, shard: int, units: Sequence[Unit]) -> Packed:

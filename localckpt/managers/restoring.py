@@ -209,8 +209,8 @@ def is_sharded_otherwise(
         return False
     source = _opened(store, identity, arrived)
     try:
-        entries, boxes, _ = ImageReader(source, allowed, identity).tables
-        return targets.are_sharded_otherwise(entries, boxes)
+        reader = ImageReader(source, allowed, identity)
+        return targets.are_sharded_otherwise(*reader.tables[:2], reader.dtensors)
     finally:
         source.close()
 

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "byte_span",
+    "composing",
     "copy_values",
     "flat_bytes",
     "integer_view",
@@ -85,6 +86,21 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
     return (start * tensor.itemsize, (start + reach + 1) * tensor.itemsize)
+
+
+def composing(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the tensors that a tensor is made of; ``None`` for one with memory of its own."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if callable(flatten := getattr(tensor, "__tensor_flatten__", None)):
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        return [part for part in parts if isinstance(part, torch.Tensor)]
+    return list(tensor.unbind()) if tensor.is_nested else None
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

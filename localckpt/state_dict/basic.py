@@ -209,13 +209,13 @@ def stateful_keys(state: Any) -> list[Any]:
 
 def freedom_in(state: Any) -> Freedom:
     """Return which values of a dict are free: those of its stateful values."""
-    below: list[str] = []
+    below: set[str] = set()
     shapes: set[str] = set()
     for key in stateful_keys(state):
         free = freedom_of(without_marker(state[key]))
-        below += [joined((key, name)) if name else str(key) for name in free.below]
+        below.update(joined((key, name)) if name else str(key) for name in free.below)
         shapes.update(joined((key, name)) for name in free.shapes)
-    return Freedom(tuple(below), frozenset(shapes))
+    return Freedom(frozenset(below), frozenset(shapes))
 
 
 def own_states(state: Any) -> Any:

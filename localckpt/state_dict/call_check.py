@@ -36,10 +36,12 @@ class Contents(NamedTuple):
     Attributes:
         names: The classes and functions that the pickle names.
         of_meshes: Numbers of the tensors in which device meshes keep their ranks.
+        composed: Numbers of the tensors that sparse and nested tensors are made of.
     """
 
     names: frozenset[Name]
     of_meshes: frozenset[int]
+    composed: frozenset[int]
 
 
 def check_calls(
@@ -68,7 +70,8 @@ def check_calls(
         raise CorruptShardError(f"the skeleton cannot be read: {error!r}") from error
     if unpickler.refused:
         raise allowed.refusal(unpickler.refused)
-    return Contents(frozenset(unpickler.named), frozenset(unpickler.of_meshes))
+    numbers = map(frozenset, (unpickler.of_meshes, unpickler.composed))
+    return Contents(frozenset(unpickler.named), *numbers)
 
 
 class _CheckingUnpickler(pickle.Unpickler):
@@ -82,6 +85,8 @@ class _CheckingUnpickler(pickle.Unpickler):
         self._dtype = type("_OwnDtype", (Dtype,), {"made": self._dtypes})
         self.of_meshes: set[int] = set()
         self._mesh = type("_OwnMesh", (_Mesh,), {"found": self.of_meshes})
+        self.composed: set[int] = set()
+        self._composer = type("_OwnComposer", (_Composer,), {"found": self.composed})
 
     def load(self) -> None:
         super().load()
@@ -103,6 +108,8 @@ class _CheckingUnpickler(pickle.Unpickler):
             return self._dtype
         if full_name == _MESH:
             return self._mesh
+        if full_name in _COMPOSERS:
+            return self._composer
         if isinstance(found, type) and issubclass(found, numpy.generic):
             return NamedClass
         return _STAND_INS.get(full_name, AnyObject)
@@ -115,6 +122,7 @@ class _CheckingUnpickler(pickle.Unpickler):
         return StandInTensor(pid)
 
 
+_COMPOSERS = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor")
 _MESH = "torch.distributed.device_mesh.DeviceMesh"
 
 
@@ -142,6 +150,18 @@ class _TensorMaker(FixedObject):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return StandInTensor()
+
+
+class _Composer(_TensorMaker):
+    """Stand-in for a function that makes a sparse or nested tensor."""
+
+    found: ClassVar[set[int]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        parts = (part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,)))
+        inside = (part.number for part in parts if isinstance(part, StandInTensor))
+        cls.found.update(number for number in inside if number is not None)
+        return super().__new__(cls, *args, **kwargs)
 
 
 def _check_rebuilt(function: Any, kind: Any, args: Any, state: Any) -> StandInTensor:
@@ -196,14 +216,7 @@ _STAND_INS: dict[str, type[AnyObject]] = {
     "fractions.Fraction": _Fraction,
     **{f"torch.{name}": NamedClass for name in ("Tensor", "dtype", "Generator")},
     **{f"torch.nn.parameter.{name}": NamedClass for name in ("Parameter", "Buffer")},
-    **{
-        f"torch._utils.{name}": _TensorMaker
-        for name in (
-            "_rebuild_sparse_tensor",
-            "_rebuild_nested_tensor",
-            "_rebuild_wrapper_subclass",
-        )
-    },
+    "torch._utils._rebuild_wrapper_subclass": _TensorMaker,
     "torch._tensor._rebuild_from_type_v2": function(_check_rebuilt),
     "localckpt.state_dict.skeleton._restore_subclass": function(_check_subclass),
     "localckpt.state_dict.skeleton._itself": function(_check_itself),

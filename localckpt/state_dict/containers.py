@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["LEAVES", "children_of", "joined", "map_tensors", "named_tensors", "named_values"]
+__all__ = [
+    "LEAVES",
+    "children_of",
+    "joined",
+    "map_tensors",
+    "named_tensors",
+    "named_values",
+    "prefix_in",
+]
 
 
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None)})
@@ -72,6 +80,18 @@ def joined(keys: Iterable[Any]) -> str:
     for key in keys:
         path = f"{path}.{key}" if path else str(key)
     return path
+
+
+def prefix_in(name: str, names: Container[str]) -> str | None:
+    """Return the longest of some dotted names that a name is, or is below; ``None`` if none is.
+
+    All names are below ``""``.
+    """
+    while name not in names:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
 
 
 def children_of(value: Any) -> Iterator[tuple[Any, Any]] | None:

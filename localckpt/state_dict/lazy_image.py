@@ -59,7 +59,7 @@ class LazyImage:
         reader = ImageReader(source, allowed, expect)
         self._header = reader.header
         self._allowed = allowed
-        self._skeleton = reader.checked_skeleton()
+        self._skeleton = reader.checked_skeleton()[0]
         self.entries, self.boxes, divided = reader.tables
         self._parts = reader.parts
         # By the name of a divided slot, the places of its parts in the images of all ranks.

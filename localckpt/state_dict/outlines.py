@@ -6,11 +6,12 @@ tensors of what is given take part only where they are as the saved ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.containers import children_of, map_tensors, named_tensors, named_values
 from localckpt.state_dict.optimizer_states import ParametersOfStates
@@ -18,13 +19,13 @@ from localckpt.state_dict.replicated import Replicated, without_marker, without_
 from localckpt.state_dict.resharded import is_expanded
 from localckpt.state_dict.stateful import Freedom, TensorKind
 from localckpt.state_dict.targets import find_overlaps
-from localckpt.state_dict.values import Placeholder, Unit, key_of, placed
+from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed
 
 __all__ = ["merged", "outlines_of", "with_outlines"]
 
 
 def outlines_of(
-    root: Any, free: Freedom, rules: Sequence[str], kind_of: Callable[[int], TensorKind]
+    root: Any, free: Freedom, rules: Collection[str], kind_of: Callable[[int], TensorKind]
 ) -> list[Unit]:
     """Outline the free parts of a saved state.
 
@@ -35,11 +36,12 @@ def outlines_of(
         kind_of: Returns the dtype and the global shape of the tensor of a number.
     """
     made: dict[int, torch.Tensor] = {}
+    above_rules = above(rules)
 
     def tensor(placeholder: Placeholder) -> torch.Tensor | None:
         if len(placeholder.numbers) != 1:
             return None
-        number = placeholder.numbers[0]
+        (number,) = placeholder.numbers
         if number not in made:
             dtype, shape = kind_of(number)
             made[number] = torch.empty(shape, dtype=dtype, device="meta")
@@ -48,8 +50,7 @@ def outlines_of(
     def outline(value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, Placeholder):
             return tensor(value)
-        key = key_of(place)
-        is_divided = any(rule.startswith(f"{key}.") for rule in rules)
+        is_divided = key_of(place) in above_rules
         children = children_of(value)
         if children is None or not (is_divided or named_values(value, (Placeholder,))):
             return None
@@ -66,6 +67,35 @@ def outlines_of(
 
     find(root, ())
     return found
+
+
+def values_below(root: Any, free: Freedom, is_value: Callable[[int], bool]) -> set[int]:
+    """Return the numbers of tensors that are loaded as values, in free parts of a saved state.
+
+    Those are the tensors that others are made of.
+
+    Args:
+        root: Containers of the state, with placeholders.
+        free: Names that are free.
+        is_value: Whether the tensor of a number is a value, too.
+
+    Raises:
+        MismatchError: A DTensor is made of several tensors: its part of them is not known.
+    """
+    numbers: set[int] = set()
+    for path, placeholder in named_values(root, (Placeholder,)):
+        if not free.covers(path):
+            continue
+        if len(placeholder.numbers) > 1:
+            if placeholder.is_dtensor:
+                raise MismatchError(
+                    f"{path!r} is a DTensor of a class that is made of several tensors: only as "
+                    f"many ranks as have saved it, with the same sharding, can load it. Nothing "
+                    f"was changed"
+                )
+            numbers.update(placeholder.numbers)
+        numbers.update(filter(is_value, placeholder.numbers))
+    return numbers
 
 
 def merged(outlines: Iterable[Sequence[Unit]]) -> list[Unit]:
@@ -112,8 +142,7 @@ def with_outlines(
 
     units = []
     for place, outline in outlines:
-        above = key_of(place)
-        for name, saved in named_tensors({above: outline}):
+        for name, saved in named_tensors({key_of(place): outline}):
             if id(saved) not in made:
                 made[id(saved)] = target(name, saved)
         units.append(Unit(place, map_tensors(outline, lambda saved: made[id(saved)])))

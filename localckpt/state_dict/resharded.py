@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,12 @@ __all__ = [
     "FilledPart",
     "Filling",
     "WantedTensor",
-    "converted",
+    "beside",
     "find_wanted",
     "is_expanded",
     "overlapping_keys",
     "require_one",
+    "take_values",
     "with_values",
 ]
 
@@ -218,7 +219,7 @@ def find_wanted(state: Any) -> list[WantedTensor]:
     """Find the tensors of a state that can be filled; those of which no part is known are whole.
 
     Raises:
-        MismatchError: Two of them have one path, or one has items that share memory.
+        MismatchError: Two of them have one path.
     """
     tensors = find_tensors(state)
     names, tellers = named(state, tensors)
@@ -235,35 +236,59 @@ def find_wanted(state: Any) -> list[WantedTensor]:
             require_one(key, private)
             shape = tuple(tensor.shape)
             wanted.append(WantedTensor(key, shape, whole(shape), tensor))
-    if expanded := [w.key for w in wanted if is_expanded(w.tensor)]:
-        raise MismatchError(
-            f"the state to load into was left as it is: items of {expanded[0]!r} share memory, as "
-            f"expand() makes them, and cannot be filled one by one. Give a clone() of it"
-        )
     return wanted
 
 
-def converted(
+def beside(
     wanted: Sequence[WantedTensor], saved_as: Mapping[str, str]
-) -> tuple[list[WantedTensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Put new tensors in the places of those that were saved in another dtype.
+) -> tuple[list[WantedTensor], list[tuple[WantedTensor, torch.Tensor]]]:
+    """Put new tensors in the places of those that are expanded, or were saved in another dtype.
 
     Args:
         wanted: Tensors to fill.
         saved_as: Names of saved dtypes by key.
 
     Returns:
-        The tensors to fill; and pairs of a given tensor and the one whose values it then takes.
+        The tensors to fill; and pairs of a tensor and the new one whose values it then takes.
     """
     result, pairs = [], []
     for one in wanted:
         dtype = saved_as.get(one.key, one.dtype)
-        if dtype != one.dtype:
-            given = one.tensor.detach()
-            one = replace(one, tensor=torch.empty_like(given, dtype=getattr(torch, dtype)))
-            pairs.append((given, one.tensor))
+        if dtype != one.dtype or is_expanded(one.tensor):
+            values = torch.empty(
+                one.tensor.shape, dtype=getattr(torch, dtype), device=one.tensor.device
+            )
+            pairs.append((one, values))
+            one = replace(one, tensor=values)
         result.append(one)
     return result, pairs
+
+
+def take_values(pairs: Iterable[tuple[WantedTensor, torch.Tensor]]) -> None:
+    """Give tensors the values of others, which are filled.
+
+    Raises:
+        MismatchError: Items that share memory in a tensor, as ``expand()`` makes them, have
+            different values.
+    """
+    # Else tensors that were made in inference mode could not be changed.
+    with torch.inference_mode():
+        for one, values in pairs:
+            given = one.tensor
+            for dim, (size, stride) in enumerate(zip(given.shape, given.stride(), strict=True)):
+                if size > 1 and not stride:
+                    first, items = values.narrow(dim, 0, 1), integer_view(values)
+                    if not torch.equal(items, integer_view(first).expand_as(items)):
+                        raise MismatchError(
+                            f"items of {one.key!r} share memory, as expand() makes them, and were "
+                            f"saved with different values. Other tensors are filled. Give a "
+                            f"clone() of it"
+                        )
+                    given, values = given.narrow(dim, 0, 1), first
+            if given.dtype == values.dtype:
+                copy_values(given, values)
+            else:
+                given.copy_(values)
 
 
 def require_one(key: str, found: set[str]) -> None:

@@ -138,7 +138,7 @@ class ImageReader:
         mates: Mapping[int, ImageReader],
     ) -> Any:
         # Checked before anything is allocated and before the given tensors are changed.
-        skeleton, contents = self._check_skeleton()
+        skeleton, contents = self.checked_skeleton()
         entries, boxes, parts = self.tables
         pieces = self._find_pieces(mates)
         matched = Matched({}, {}, frozenset())
@@ -150,7 +150,8 @@ class ImageReader:
                     "saved and not given, as partial=True allows: %s", ", ".join(missing)
                 )
             matched = into.match(
-                *(entries, boxes, contents.of_meshes), lambda: self._paths(skeleton)
+                *(entries, boxes, contents.of_meshes | contents.composed),
+                lambda: self._paths(skeleton, contents),
             )
             dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
             self._require_sizes(matched.targets)
@@ -174,7 +175,8 @@ class ImageReader:
             }
             mates[rank]._fill(of_mates, alone=True)
             self.mates_nbytes += sum(target.nbytes for target in of_mates.values())
-        with torch.no_grad():
+        # Else tensors that were made in inference mode could not be changed.
+        with torch.inference_mode():
             for name in made.keys() & matched.targets.keys():
                 target = matched.targets[name]
                 copy_values(made[name].view(target.dtype).view(target.shape), target)
@@ -185,41 +187,48 @@ class ImageReader:
             *(skeleton, tensors.__getitem__, self.allowed), marked=into is None, dtensors=dtensors
         )
 
-    def _paths(self, skeleton: bytes) -> dict[int, str]:
+    def dtensors(self) -> set[int]:
+        """Return the numbers of the local tensors of DTensors in the containers of the state."""
+        found = self._placeholders(*self.checked_skeleton())
+        return {number for _, value in found if value.is_dtensor for number in value.numbers}
+
+    def _paths(self, skeleton: bytes, contents: Contents) -> dict[int, str]:
         """Return the paths of the tensors in the containers of the state, by their numbers."""
         entries = self.tables.entries
-
-        def tensor(number: int) -> torch.Tensor | None:
-            # One in an object, which takes no placeholder for it.
-            entry = entries[number]
-            name = (entry.slot or "").removeprefix(SHARED)
-            if entry.kind != ARRAY and name != f"{UNNAMED}{number}":
-                return None
-            return torch.empty(entry.shape, dtype=entry.torch_dtype(), device="meta")
-
-        root = root_of(read_tree(skeleton, self.allowed, tensor))
         paths: dict[int, str] = {}
-        for path, placeholder in named_values(root, (Placeholder,)):
+        for path, placeholder in self._placeholders(skeleton, contents):
             for number in placeholder.numbers:
                 slot = entries[number].slot or ""
                 inner = slot if slot.startswith(f"{path}.") else f"{path}.?"
                 paths.setdefault(number, path if len(placeholder.numbers) == 1 else inner)
         return paths
 
-    def checked_skeleton(self) -> bytes:
+    def _placeholders(self, skeleton: bytes, contents: Contents) -> list[tuple[str, Placeholder]]:
+        entries = self.tables.entries
+
+        def tensor(number: int) -> torch.Tensor | None:
+            entry = entries[number]
+            name = (entry.slot or "").removeprefix(SHARED)
+            is_in_container = entry.kind != ARRAY and name != f"{UNNAMED}{number}"
+            if is_in_container or number in contents.composed:
+                return None
+            # An object may read it, and its values are not loaded yet.
+            return torch.empty((), dtype=entry.torch_dtype()).expand(entry.shape)
+
+        root = root_of(read_tree(skeleton, self.allowed, tensor))
+        return named_values(root, (Placeholder,))
+
+    def checked_skeleton(self) -> tuple[bytes, Contents]:
         """Read and check the skeleton, and the tables, without making any object.
 
         Returns:
-            The pickle.
+            The pickle, and what it holds.
 
         Raises:
             CorruptShardError: A block is damaged, or the tables contradict each other.
             UnsafeGlobalError: The skeleton names something that is not allowed.
             RestoreError: No object can be made of the skeleton.
         """
-        return self._check_skeleton()[0]
-
-    def _check_skeleton(self) -> tuple[bytes, Contents]:
         tables, skeleton = self._verified
         try:
             contents = check_skeleton(skeleton, self.allowed, len(tables.entries))

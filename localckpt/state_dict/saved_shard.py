@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from localckpt.ids import ShardIdentity
 from localckpt.memory.tensor_bytes import flat_bytes, integer_view
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.names import Names, names_of
-from localckpt.state_dict.outlines import outlines_of
+from localckpt.state_dict.outlines import outlines_of, values_below
 from localckpt.state_dict.part_stream import PRIVATE, SavedTensor, picked, stream_parts
 from localckpt.state_dict.regions import Region, volume, whole
 from localckpt.state_dict.resharded import require_one
@@ -68,7 +68,7 @@ class SavedShard:
         source: ShardSource,
         allowed: SafeGlobals,
         identity: ShardIdentity,
-        rules: Sequence[str] | None,
+        rules: Collection[str] | None,
         free: Freedom = NO_FREEDOM,
     ) -> None:
         self.identity = identity
@@ -80,8 +80,13 @@ class SavedShard:
         self.outlines: list[Unit] = []
         self.names: Names | None = None
         if rules is not None:
-            skeleton = self._reader.checked_skeleton()
-            root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes)))
+            skeleton, contents = self._reader.checked_skeleton()
+            values = set(contents.composed)
+            root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
+            # What others are made of is there to be filled in strict parts only.
+            if new := values_below(root, free, lambda n: self._entries[n].slot is None):
+                values |= new
+                root = root_of(read_tree(skeleton, allowed, self._value_tensor(boxes, values)))
             self.ruled, self.others = units_of(root, boxes.__contains__, rules)
             self.names = names_of(root, free)
             self.outlines = outlines_of(root, free, rules, self._kind_of(boxes))
@@ -206,13 +211,16 @@ class SavedShard:
 
         return kind
 
-    def _value_tensor(self, boxes: Mapping[int, Any]) -> Callable[[int], torch.Tensor | None]:
-        """Give tensors that are in no container: arrays, and those in objects."""
+    def _value_tensor(
+        self, boxes: Mapping[int, Any], values: Container[int]
+    ) -> Callable[[int], torch.Tensor | None]:
+        """Give tensors that are in no container: arrays, those in objects, and parts of values."""
 
         def tensor(number: int) -> torch.Tensor | None:
             entry = self._entries[number]
             is_unnamed = entry.slot is not None and entry.slot.startswith("tensor.")
-            if entry.kind != ARRAY and (not is_unnamed or number in boxes):
+            is_value = entry.kind == ARRAY or number in values
+            if not is_value and (not is_unnamed or number in boxes):
                 return None
             return self.tensor_of(number)
 

@@ -42,6 +42,7 @@ from localckpt.state_dict.sharded import is_sharded, reduce_sharded
 __all__ = [
     "Taken",
     "check_skeleton",
+    "checked_maker",
     "collection_paused",
     "find_tensors",
     "insert_tensors",
@@ -260,7 +261,10 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 class _FindingPickler(_SkeletonPickler):
-    """Pickler whose pickle nobody reads: it leaves out arrays, meshes, and DTensors' specs."""
+    """Pickler whose pickle nobody reads.
+
+    It leaves out arrays, sparse and nested tensors, meshes, and DTensors' specs.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is self._parts.dtensor:
@@ -268,6 +272,9 @@ class _FindingPickler(_SkeletonPickler):
             # as long, and a restart waits for this.
             return _itself, ((vars(obj), obj._local_tensor),)
         if type(obj) is self._parts.mesh or (isinstance(obj, numpy.ndarray) and is_data(obj)):
+            return type_of_constant, (None,)
+        if type(obj) in _PLAIN_TENSORS and not _has_own_bytes(obj):
+            # Another one may be made of more items.
             return type_of_constant, (None,)
         return super().reducer_override(obj)
 
@@ -299,16 +306,21 @@ class _SkeletonUnpickler(pickle.Unpickler):
             return _leave_marks
         if found is rebuild_wrapped:
             return self._dtensors.rebuild
-        if found is torch._utils._rebuild_sparse_tensor:
-            return _rebuild_sparse_tensor
-        if found is torch._utils._rebuild_nested_tensor:
-            return _rebuild_nested_tensor
-        return found
+        return checked_maker(found)
 
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not int:
             raise CorruptShardError(f"the skeleton refers to a tensor by {pid!r}")
         return self._tensor(pid)
+
+
+def checked_maker(function: Any) -> Any:
+    """Return the function in place of one of torch's that believes what a file says."""
+    if function is torch._utils._rebuild_sparse_tensor:
+        return _rebuild_sparse_tensor
+    if function is torch._utils._rebuild_nested_tensor:
+        return _rebuild_nested_tensor
+    return function
 
 
 def _rebuild_sparse_tensor(layout: Any, data: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from localckpt.errors import MismatchError
+from localckpt.memory.tensor_bytes import composing
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.replicated import without_marker
 
 __all__ = [
@@ -24,7 +26,7 @@ __all__ = [
     "Freedom",
     "TensorKind",
     "freedom_of",
-    "is_below",
+    "is_same_tensor",
     "load_module",
     "plain_names",
 ]
@@ -51,7 +53,7 @@ class Freedom:
         shapes: Names of tensors that are free in shape and presence, and keep their dtype.
     """
 
-    below: tuple[str, ...] = ()
+    below: frozenset[str] = frozenset()
     shapes: frozenset[str] = frozenset()
 
     def allows(self, name: str, saved: TensorKind | None, given: TensorKind | None) -> bool:
@@ -67,18 +69,13 @@ class Freedom:
 
     def covers(self, name: str) -> bool:
         """Return whether a name is free, or below one that is."""
-        return is_below(name, self.below)
+        return prefix_in(name, self.below) is not None
 
 
 NO_FREEDOM = Freedom()
 """Freedom of states of which nothing is free."""
-FREE = Freedom(("",))
+FREE = Freedom(frozenset({""}))
 """Freedom of states that are no module's."""
-
-
-def is_below(name: str, names: Iterable[str]) -> bool:
-    """Return whether a dotted name is one of some names, or below it; all are below ``""``."""
-    return any(not above or name == above or name.startswith(f"{above}.") for above in names)
 
 
 def freedom_of(value: Any) -> Freedom:
@@ -95,19 +92,20 @@ def freedom_of(value: Any) -> Freedom:
     if not isinstance(value, torch.nn.Module):
         own = getattr(value, "freedom", None)
         return own if isinstance(own, Freedom) else FREE
-    below: list[str] = []
+    below: set[str] = set()
     for prefix, module in value.named_modules(remove_duplicate=False):
         prefix = _without(prefix, _UNNAMED)
         if _has_hook(module):
-            below.append(prefix)
+            below.add(prefix)
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            below.append(f"{prefix}._extra_state".removeprefix("."))
+            below.add(f"{prefix}._extra_state".removeprefix("."))
     tensors = (
         *value.named_parameters(remove_duplicate=False),
         *value.named_buffers(remove_duplicate=False),
     )
     names = (_without(name, _UNNAMED) for name, _ in tensors) if below else ()
-    return Freedom(tuple(below), frozenset(name for name in names if is_below(name, below)))
+    shapes = frozenset(name for name in names if prefix_in(name, below) is not None)
+    return Freedom(frozenset(below), shapes)
 
 
 def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -123,6 +121,21 @@ def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bo
             f"{type(module).__name__} does not take its state from the checkpoint, and may have a "
             f"part of it: {' '.join(str(error).split())} Make it as it was when it was saved"
         ) from error
+
+
+def is_same_tensor(loaded: Any, own: Any) -> bool:
+    """Return whether a loaded value is in the memory of another value."""
+    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
+        return False
+    loaded, own = (t.to_local() if hasattr(t, "to_local") else t for t in (loaded, own))
+    if type(loaded) is not type(own) or loaded.is_meta:
+        return False
+    parts, own_parts = composing(loaded), composing(own)
+    if parts is not None and own_parts is not None:
+        return len(parts) == len(own_parts) and all(map(is_same_tensor, parts, own_parts))
+    return (loaded.data_ptr(), loaded.shape, loaded.stride(), loaded.dtype) == (
+        *(own.data_ptr(), own.shape, own.stride(), own.dtype),
+    )
 
 
 def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
@@ -146,7 +159,7 @@ def plain_names(module: torch.nn.Module, names: Collection[str]) -> dict[str, st
 
 def _plain(name: str, wrapped: Iterable[tuple[str, str]]) -> str:
     for inner, outer in wrapped:
-        if is_below(name, (inner,)):
+        if f"{name}.".startswith(f"{inner}."):
             name = f"{outer}{name.removeprefix(inner)}".removeprefix(".")
     return _without(name, _COMPILED)
 

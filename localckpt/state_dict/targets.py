@@ -14,7 +14,7 @@ from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.names import Names, given_only, names_of, saved_only
-from localckpt.state_dict.regions import Region
+from localckpt.state_dict.regions import Region, whole
 from localckpt.state_dict.skeleton import collection_paused, find_tensors
 from localckpt.state_dict.stateful import NO_FREEDOM, Freedom, TensorKind
 from localckpt.state_dict.tensor_table import (
@@ -129,7 +129,7 @@ class Targets:
         self,
         saved: Sequence[TableEntry],
         boxes: Mapping[int, Box],
-        of_meshes: Container[int],
+        new: Container[int],
         paths: Callable[[], Mapping[int, str]],
     ) -> Matched:
         """Find the given tensor for each saved tensor.
@@ -137,7 +137,8 @@ class Targets:
         Args:
             saved: The saved tensors.
             boxes: By the number of a saved tensor, the part of a global tensor that it is.
-            of_meshes: Numbers of the saved tensors that belong to device meshes.
+            new: Numbers of the saved tensors that are made anew, as those of device meshes and of
+                sparse tensors.
             paths: Returns the paths of the saved tensors that are in containers, by their numbers.
 
         Raises:
@@ -146,7 +147,7 @@ class Targets:
         numbers = [
             number
             for number, entry in enumerate(saved)
-            if entry.kind != ARRAY and number not in of_meshes
+            if entry.kind != ARRAY and number not in new
         ]
         names = self._names_for(saved, numbers)
         targets = _by_slot([saved[number] for number in numbers], self.tensors, names)
@@ -241,28 +242,43 @@ class Targets:
         """Return those of ``dtensors`` whose local tensors are among some tensors."""
         return {id(t): self.dtensors[id(t)] for t in tensors if id(t) in self.dtensors}
 
-    def are_sharded_otherwise(self, saved: Sequence[TableEntry], boxes: Mapping[int, Box]) -> bool:
+    def are_sharded_otherwise(
+        self,
+        saved: Sequence[TableEntry],
+        boxes: Mapping[int, Box],
+        saved_dtensors: Callable[[], Container[int]],
+    ) -> bool:
         """Return whether some are other parts of their global tensors than what was saved of these.
 
-        Tensors that a box says nothing of are whole; one side may have a DTensor where the other
-        has a plain tensor. Of tensors whose global shape is another one, or that only one side has,
-        nothing is said.
+        Tensors that a box says nothing of are whole. So may DTensors be, and one in place of a
+        plain tensor, or the reverse, counts as another part. Of tensors whose global shape is
+        another one, or that only one side has, nothing is said.
 
         Args:
             saved, boxes: As for :meth:`match`.
+            saved_dtensors: Returns the numbers of the saved tensors that are DTensors' local ones.
         """
-        there: dict[tuple[str, tuple[int, ...]], list[Region | None]] = {}
+        there: dict[tuple[str, tuple[int, ...]], dict[Region, int]] = {}
         for number, entry in enumerate(saved):
             box = boxes.get(number)
-            key = (entry.slot or "", entry.shape) if box is None else (box.key, box.shape)
-            there.setdefault(key, []).append(None if box is None else box.runs)
+            shape = entry.shape if box is None else box.shape
+            key = (entry.slot or "") if box is None else box.key
+            there.setdefault((key, shape), {})[whole(shape) if box is None else box.runs] = number
+        both_whole: list[tuple[int, bool]] = []
         for tensor in self.tensors:
             own = self.boxes.get(id(tensor))
             shape = tuple(tensor.shape) if own is None else own.shape
-            key = (self.names.get(id(tensor), "") if own is None else own.key, shape)
-            if (regions := there.get(key)) and (None if own is None else own.runs) not in regions:
+            key = self.names.get(id(tensor), "") if own is None else own.key
+            region = whole(shape) if own is None else own.runs
+            if not (regions := there.get((key, shape))):
+                continue
+            if region not in regions:
                 return True
-        return False
+            is_dtensor = id(tensor) in self.dtensors
+            if region == whole(shape) and (is_dtensor or regions[region] in boxes):
+                both_whole.append((regions[region], is_dtensor))
+        known = saved_dtensors() if both_whole else ()
+        return any((number in known) != is_dtensor for number, is_dtensor in both_whole)
 
     def _require_same_places(
         self, given: Mapping[int, torch.Tensor], boxes: Mapping[int, Box]

@@ -15,7 +15,7 @@ import numpy
 import torch
 import xxhash
 
-from localckpt.memory.tensor_bytes import flat_bytes
+from localckpt.memory.tensor_bytes import composing, flat_bytes
 from localckpt.state_dict.values import Placeholder
 
 __all__ = ["digest_of"]
@@ -94,9 +94,13 @@ def _add_object(hasher: Any, value: Any, inner: Callable[[Any], bytes]) -> None:
 
 
 def _add_tensor(hasher: Any, tensor: torch.Tensor) -> None:
-    hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}".encode())
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        hasher.update(str(tensor).encode())
+    shape = tensor.numel() if tensor.is_nested else tuple(tensor.shape)
+    hasher.update(f"{tensor.dtype}{shape}{tensor.layout}".encode())
+    if tensor.is_meta:
+        return
+    if (parts := composing(tensor)) is not None:
+        for part in parts:
+            _add_tensor(hasher, part)
         return
     run = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     hasher.update(flat_bytes(run).numpy())

@@ -11,7 +11,7 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,20 +21,28 @@ import torch
 from localckpt.errors import CheckpointingException, RestoreError
 from localckpt.failure_texts import with_class
 from localckpt.state_dict.basic import TensorAwareStateDict
-from localckpt.state_dict.containers import LEAVES, children_of, joined, map_tensors, named_values
+from localckpt.state_dict.containers import (
+    LEAVES,
+    children_of,
+    joined,
+    map_tensors,
+    named_values,
+    prefix_in,
+)
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.skeleton import checked_maker
 
 __all__ = [
     "Ignored",
     "Place",
     "Placeholder",
     "Unit",
+    "above",
     "found_at",
     "key_of",
     "placed",
     "read_tree",
     "root_of",
-    "rule_for",
     "units_of",
     "with_tensors",
 ]
@@ -49,9 +57,11 @@ class Placeholder:
 
     Attributes:
         numbers: Numbers of the tensors in the image; none for a ShardedTensor without shards.
+        is_dtensor: True for the local tensor of a DTensor.
     """
 
     numbers: tuple[int, ...]
+    is_dtensor: bool = False
 
 
 class Unit(NamedTuple):
@@ -82,12 +92,6 @@ def root_of(state: Any) -> Any:
         return state
     inside = vars(state)
     return inside.get("state_dict", inside)
-
-
-def rule_for(key: str, rules: Sequence[str]) -> str | None:
-    """Return the longest of some key prefixes that a key has, or is; ``None`` if there is none."""
-    matching = [rule for rule in rules if key == rule or key.startswith(f"{rule}.")]
-    return max(matching, key=len, default=None)
 
 
 def read_tree(
@@ -133,7 +137,8 @@ class _TreeUnpickler(pickle.Unpickler):
         if name in _MAKES_TENSORS.get(module, ()):
             # A rank may have no shard of a ShardedTensor.
             is_tensor = module == "localckpt.state_dict.sharded"
-            return lambda *arguments: _made_of(arguments, found, is_tensor=is_tensor)
+            make = checked_maker(found)
+            return lambda *arguments: _made_of(arguments, make, is_tensor=is_tensor)
         if module == "localckpt.state_dict.marks":
             return _leave
         return found
@@ -184,11 +189,13 @@ def _made_of(arguments: Sequence[Any], make: Callable[..., Any], *, is_tensor: b
     match arguments:
         # A short cut for nearly all, DTensors without attributes: a restart waits for this.
         case _, _, _, (None, {"_local_tensor": Placeholder() as local, "_spec": Ignored()}):
-            return local
+            return Placeholder(local.numbers, is_dtensor=True)
     found: list[Placeholder | Ignored] = []
     _find_parts(arguments, set(), found)
     numbers = [n for part in found if isinstance(part, Placeholder) for n in part.numbers]
-    return Placeholder(tuple(numbers)) if found or is_tensor else make(*arguments)
+    if not (found or is_tensor):
+        return make(*arguments)
+    return Placeholder(tuple(numbers), any(isinstance(part, Ignored) for part in found))
 
 
 # Of what a DTensor is made, the values that are no containers.
@@ -220,7 +227,7 @@ def _find_parts(value: Any, inside: set[int], found: list[Placeholder | Ignored]
 
 
 def units_of(
-    root: Any, boxed: Callable[[int], bool], rules: Sequence[str]
+    root: Any, boxed: Callable[[int], bool], rules: Collection[str]
 ) -> tuple[list[Unit], list[Unit]]:
     """Divide the values of a state that belong to no global tensor.
 
@@ -236,11 +243,12 @@ def units_of(
     ruled: list[Unit] = []
     others: list[Unit] = []
     megatron = _megatron_classes()
+    above_rules = above(rules)
 
     def divide(place: Place, value: Any) -> None:
         if isinstance(value, Placeholder):
             if not all(map(boxed, value.numbers)):
-                (others if rule_for(key_of(place), rules) is None else ruled).append(
+                (others if prefix_in(key_of(place), rules) is None else ruled).append(
                     Unit(place, value)
                 )
             return
@@ -251,12 +259,12 @@ def units_of(
             return
         held = [part for _, part in named_values(value, (Placeholder,))]
         key = key_of(place)
-        rule = rule_for(key, rules)
+        rule = prefix_in(key, rules)
         is_private = not any(boxed(n) for part in held for n in part.numbers)
         if rule is not None and is_private and (key == rule or not held):
             ruled.append(Unit(place, value))
             return
-        below = any(r.startswith(f"{key}.") or not key for r in rules)
+        below = key in above_rules
         children = None if value is None else children_of(value)
         if children is None or not (held or below):
             others.append(Unit(place, value))
@@ -291,19 +299,29 @@ def with_tensors(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
     return map_tensors(value, replace, Placeholder)
 
 
-def found_at(root: Any, key: str) -> Unit | None:
-    """Return the value at a dotted path of a state; ``None`` if there is none."""
+def above(names: Iterable[str]) -> set[str]:
+    """Return all that some dotted names are below."""
+    found: set[str] = set()
+    for name in names:
+        while name and (name := name.rpartition(".")[0]) not in found:
+            found.add(name)
+    return found
 
-    def find(value: Any, place: Place) -> Unit | None:
-        if place and key_of(place) == key:
-            return Unit(place, value)
-        for name, child in children_of(value) or ():
-            inner = (*place, name)
-            if f"{key}.".startswith(f"{key_of(inner)}.") and (found := find(child, inner)):
-                return found
-        return None
 
-    return find(root, ())
+def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
+    """Return the values at dotted paths of a state, by these, where there are any."""
+    on_the_way = above(keys)
+    found: dict[str, Unit] = {}
+
+    def find(value: Any, place: Place) -> None:
+        if (key := key_of(place)) in keys and place:
+            found[key] = Unit(place, value)
+        if key in on_the_way:
+            for name, child in children_of(value) or ():
+                find(child, (*place, name))
+
+    find(root, ())
+    return found
 
 
 def placed(root: Any, units: Sequence[Unit]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -518,3 +519,36 @@ def test_tensors_that_share_memory_or_a_path_are_never_filled_with_another_ones_
     run_ranks(_save_tied, 2, store_per_node=[tmp_path], timeout_s=_S)
 
     run_ranks(_load_tied, 1, store_per_node=[tmp_path], timeout_s=_S)
+
+
+def _many(world_size: int, count: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+    return {"p": {"w": sharded} | {f"v{number}": number for number in range(count)}}
+
+
+def _save_many(rank: int, world_size: int, count: int) -> None:
+    with make_manager("disk", node_store(), timeout=_S) as manager:
+        manager.save(_many(world_size, count), 1)
+
+
+def _load_many(rank: int, world_size: int, count: int) -> float:
+    private: Any = {"p": "drop"}
+    with make_manager("disk", node_store(), timeout=_S, elastic=True, private=private) as manager:
+        manager.find_latest()
+        began = time.process_time()
+        manager.load(into=_many(world_size, count))
+        return time.process_time() - began
+
+
+@pytest.mark.fault("world-size")
+def test_eight_times_the_values_below_a_rule_take_little_more_than_eight_times_as_long(
+    tmp_path: Path,
+) -> None:
+    took = {}
+    for count in (500, 4000):
+        store = [tmp_path / str(count)]
+        run_ranks(_save_many, 2, count, store_per_node=store, timeout_s=_S)
+        (took[count],) = run_ranks(_load_many, 1, count, store_per_node=store, timeout_s=_S)
+
+    assert took[4000] < 16 * took[500]

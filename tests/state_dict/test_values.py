@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt.state_dict.basic import PlainState, own_states, wrapped
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, take_tensors
 from localckpt.state_dict.value_digests import digest_of
@@ -22,7 +23,6 @@ from localckpt.state_dict.values import (
     placed,
     read_tree,
     root_of,
-    rule_for,
     units_of,
     with_tensors,
 )
@@ -78,8 +78,8 @@ def test_rules_divide_values_and_the_longest_counts() -> None:
 
     assert [(unit.place, unit.value) for unit in ruled] == [(("a", "c"), {"d": 2})]
     assert [(unit.place, unit.value) for unit in others] == [(("a", "b"), 1), (("e",), 3)]
-    assert rule_for("a.c.d", ["a", "a.c", "a.cd"]) == "a.c"
-    assert rule_for("ab", ["a"]) is None
+    assert prefix_in("a.c.d", ["a", "a.c", "a.cd"]) == "a.c"
+    assert prefix_in("ab", ["a"]) is None
 
 
 def test_values_are_put_back_without_a_change_of_the_containers_they_are_put_in() -> None:

@@ -79,17 +79,21 @@ def open_below(folder: Path, *names: str) -> int:
 
 
 def require_own_file(path: Path) -> None:
-    """Check that a file, if there is one, is a regular file of this user or root, not a link.
+    """Check the owner of a file in a checked folder, if it is a regular file that is there.
+
+    The owner of the folder counts as this user: root cleans up in stores of others, and some file
+    systems give all files one owner.
 
     Raises:
-        OSError: That cannot be seen.
-        StorageError: It is not.
+        OSError: The owner cannot be seen.
+        StorageError: The file is another user's.
     """
     try:
         status = path.lstat()
     except FileNotFoundError:
         return
-    if stat.S_ISREG(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+    mine = (os.geteuid(), 0, path.parent.stat().st_uid)
+    if stat.S_ISREG(status.st_mode) and status.st_uid not in mine:
         raise StorageError(
             f"{path} is a file of user {_user(status.st_uid)}, and this is user "
             f"{_user(os.geteuid())}: give this job a directory of its own. Nothing was changed"
@@ -159,8 +163,7 @@ def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_stic
     status, mine = os.fstat(folder), os.geteuid()
     mode, is_in_group = status.st_mode, shares and status.st_gid in (os.getegid(), *os.getgroups())
     writers = mode & (stat.S_IWOTH if is_in_group else stat.S_IWOTH | stat.S_IWGRP)
-    is_team = is_in_group and bool(mode & stat.S_IWGRP)
-    is_ours = status.st_uid == mine or (is_named and status.st_uid == 0) or is_team
+    is_ours = status.st_uid == mine or (is_named and status.st_uid == 0)
     if not writers and (is_ours or _makes_files_of(status.st_uid, folder)):
         return
     if may_be_sticky and is_ours and mode & stat.S_ISVTX:
@@ -169,6 +172,8 @@ def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_stic
     if status.st_uid == mine:
         less = "o-w" if is_in_group else "go-w"
         remedy = f"make it so (chmod 700 or chmod {less}) if all that is in it is yours"
+    elif status.st_uid == 0:
+        remedy = "give a new directory below it"
     raise StorageError(
         f"{path} is not this user's alone (owner {_user(status.st_uid)}, mode "
         f"{stat.S_IMODE(mode):o}; this is user {_user(mine)}), so another user can replace what "
@@ -179,8 +184,7 @@ def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_stic
 def _makes_files_of(uid: int, folder: int) -> bool:
     """Return whether what this user makes in a folder belongs to ``uid``.
 
-    So it is on file systems that give all files one owner, and where root is mapped to another
-    user.
+    Some file systems give all files one owner, or map root to another user.
     """
     name = f".localckpt-{secrets.token_hex(8)}"
     try:

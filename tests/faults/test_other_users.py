@@ -133,15 +133,18 @@ def test_a_root_that_others_can_write_to_is_refused_with_the_cure(
 
 
 @only_root
-def test_shared_storage_may_be_written_to_by_the_users_own_group(place: Path, tier: str) -> None:
+@pytest.mark.parametrize("owner", [_USER, 0, _OTHER])
+def test_shared_storage_of_the_user_or_root_may_be_written_to_by_the_users_groups(
+    place: Path, tier: str, owner: int
+) -> None:
     root = place / "store"
     root.mkdir()
     root.chmod(0o2775)
-    os.chown(root, _OTHER, _USER)
+    os.chown(root, owner, _USER)
 
     error = _job(tier, root)
 
-    assert (error == "") == (tier == "shared")
+    assert (error == "") == (tier == "shared" and owner != _OTHER)
 
 
 @only_root
@@ -362,6 +365,18 @@ def test_a_folder_that_becomes_a_link_while_clean_runs_is_not_followed(
     assert answer.status == 2
     assert "is a symbolic link" in answer.err
     assert {path.name for path in outside.iterdir()} == {"half.dirty", quarantined.name}
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["disk"])
+def test_root_cleans_the_store_of_another_user(tier: str, place: Path) -> None:
+    assert _job(tier, place / "store") == ""
+    (place / "store" / "session-job" / "0" / "half.dirty").write_bytes(b"half")
+
+    answer = call("clean", place / "store")
+
+    assert answer.status == 0
+    assert "removed 1 file" in answer.out
 
 
 _ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"

@@ -186,6 +186,7 @@ class StorePart:
         self._shared = PrefixStore(self._prefix, group.store)
         self._openings = _openings_in(group)
         self._given_up = Latch()
+        self._deadline = Deadline.after(timeout_s)
 
     @property
     def is_alone(self) -> bool:
@@ -204,11 +205,12 @@ class StorePart:
         """True if this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
 
-    def open(self, stopped: Latch) -> Store:
-        """Return the part, once all ranks have made it.
+    def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
+        """Return the part, once all ranks have come to it.
 
         Args:
             stopped: Ends the wait.
+            deadline: Deadline of the wait, where that is earlier than the part's own.
 
         Raises:
             PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
@@ -225,6 +227,8 @@ class StorePart:
         self.prepare()
         opening = self._opening
         assert opening is not None, "prepare() has begun it"
+        if deadline is not None and deadline.at < self._deadline.at:
+            self._deadline = deadline
         try:
             wait_for_any([opening.over, stopped], self._limit_s)
             with store_errors(f"open {self._name!r}", self._limit_s):
@@ -239,6 +243,7 @@ class StorePart:
     def prepare(self) -> None:
         """Begin to open the part in the background, after those of its name that came before."""
         if self._opening is None and self._store is None and not self.is_alone:
+            self._deadline = Deadline.after(self._timeout_s)
             before, over = self._openings.last.get(self._prefix), Latch()
             self._opening = begin(partial(self._agree_after, before, over))
             self._openings.last[self._prefix] = over
@@ -295,15 +300,15 @@ class StorePart:
 
     def _agree_after(self, before: Latch | None, over: Latch) -> Store:
         try:
-            deadline = Deadline.after(self._timeout_s)
             if before is not None:
-                wait_for_any([before, self._given_up, self._openings.are_over], deadline.left_s)
+                over_before = [before, self._given_up, self._openings.are_over]
+                wait_for_any(over_before, self._deadline.left_s)
             opening = Opening(
                 self._shared,
                 self._name,
                 self._group.rank,
                 self._group.ranks,
-                deadline,
+                lambda: self._deadline,
                 lambda: self._given_up.is_set() or self._openings.are_over.is_set(),
                 self._hint,
             )

@@ -35,7 +35,7 @@ from localckpt.ranks.values import if_there
 from localckpt.threads import Latch, Task, wait_for_any
 from localckpt.waiting import back_off
 
-__all__ = ["AbandonedError", "Group", "StorePart", "default_store"]
+__all__ = ["AbandonedError", "Group", "Standing", "StorePart", "default_store", "group_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +117,7 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             _refuse_unknown_world()
             return cls(0, (0,), None)
-        if ranks is not None:
-            members = list(ranks)
-        elif process_group is None or process_group is dist.group.WORLD:
-            # torch's list of its ranks is that of the beginning, also when they were changed.
-            members = list(range(dist.get_world_size()))
-        else:
-            members = dist.get_process_group_ranks(process_group)
+        members = group_ranks(process_group) if ranks is None else list(ranks)
         if dist.get_rank() not in members:
             raise MismatchError(
                 f"rank {dist.get_rank()} is not among the ranks {list(members)} that are to work "
@@ -469,6 +463,14 @@ def _get_in_time(client: Store, key: str, until: float) -> bytes | None:
         except dist.DistStoreError:
             return None
     return value
+
+
+def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Ranks of a process group in the job; ``None`` for that of all ranks."""
+    if group is None or group is dist.group.WORLD:
+        # torch's list of its ranks is that of the beginning, also when they were changed.
+        return list(range(dist.get_world_size()))
+    return dist.get_process_group_ranks(group)
 
 
 def default_store() -> Store:

@@ -307,7 +307,9 @@ class Deciding:
         number, what = self._attended or (next_number, next_what)
 
         def decide() -> None:
-            round_ = self._round(self.open(), number, StoreWait(_LEAVING_S))
+            # The others may wait for this rank to come here first.
+            store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
+            round_ = self._round(store, number, StoreWait(_LEAVING_S))
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 

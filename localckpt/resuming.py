@@ -87,8 +87,8 @@ class Resuming:
             self._remove(noted)
             return
         logger.info(
-            "this start counts as one in vain against iteration %d, the %d. of %d, until a later "
-            "checkpoint is complete or the job is ended in order",
+            "this start counts against iteration %d, as %d of at most %d, until a later checkpoint "
+            "is complete or the job is ended in order",
             *(checkpoint.iteration, count, self.max_attempts),
         )
 

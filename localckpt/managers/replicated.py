@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from localckpt.errors import CheckpointingException
+from localckpt.ranks.job_store import group_ranks
 from localckpt.state_dict.replicated import Replicated
 
 __all__ = ["replicated"]
@@ -30,11 +31,9 @@ def replicated(obj: Any, group: dist.ProcessGroup | None = None) -> Any:
     """
     if not dist.is_available() or not dist.is_initialized():
         return Replicated(obj, range(1))
-    if group is None:
-        return Replicated(obj, range(dist.get_world_size()))
-    if dist.get_rank(group) < 0:
+    if group is not None and dist.get_rank(group) < 0:
         raise CheckpointingException(
             f"replicated() was called by rank {dist.get_rank()} with a group that it is not in: "
             f"pass the group whose ranks have this part in common"
         )
-    return Replicated(obj, tuple(sorted(dist.get_process_group_ranks(group))))
+    return Replicated(obj, tuple(sorted(group_ranks(group))))

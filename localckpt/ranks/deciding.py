@@ -19,6 +19,7 @@ from localckpt.errors import PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks.absent import NAMED, Absences
 from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
+from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.job_store import Group, StorePart
 from localckpt.ranks.round import Round
@@ -82,9 +83,9 @@ class Deciding:
         if not self._part.is_fork:
             self._threads.close()
 
-    def open(self) -> Store:
-        """Return the part of the store, once all ranks have made theirs."""
-        return self._part.open(self.stopped)
+    def open(self, deadline: Deadline | None = None) -> Store:
+        """Return the part of the store, once all ranks have come to theirs."""
+        return self._part.open(self.stopped, deadline)
 
     def meet(self, number: int, call: Call) -> tuple[Verdict, Exception | None]:
         """Take part in a round.
@@ -306,7 +307,9 @@ class Deciding:
         number, what = self._attended or (next_number, next_what)
 
         def decide() -> None:
-            round_ = self._round(self.open(), number, StoreWait(_LEAVING_S))
+            # The others may wait for this rank to come here first.
+            store = self._part.open(Latch(), Deadline.after(_LEAVING_S))
+            round_ = self._round(store, number, StoreWait(_LEAVING_S))
             round_.decide(Verdict(failure=self._absences.left(what)).to_json())
             round_.wake_root()
 

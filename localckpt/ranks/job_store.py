@@ -35,7 +35,7 @@ from localckpt.ranks.values import if_there
 from localckpt.threads import Latch, Task, wait_for_any
 from localckpt.waiting import back_off
 
-__all__ = ["AbandonedError", "Group", "StorePart", "default_store"]
+__all__ = ["AbandonedError", "Group", "Standing", "StorePart", "default_store", "group_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +117,7 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             _refuse_unknown_world()
             return cls(0, (0,), None)
-        if ranks is not None:
-            members = list(ranks)
-        elif process_group is None or process_group is dist.group.WORLD:
-            # torch's list of its ranks is that of the beginning, also when they were changed.
-            members = list(range(dist.get_world_size()))
-        else:
-            members = dist.get_process_group_ranks(process_group)
+        members = group_ranks(process_group) if ranks is None else list(ranks)
         if dist.get_rank() not in members:
             raise MismatchError(
                 f"rank {dist.get_rank()} is not among the ranks {list(members)} that are to work "
@@ -186,6 +180,7 @@ class StorePart:
         self._shared = PrefixStore(self._prefix, group.store)
         self._openings = _openings_in(group)
         self._given_up = Latch()
+        self._deadline = Deadline.after(timeout_s)
 
     @property
     def is_alone(self) -> bool:
@@ -204,11 +199,12 @@ class StorePart:
         """True if this process is a fork of the rank, and shares its connection to the store."""
         return os.getpid() != self._process
 
-    def open(self, stopped: Latch) -> Store:
-        """Return the part, once all ranks have made it.
+    def open(self, stopped: Latch, deadline: Deadline | None = None) -> Store:
+        """Return the part, once all ranks have come to it.
 
         Args:
             stopped: Ends the wait.
+            deadline: Deadline of the wait, where that is earlier than the part's own.
 
         Raises:
             PeerLostError: Some rank did not come in time, or the store cannot be reached. The next
@@ -225,6 +221,8 @@ class StorePart:
         self.prepare()
         opening = self._opening
         assert opening is not None, "prepare() has begun it"
+        if deadline is not None and deadline.at < self._deadline.at:
+            self._deadline = deadline
         try:
             wait_for_any([opening.over, stopped], self._limit_s)
             with store_errors(f"open {self._name!r}", self._limit_s):
@@ -239,6 +237,7 @@ class StorePart:
     def prepare(self) -> None:
         """Begin to open the part in the background, after those of its name that came before."""
         if self._opening is None and self._store is None and not self.is_alone:
+            self._deadline = Deadline.after(self._timeout_s)
             before, over = self._openings.last.get(self._prefix), Latch()
             self._opening = begin(partial(self._agree_after, before, over))
             self._openings.last[self._prefix] = over
@@ -295,15 +294,15 @@ class StorePart:
 
     def _agree_after(self, before: Latch | None, over: Latch) -> Store:
         try:
-            deadline = Deadline.after(self._timeout_s)
             if before is not None:
-                wait_for_any([before, self._given_up, self._openings.are_over], deadline.left_s)
+                over_before = [before, self._given_up, self._openings.are_over]
+                wait_for_any(over_before, self._deadline.left_s)
             opening = Opening(
                 self._shared,
                 self._name,
                 self._group.rank,
                 self._group.ranks,
-                deadline,
+                lambda: self._deadline,
                 lambda: self._given_up.is_set() or self._openings.are_over.is_set(),
                 self._hint,
             )
@@ -464,6 +463,14 @@ def _get_in_time(client: Store, key: str, until: float) -> bytes | None:
         except dist.DistStoreError:
             return None
     return value
+
+
+def group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Ranks of a process group in the job; ``None`` for that of all ranks."""
+    if group is None or group is dist.group.WORLD:
+        # torch's list of its ranks is that of the beginning, also when they were changed.
+        return list(range(dist.get_world_size()))
+    return dist.get_process_group_ranks(group)
 
 
 def default_store() -> Store:

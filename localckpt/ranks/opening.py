@@ -33,7 +33,7 @@ class Opening:
         name: What is opened, for messages.
         rank: This process's place among ``ranks``.
         ranks: The ranks, as ranks of the job.
-        deadline: Deadline of the wait for the other ranks.
+        deadline: Returns the deadline of the wait for the other ranks; it may be brought forward.
         is_given_up: Tells whether nobody waits for this opening any more.
         hint: Returns the end of the error message for ranks that do not come: a likely cause.
     """
@@ -44,7 +44,7 @@ class Opening:
         name: str,
         rank: int,
         ranks: Sequence[int],
-        deadline: Deadline,
+        deadline: Callable[[], Deadline],
         is_given_up: Callable[[], bool],
         hint: Callable[[], str] = str,
     ) -> None:
@@ -143,9 +143,15 @@ class Opening:
 
     def _wait(self, is_there: Callable[[], bool]) -> bool:
         longest_s = _LONGEST_PAUSE_S * max(1.0, len(self._ranks) / _MANY)
-        return wait_until(
-            lambda: self._is_given_up() or is_there(), self._deadline.left_s, longest_s=longest_s
-        )
+        found = False
+
+        def is_over() -> bool:
+            nonlocal found
+            found = self._is_given_up() or is_there()
+            return found or self._deadline().left_s <= 0
+
+        wait_until(is_over, self._deadline().left_s, longest_s=longest_s)
+        return found
 
     def _describe_given_up(self) -> str:
         return (
@@ -162,7 +168,7 @@ class Opening:
         named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])
         named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
         return (
-            f"waited {self._deadline.timeout_s:g} s to open {self._name!r}, and {named} (last "
+            f"waited {self._deadline().timeout_s:g} s to open {self._name!r}, and {named} (last "
             f"seen: not seen yet) did not come. All ranks make the same calls in the same order; "
             f"what was saved before stands. If the ranks are alive but slow, give a longer "
             f"timeout; else restart the job.{self._hint()}"

@@ -314,7 +314,7 @@ class Ranks:
         if self._part.is_alone:
             return
         call = Call(what, Failure.of(failure), None, _nothing, Deadline.after(self.timeout_s))
-        self._deciding.post(self._next_round(), call)
+        self._deciding.post(self._next_round(call.deadline), call)
 
     def attend(
         self, what: str, result: Any, judge: Callable[[list[Any]], Any], *, kind: str = ""
@@ -326,7 +326,7 @@ class Ranks:
         """
         self._part.require_same_world()
         call = Call(what, None, result, judge, Deadline(inf, inf), kind=kind)
-        verdict = self._deciding.attend(self._next_round(), call)
+        verdict = self._deciding.attend(self._next_round(call.deadline), call)
         self._raise_failure(what, verdict, None)
         return verdict.value
 
@@ -377,7 +377,7 @@ class Ranks:
             del failure, attempt
 
     def _meet(self, call: Call) -> Any:
-        verdict, cause = self._deciding.meet(self._next_round(), call)
+        verdict, cause = self._deciding.meet(self._next_round(call.deadline), call)
         try:
             self._raise_failure(call.what, verdict, cause)
         finally:
@@ -390,10 +390,10 @@ class Ranks:
         if failure is not None:
             raise failure.error() from cause
 
-    def _next_round(self) -> int:
+    def _next_round(self, deadline: Deadline) -> int:
         if not self._part.is_alone:
             # Before it counts: a round that no rank could begin has no number.
-            self._deciding.open()
+            self._deciding.open(deadline)
         number = self.rounds
         self.rounds += 1
         return number

@@ -21,6 +21,7 @@ from localckpt.errors import (
     SameMachineReplicationException,
 )
 from localckpt.failure_texts import ranks_named
+from localckpt.ranks.job_store import group_ranks
 
 __all__ = [
     "GroupWrapper",
@@ -59,7 +60,7 @@ class GroupWrapper:
                 raise MismatchError(
                     f"rank {self.my_global_rank} is not a member of the process group it was given"
                 )
-            self.ranks = dist.get_process_group_ranks(self.group)
+            self.ranks = group_ranks(self.group)
             self.backend = dist.get_backend_config(self.group)
         elif group is not None:
             raise CheckpointingException(

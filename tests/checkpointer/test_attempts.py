@@ -170,7 +170,10 @@ def test_a_start_that_ends_before_its_first_step_does_not_count(tier: str, tmp_p
     assert list(tmp_path.rglob(".resumed-*")) == []
 
 
-def test_resuming_again_in_a_living_process_counts_once(tmp_path: Path) -> None:
+def test_resuming_again_in_a_living_process_counts_once_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "localckpt.resuming")
     _start(tmp_path, 6)
     left = []
 
@@ -182,6 +185,36 @@ def test_resuming_again_in_a_living_process_counts_once(tmp_path: Path) -> None:
         left[-1].__exit__(RuntimeError, RuntimeError(), None)
 
     assert len(_noted(tmp_path, 0)) == 1
+    assert "this start counts against iteration 5, as 1 of at most 2" in caplog.text
+    assert "as 2 of" not in caplog.text
+
+
+def _use_a_manager(rank: int, world_size: int, local: Path, saves: bool) -> int:
+    """Load with a manager, save again or not, and fail."""
+    options = {"timeout": MAX_S, "max_attempts": 2}
+    with (
+        suppress(RuntimeError),
+        localckpt.LocalCheckpointManager(local, **options) as manager,
+    ):
+        found = manager.find_latest()
+        manager.load()
+        if saves:
+            manager.save({"value": 1}, found + 1, is_async=True)
+        raise RuntimeError
+    return found
+
+
+def test_a_start_of_a_manager_counts_from_its_first_save_on(tmp_path: Path) -> None:
+    with localckpt.LocalCheckpointManager(tmp_path) as manager:
+        manager.save({"value": 1}, 1)
+        manager.save({"value": 1}, 2)
+
+    found = [
+        run_ranks(_use_a_manager, 1, tmp_path, saves, init_group=False)[0]
+        for saves in (False, False, False, True, True, False)
+    ]
+
+    assert found == [2, 2, 2, 2, 2, 1]
 
 
 def test_a_load_from_shared_storage_that_failed_does_not_count(tmp_path: Path) -> None:

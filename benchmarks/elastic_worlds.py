@@ -125,9 +125,7 @@ class _Job:
     def _describe(self) -> list[dict[str, Any]]:
         reports: list[dict[str, Any]] = [
             {
-                "bad": [],
                 "rules": [],
-                "made": [],
                 "wanted": _groups(rank, self.wanted_by, ""),
                 "saved": [],
             }

@@ -139,7 +139,7 @@ class ElasticLoad:
             opened.callback(self._links.close)
             if (structure := self._compare_structures(opened)) is None:
                 return None
-            asked_of_all, asked = self._describe(*structure)
+            asked_of_all, asked = self._describe(structure)
             self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
             verdict, own = self._tell(asked)
             if verdict.get("name") is None:
@@ -153,12 +153,11 @@ class ElasticLoad:
 
     # Compare structures.
 
-    def _compare_structures(self, opened: ExitStack) -> tuple[list[Unit], dict[str, str]] | None:
+    def _compare_structures(self, opened: ExitStack) -> Mapping[str, Any] | None:
         """Open the shards that this rank reads, and compare the names of parts and values.
 
         Returns:
-            Outlines of the state's free parts, and the saved dtypes of tensors where these may be
-            converted, the same on all ranks; ``None`` on all if a copy turned out bad.
+            What :func:`judge_structures` says to all; ``None`` on all if a copy turned out bad.
 
         Raises:
             MismatchError: The names differ.
@@ -187,32 +186,34 @@ class ElasticLoad:
             told = [of_digests[digest] for digest in asked["saved"]]
             about, data = joined_packs([self._values.pack_outlines(shard) for shard in told])
             shards = {shard: self._copies.shards[shard] for shard in told}
-            dtypes: dict[str, str] = {}
-            for saved in shards.values() if self._options.rules.converts else ():
-                dtypes |= {tensor.key: tensor.entry.dtype for tensor in saved.tensors.values()}
+            tensors = [t for saved in shards.values() for t in saved.tensors.values()]
+            converts = self._options.rules.converts
             record = {
                 "saved": [saved.names for saved in shards.values()],
                 "given": given if asked["given"] else None,
                 "packs": about,
-                "dtypes": dtypes,
+                "dtypes": {t.key: t.entry.dtype for t in tensors} if converts else {},
+                "expanded": [t.key for t in tensors if t.entry.is_expanded],
             }
             message = Message(record, data)
         is_partial = self._options.rules.is_partial
-        missing, images, saved_as = self._ranks.agree(
+        structure: Mapping[str, Any] = self._ranks.agree(
             what, telling, message, lambda told: judge_structures(told, self._rules, is_partial)
         )
-        if missing:
+        if missing := structure["missing"]:
             level = logging.WARNING if self._ranks.is_root else logging.DEBUG
             logger.log(level, "left out, as partial=True allows: %s", ", ".join(missing))
-        units = (list(self._images.units(base64.b64decode(text))) for text in images)
-        return merged(units), saved_as
+        return structure
 
     # Describe.
 
     def _describe(
-        self, outlines: Sequence[Unit], saved_as: Mapping[str, str]
+        self, structure: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
         """Describe the shards that this rank reads, and what this rank wants.
+
+        Args:
+            structure: What is known of the structure of the saved states.
 
         Returns:
             What the root says to all, and what it asks of this rank.
@@ -220,14 +221,17 @@ class ElasticLoad:
         report: dict[str, Any] = {}
         with Attempt() as opening:
             state, free = self._own, self._options.rules.free
-            if outlines:
+            images = [base64.b64decode(text) for text in structure["outlines"]]
+            if outlines := merged(list(self._images.units(image)) for image in images):
                 parameters = ParametersOfStates(self._options.given)
                 state = with_outlines(state, outlines, free, parameters)
             self._state = wrapped(state)
             shards = self._copies.shards
             # Replicas that differ are a reason for the mark.
             is_doubted = self._checkpoint in self._parts.checkpoints.marked("bad")
-            wanted, self._beside = beside(find_wanted(self._state), saved_as)
+            wanted, self._beside = beside(
+                find_wanted(self._state), structure["dtypes"], structure["expanded"]
+            )
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],

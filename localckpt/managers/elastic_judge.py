@@ -100,7 +100,7 @@ def ask_for_structures(reports: Sequence[Any]) -> PerRank:
 
 def judge_structures(
     reports: Sequence[Message], rules: Mapping[str, PrivateRule], is_partial: bool
-) -> list[Any]:
+) -> dict[str, Any]:
     """Compare the names of all parts and values.
 
     Args:
@@ -109,8 +109,9 @@ def judge_structures(
         is_partial: Whether what was saved may be missing.
 
     Returns:
-        Names that were saved and are not given; the outlines of all ranks, as text; and the dtypes
-        of tensors by key.
+        What all ranks are told: ``missing``, names that were saved and are not given;
+        ``outlines`` of all ranks, as text; ``dtypes`` of tensors by key, where these may be
+        converted; and the keys of tensors that were ``expanded``.
 
     Raises:
         MismatchError: Names are missing, or were not saved.
@@ -119,9 +120,11 @@ def judge_structures(
     given: Names | None = None
     images: list[str] = []
     dtypes: dict[str, str] = {}
+    expanded: dict[str, None] = {}
     for report in reports:
         record = report.record
         dtypes |= record["dtypes"]
+        expanded |= dict.fromkeys(record["expanded"])
         for names in record["saved"]:
             saved = merged_names(saved, names)
         given = merged_names(given, record["given"])
@@ -132,7 +135,12 @@ def judge_structures(
         is_partial=is_partial,
         is_dropped=lambda name: rules.get(prefix_in(name, rules) or "") == "drop",
     )
-    return [missing, images, dtypes]
+    return {
+        "missing": missing,
+        "outlines": images,
+        "dtypes": dtypes,
+        "expanded": list(expanded),
+    }
 
 
 def kind_of(rule: PrivateRule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -240,24 +240,31 @@ def find_wanted(state: Any) -> list[WantedTensor]:
 
 
 def beside(
-    wanted: Sequence[WantedTensor], saved_as: Mapping[str, str]
+    wanted: Sequence[WantedTensor], saved_as: Mapping[str, str], expanded: Collection[str]
 ) -> tuple[list[WantedTensor], list[tuple[WantedTensor, torch.Tensor]]]:
     """Put new tensors in the places of those that are expanded, or were saved in another dtype.
 
     Args:
         wanted: Tensors to fill.
         saved_as: Names of saved dtypes by key.
+        expanded: Keys of tensors that were saved expanded.
 
     Returns:
         The tensors to fill; and pairs of a tensor and the new one whose values it then takes.
+
+    Raises:
+        MismatchError: Items of a tensor share memory, and were saved apart.
     """
     result, pairs = [], []
     for one in wanted:
-        dtype = saved_as.get(one.key, one.dtype)
-        if dtype != one.dtype or is_expanded(one.tensor):
-            values = torch.empty(
-                one.tensor.shape, dtype=getattr(torch, dtype), device=one.tensor.device
+        dtype, given = saved_as.get(one.key, one.dtype), one.tensor
+        if is_expanded(given) and one.key not in expanded:
+            raise MismatchError(
+                f"the state to load into was left as it is: items of {one.key!r} share memory, as "
+                f"expand() makes them, and were saved apart. Give a clone() of it"
             )
+        if dtype != one.dtype or is_expanded(given):
+            values = torch.empty(given.shape, dtype=getattr(torch, dtype), device=given.device)
             pairs.append((one, values))
             one = replace(one, tensor=values)
         result.append(one)

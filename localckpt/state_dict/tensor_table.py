@@ -125,6 +125,12 @@ class TableEntry(NamedTuple):
         return None if self.view is None else self.view[1]
 
     @property
+    def is_expanded(self) -> bool:
+        """True if items share memory in the slot."""
+        strides = self.strides or (1,) * len(self.shape)
+        return any(n > 1 and not s for n, s in zip(self.shape, strides, strict=True))
+
+    @property
     def is_blob(self) -> bool:
         """True if the slot is a range of bytes of a storage rather than one tensor's value."""
         return self.slot is not None and self.slot.startswith(SHARED)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import localckpt
 from localckpt import Checkpointer, MismatchError
 from tests.managers.jobs import error_of, make_manager
 from tests.ranks import node_store, run_ranks
@@ -130,18 +131,22 @@ def _parts(number: int) -> tuple[dict[str, Any], list[Any]]:
     return _state(number) | {"value": (lambda: value, got.append)}, got
 
 
-def _save(rank: int, world_size: int) -> None:
+def _marked(state: dict[str, Any], is_marked: bool) -> dict[str, Any]:
+    return {k: localckpt.replicated(part) if is_marked else part for k, part in state.items()}
+
+
+def _save(rank: int, world_size: int, is_marked: bool) -> None:
     state, _ = _parts(0)
-    with Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer:
+    with Checkpointer(_marked(state, is_marked), local=node_store(), timeout_s=_S) as checkpointer:
         checkpointer.resume()
         checkpointer.step(0)
         checkpointer.save(0)
 
 
-def _load(rank: int, world_size: int) -> None:
+def _load(rank: int, world_size: int, is_marked: bool) -> None:
     saved, (state, got) = _state(0), _parts(1)
     same, weight = state["same"].state["a"], state["buffers"][0].weight
-    with Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer:
+    with Checkpointer(_marked(state, is_marked), local=node_store(), timeout_s=_S) as checkpointer:
         assert checkpointer.resume() == 1
 
     for name in saved:
@@ -155,13 +160,14 @@ def _load(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.fault("world-size")
+@pytest.mark.parametrize("is_marked", [False, True])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 2), (2, 1), (1, 2)])
 def test_states_of_another_kind_than_those_given_are_resumed_as_they_were_saved(
-    saved_by: int, loaded_by: int, tmp_path: Path
+    saved_by: int, loaded_by: int, is_marked: bool, tmp_path: Path
 ) -> None:
-    run_ranks(_save, saved_by, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_save, saved_by, is_marked, store_per_node=[tmp_path], timeout_s=_S)
 
-    run_ranks(_load, loaded_by, store_per_node=[tmp_path], timeout_s=_S)
+    run_ranks(_load, loaded_by, is_marked, store_per_node=[tmp_path], timeout_s=_S)
 
 
 def _sizes(hidden: int, *, hook: bool = False, bias: bool = True) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_the_newest_undamaged_checkpoint_is_taken_beside_a_path(outcomes: dict[s
 
     assert from_path == whole[4:]
     assert newer_than_path == whole[6:]
-    assert older_than_damaged == whole[8:]
+    assert older_than_damaged == whole[6:]
 
 
 def test_wrong_uses_are_told(outcomes: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def resume_from_paths(rank: int, world_size: int, local: Path) -> list[list[str]
     Returns:
         What each run has noted: one with all 6 steps; one from the trainer's checkpoint of step 2;
         one with the same path, and a newer checkpoint on the node, of step 3; and one without a
-        path, whose newest checkpoint, of step 6, is damaged.
+        path, whose newest checkpoint, of step 5, is damaged.
     """
     runs: list[list[str]] = []
 
@@ -165,7 +165,7 @@ def resume_from_paths(rank: int, world_size: int, local: Path) -> list[list[str]
     run("a", 4, save_strategy="steps", save_steps=2)
     run("b", 2, saved)
     run("a", 100, saved)
-    (newest,) = (local / "b").rglob("*06.*.safetensors")
+    (newest,) = (local / "b").rglob("*05.*.safetensors")
     damage(newest)
     run("b", 100)
     return runs

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
+from localckpt.state_dict.stateful import NO_FREEDOM
 
 __all__ = ["CLASSES", "EngineState"]
 
@@ -32,7 +33,10 @@ class EngineState:
         own_save, own_load: The engine's own methods.
         tag: Tag of the checkpoint that was saved or loaded last.
         saved_step: Its step; ``None`` for none.
+        freedom: Nothing of the state is free: it holds the engine's module.
     """
+
+    freedom = NO_FREEDOM
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine

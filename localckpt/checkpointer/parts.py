@@ -185,13 +185,8 @@ class ModulePart:
 
     @property
     def freedom(self) -> Freedom:
-        """Values that are taken as they were saved, as :func:`freedom_of` has them."""
-        free = freedom_of(self.module)
-        plain = plain_names(self.module, {*free.below, *free.shapes})
-        return Freedom(
-            frozenset(plain[name] for name in free.below),
-            frozenset(plain[name] for name in free.shapes),
-        )
+        """Values that are taken as they were saved."""
+        return freedom_of(self.module)
 
     def state_dict(self) -> dict[str, Any]:
         own = self._own_state()

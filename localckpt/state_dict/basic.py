@@ -19,7 +19,7 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.containers import joined, map_tensors, named_tensors
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
-from localckpt.state_dict.stateful import Freedom, freedom_of, load_module
+from localckpt.state_dict.stateful import Freedom, freedom_of, load_module_state, module_state
 
 __all__ = [
     "BasicTensorAwareStateDict",
@@ -228,8 +228,8 @@ def own_states(state: Any) -> Any:
 
 def _own_state(value: Any) -> Any:
     if isinstance(value, Replicated):
-        return Replicated(value.value.state_dict(), value.ranks)
-    return value.state_dict()
+        return Replicated(_own_state(value.value), value.ranks)
+    return module_state(value) if isinstance(value, torch.nn.Module) else value.state_dict()
 
 
 def give_states(into: Any, loaded: Any, left: Container[str] = ()) -> Any:
@@ -249,7 +249,7 @@ def give_states(into: Any, loaded: Any, left: Container[str] = ()) -> Any:
             if str(key) in left:
                 pass
             elif isinstance(value, torch.nn.Module):
-                load_module(value, loaded[key])
+                load_module_state(value, loaded[key])
             elif isinstance(value, torch.optim.Optimizer):
                 load_optimizer(value, loaded[key])
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ __all__ = [
     "freedom_of",
     "is_same_tensor",
     "load_module",
+    "load_module_state",
+    "module_state",
     "plain_names",
 ]
 
@@ -104,8 +107,28 @@ def freedom_of(value: Any) -> Freedom:
         *value.named_buffers(remove_duplicate=False),
     )
     names = (_without(name, _UNNAMED) for name, _ in tensors) if below else ()
-    shapes = frozenset(name for name in names if prefix_in(name, below) is not None)
-    return Freedom(frozenset(below), shapes)
+    shapes = {name for name in names if prefix_in(name, below) is not None}
+    plain = plain_names(value, {*below, *shapes})
+    return Freedom(*(frozenset(plain[name] for name in those) for those in (below, shapes)))
+
+
+def module_state(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the state of a module by the names that its values have without wrappers."""
+    own: Mapping[str, Any] = module.state_dict()
+    plain = plain_names(module, own)
+    if all(name == of_plain for name, of_plain in plain.items()):
+        return own
+    return {plain[name]: value for name, value in own.items()}
+
+
+def load_module_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what :func:`module_state` returns; raises as :func:`load_module`."""
+    own = module.state_dict()
+    names = {plain: name for name, plain in plain_names(module, own).items()}
+    given = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    # Without the versions of the modules' states, hooks would take them for old ones.
+    given._metadata = getattr(state, "_metadata", getattr(own, "_metadata", None))  # type: ignore[attr-defined]
+    load_module(module, given)
 
 
 def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -132,3 +132,31 @@ def test_a_part_that_was_not_saved_so_is_refused_and_left_as_it_is(
             manager.load(into=part, partial=True)
 
     assert not any(tensor.any() for tensor in part.values())
+
+
+def _compiled(module: torch.nn.Module) -> Any:
+    module[0] = torch.compile(module[0], backend="eager")  # type: ignore[operator]
+    return torch.compile(module, backend="eager")
+
+
+def _in_data_parallel(module: torch.nn.Module) -> Any:
+    module[0] = torch.nn.DataParallel(module[0])  # type: ignore[index, operator]
+    return torch.nn.DataParallel(module)
+
+
+@pytest.mark.parametrize("first", [lambda m: m, _compiled, _in_data_parallel])
+@pytest.mark.parametrize("second", [lambda m: m, _compiled, _in_data_parallel])
+def test_modules_take_states_that_were_saved_with_other_wrappers(
+    first: Any, second: Any, tmp_path: Path
+) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+
+    saved, other = first(model()), second(model())
+
+    with make_manager("disk", tmp_path) as manager:
+        manager.save({"model": saved}, 1)
+        manager.load(into={"model": other})
+
+    for one, same in zip(saved.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)

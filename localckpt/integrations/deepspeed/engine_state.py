@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from localckpt.integrations.deepspeed.memory_files import MP_RANK, MemoryFiles
-from localckpt.state_dict.stateful import NO_FREEDOM
+from localckpt.state_dict.stateful import Freedom
 
 __all__ = ["CLASSES", "EngineState"]
 
@@ -33,10 +33,7 @@ class EngineState:
         own_save, own_load: The engine's own methods.
         tag: Tag of the checkpoint that was saved or loaded last.
         saved_step: Its step; ``None`` for none.
-        freedom: Nothing of the state is free: it holds the engine's module.
     """
-
-    freedom = NO_FREEDOM
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
@@ -80,6 +77,19 @@ class EngineState:
             self._client_state = {}
             if self.saved_step != self._engine.global_steps:
                 self.tag = before
+
+    @property
+    def freedom(self) -> Freedom:
+        """All values but those of the module; all ranks ask in the same step."""
+        files = self.state_dict()["files"].items()
+        of_files = {
+            f"files.{name}.{key}"
+            for name, content in files
+            if isinstance(content, Mapping)
+            for key in content
+            if key != "module"
+        }
+        return Freedom(frozenset({"tag", "micro_steps", *of_files}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files that DeepSpeed would write; all ranks do so in the same step."""

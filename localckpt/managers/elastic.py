@@ -45,6 +45,7 @@ from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.optimizer_states import ParametersOfStates
 from localckpt.state_dict.outlines import merged, with_outlines
+from localckpt.state_dict.replicated import without_markers
 from localckpt.state_dict.resharded import (
     beside,
     find_wanted,
@@ -364,7 +365,7 @@ class ElasticLoad:
         free = self._options.rules.free
         parts = {str(key) for key in stateful_keys(self._options.given)}
         keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
-        found = found_at(self._own, keys)
+        found = found_at(without_markers(self._own), keys)
         whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
         return list(found.values()), frozenset(part for part in whole if part is not None)
 

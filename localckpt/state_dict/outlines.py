@@ -21,7 +21,7 @@ from localckpt.state_dict.stateful import Freedom, TensorKind
 from localckpt.state_dict.targets import find_overlaps
 from localckpt.state_dict.values import Placeholder, Unit, above, key_of, placed
 
-__all__ = ["merged", "outlines_of", "with_outlines"]
+__all__ = ["merged", "outlines_of", "values_below", "with_outlines"]
 
 
 def outlines_of(
@@ -142,6 +142,8 @@ def with_outlines(
 
     units = []
     for place, outline in outlines:
+        if place[0] not in state:
+            continue
         for name, saved in named_tensors({key_of(place): outline}):
             if id(saved) not in made:
                 made[id(saved)] = target(name, saved)
@@ -159,8 +161,7 @@ def _replaced(state: Mapping[Any, Any], units: Iterable[Unit], free: Freedom) ->
     result = dict(state)
     of_keys: dict[Any, list[Unit]] = {}
     for (key, *names), value in units:
-        if key in state:
-            of_keys.setdefault(key, []).append(Unit(tuple(names), value))
+        of_keys.setdefault(key, []).append(Unit(tuple(names), value))
     for key, parts in of_keys.items():
         own = without_marker(state[key])
         if isinstance(own, Mapping) and not free.covers(key_of((key,))):

@@ -41,8 +41,8 @@ __all__ = [
 
 _SHOWN_DIFFERENCES = 10
 _MAKE_NEW = (
-    "Make the state as it was when it was saved. The load() of a manager gives new tensors where "
-    "no into= is given"
+    "Make the state as it was when it was saved. load() of a manager lets go of names with "
+    "partial=True, converts with allow_dtype_change=True, and makes new tensors without into="
 )
 
 

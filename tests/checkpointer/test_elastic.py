@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import localckpt
 from localckpt import Checkpointer, Every
 from tests.checkpointer.loops import full_weights, stores, train
 from tests.ranks import node_store, run_ranks
@@ -161,7 +162,8 @@ def _load_positions(rank: int, world_size: int, options: dict[str, Any]) -> tupl
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("localckpt.managers.elastic").addHandler(handler)
-    with Checkpointer(parts, local=node_store(), timeout_s=_S, **options) as checkpointer:
+    marked = parts | {"schedule": localckpt.replicated(parts["schedule"])}
+    with Checkpointer(marked, local=node_store(), timeout_s=_S, **options) as checkpointer:
         assert checkpointer.resume() == 1
     assert parts["schedule"].get_last_lr() == [0.5]
     assert (parts["alike"].at, parts["alike"].calls, values["number"]) == (3, 1, 5)

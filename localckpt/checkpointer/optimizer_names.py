@@ -233,15 +233,16 @@ def _new(
     """
     # torch keeps steps on the host; where they are to be on a GPU, its load_state_dict moves them.
     device = like.device if isinstance(like, torch.Tensor) and name != "step" else "cpu"
-    if isinstance(like, DTensor) and (dims is not None or like.shape == size):
-        placements = like.placements
-        if dims is not None:
-            placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+    if isinstance(like, DTensor) and dims is not None:
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
         if len(placements) != like.device_mesh.ndim:
-            placements = (Replicate(),) * like.device_mesh.ndim
+            placements = [Replicate()] * like.device_mesh.ndim
         return torch.distributed.tensor.empty(
             *(tuple(size),), dtype=dtype, device_mesh=like.device_mesh, placements=placements
         )
+    if isinstance(like, DTensor) and like.shape == size:
+        # On the device of its local tensor, which may be offloaded to the host.
+        return torch.empty_like(like.detach(), dtype=dtype)
     if isinstance(like, torch.Tensor) or like is None:
         return torch.empty(size, dtype=dtype, device=device)
     if like.size() != size:

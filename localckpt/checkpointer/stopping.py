@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ class StopRequests:
     """Requests to stop that reach this rank.
 
     A handler that was there before is called as well. The default action of a signal, which would
-    end the process, is not taken.
+    end the process, is not taken. A closed object, and a forked child's copy of one, do what was
+    done before it: so signals end the child.
 
     Args:
         signals: Signals that ask the job to stop. Handlers can be set in the main thread only;
@@ -48,6 +50,8 @@ class StopRequests:
         self._received: str | None = None
         self._looking: Task[str | None] | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+        self._is_closed = False
         if threading.current_thread() is not threading.main_thread():
             if signals:
                 logger.warning(
@@ -98,20 +102,39 @@ class StopRequests:
 
     def close(self) -> None:
         """Put the handlers back that were there before. May be called twice."""
-        for number, before in self._before.items():
+        self._is_closed = True
+        for number in self._before:
             # Who has set a handler since calls ours, or has replaced it.
             if signal.getsignal(number) in (self._receive, self._pass_on):
-                signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+                signal.signal(number, self._action_before(number))
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if signals are to be handled as if this object were not there."""
+        return self._is_closed or os.getpid() != self._process
+
+    def _action_before(self, number: signal.Signals) -> Any:
+        """Return what was done before, passing over other objects that are closed by now."""
+        action = self._before.get(number)
+        owner = getattr(action, "__self__", None)
+        if isinstance(owner, StopRequests) and owner._is_idle:
+            return owner._action_before(number)
+        # Set by code that is not Python's: it cannot be set again.
+        return signal.SIG_DFL if action is None else action
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        received = signal.Signals(number)
-        self._received = f"signal {received.name}"
+        if not self._is_idle:
+            self._received = f"signal {signal.Signals(number).name}"
         self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        self._on_signal(received)
-        before = self._before.get(received)
+        if not self._is_idle:
+            self._on_signal(received)
+        before = self._action_before(received)
         if callable(before):
             before(number, frame)
+        elif self._is_idle:
+            # In a child, or below a handler that was set since, which calls this one.
+            signal.signal(received, before)
+            signal.raise_signal(received)

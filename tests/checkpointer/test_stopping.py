@@ -1,0 +1,94 @@
+"""Signals of a process that has, had, or inherited the handlers of a checkpointer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from localckpt import Checkpointer
+
+_AT_ONCE_S = 5.0
+
+_CLOSED = """
+import os, signal, sys, time, torch, localckpt
+path, order, heard = sys.argv[1], map(int, sys.argv[2]), sys.argv[3]
+if heard:
+    signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+made = [
+    localckpt.Checkpointer({"m": torch.nn.Linear(1, 1)}, local=path, session_id=name, events=())
+    for name in "abc"
+]
+for number in order:
+    made[number].resume()
+    made[number].close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "is_heard"), [("012", False), ("120", False), ("201", True), ("210", True)]
+)
+def test_closed_in_any_order_they_leave_signals_to_what_was_there_before(
+    order: str, is_heard: bool, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _CLOSED, str(tmp_path), order, "heard" * is_heard],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.stdout.split() == (["heard", "alive"] if is_heard else [])
+    assert ended.returncode == (0 if is_heard else -signal.SIGTERM)
+
+
+def _wait() -> None:
+    time.sleep(60)
+
+
+def test_a_signal_ends_a_child_that_the_trainer_forked(tmp_path: Path) -> None:
+    forks = multiprocessing.get_context("fork")
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path / "a", events=()) as outer,
+        Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path / "b", events=()) as inner,
+    ):
+        outer.resume()
+        inner.resume()
+        child = forks.Process(target=_wait)
+        child.start()
+        began = time.monotonic()
+
+        child.terminate()
+        child.join(60)
+        with forks.Pool(1) as pool:
+            pool.apply(os.getpid)
+            pool.terminate()
+            pool.join()
+
+        assert time.monotonic() - began < _AT_ONCE_S
+        assert child.exitcode == -signal.SIGTERM
+        assert outer.stopped is inner.stopped is None
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_of_two_the_open_one_hears_a_signal_that_the_closed_one_left_to_it(tmp_path: Path) -> None:
+    with Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path / "b", events=()) as inner:
+        first = inner._stop_requests
+        with Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path / "a", events=()) as outer:
+            second = outer._stop_requests
+            first.close()
+            signal.raise_signal(signal.SIGTERM)
+
+            assert (first.why(), second.why()) == (None, "signal SIGTERM")

@@ -7,7 +7,9 @@ killed, and only the last line of a file can be torn.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,7 +22,11 @@ from localckpt.own_folders import make_own_folders
 
 __all__ = ["JsonLines", "RecordReader", "read_events"]
 
+logger = logging.getLogger(__name__)
+
 _ENDING = ".jsonl"
+# A record that failed, as on a full disk, is tried again after a pause, which doubles.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # A job that fails at once, again and again, leaves files that are nearly empty.
 _MOST_FILES = 1000
 
@@ -30,6 +36,7 @@ class JsonLines:
 
     A file ends at ``file_nbytes``. The next one begins with the run's first event again, so each
     file says of which run it is. The oldest files of the rank, of earlier runs too, are removed.
+    Where it cannot write, it tries again with later events, and warns of how many are lost.
 
     Args:
         folder: Directory of the files, which ranks and runs may share; made when it is not there.
@@ -50,29 +57,61 @@ class JsonLines:
         self._first: Event | None = None
         self._index = 0
         self._file: AppendedFile | None = None
+        self._lost = 0
+        self._pause_s = self._again_at = 0.0
 
     def write(self, event: Event) -> None:
-        """Append one event.
+        """Append one event; while that fails, count the events that are lost, and try again.
 
         Raises:
-            OSError: The file cannot be written.
-            StorageError: As before, or another user can replace what is in the directory.
+            StorageError: The directory cannot be made, or another user can replace what is in it.
         """
-        if self._file is None:
+        if self._first is None:
             make_own_folders(self._folder, shares=True)
             self._first = event
-            self._file = self._next_file(event)
-        elif self._file.nbytes >= self._file_nbytes and self._first is not None:
-            self.close()
+        if time.monotonic() < self._again_at:
+            self._lost += 1
+            return
+        try:
+            self._append(event)
+        except (OSError, StorageError) as error:
+            # Nothing may come behind a torn line: the next event begins another file.
+            self._end_file()
+            self._lost += 1
+            if not self._pause_s:
+                logger.warning(
+                    "the record of events takes none, and is tried again meanwhile: %s", error
+                )
+            self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._again_at = time.monotonic() + self._pause_s
+        else:
+            self._note_lost()
+            self._pause_s = 0.0
+
+    def _append(self, event: Event) -> None:
+        if self._file is not None and self._file.nbytes >= self._file_nbytes:
+            self._end_file()
+        if self._file is None:
+            assert self._first is not None, "write() came before"
             self._file = self._next_file(self._first)
-            self._file.append(_line(self._first))
+            if self._first is not event:
+                self._file.append(_line(self._first))
         self._file.append(_line(event))
 
     def flush(self) -> None:
         """Do nothing: every line was written by itself."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and say how many events are lost."""
+        self._note_lost()
+        self._end_file()
+
+    def _note_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            logger.warning("the record of events in %s lacks %d events", self._folder, lost)
+
+    def _end_file(self) -> None:
         if (file := self._file) is not None:
             self._file = None
             file.close()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.events import jsonl
 from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines, RecordReader, read_events
 from tests.events.sinks import make_event
@@ -33,6 +38,18 @@ def _written(folder: Path, events: list[Event], **options: int) -> None:
     for event in events:
         sink.write(event)
     sink.close()
+
+
+@contextmanager
+def _no_file_larger_than(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_events_are_read_back_as_they_were(tmp_path: Path) -> None:
@@ -133,6 +150,29 @@ def test_what_a_killed_process_has_written_is_read(tmp_path: Path) -> None:
     assert {event.rank for event in events} == {2}
     numbers = [event.number for event in events]
     assert numbers == sorted(set(numbers))
+
+
+def test_a_record_that_could_not_be_written_goes_on_and_says_what_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_FIRST_PAUSE_S", 0.05)
+    folder = tmp_path / "events"
+    sink = JsonLines(folder)
+    sink.write(make_event(0))
+    with _no_file_larger_than(0):
+        for number in (1, 2):
+            sink.write(make_event(number))
+    time.sleep(0.1)
+
+    for number in (3, 4):
+        sink.write(make_event(number))
+    sink.close()
+
+    assert [event.number for event in read_events([folder])] == [0, 3, 4]
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == 2
+    assert "is tried again meanwhile: [Errno 27]" in texts[0]
+    assert texts[1] == f"the record of events in {folder} lacks 2 events"
 
 
 def test_what_is_new_in_records_that_grow_is_read_once(tmp_path: Path) -> None:

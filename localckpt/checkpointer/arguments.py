@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.retention import Retention
 from localckpt.storage.names import local_path
 
-__all__ = ["absolute_paths", "check_arguments", "check_shared_arguments"]
+__all__ = [
+    "absolute_paths",
+    "as_cadence",
+    "check_arguments",
+    "check_shared_arguments",
+    "check_state",
+]
 
 
 def absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the paths among a checkpointer's options absolute, for whoever makes it later."""
     paths = [name for name in ("local", "shared", "stop_file") if options.get(name) is not None]
     return {**options, **{name: local_path(options[name]) for name in paths}}
+
+
+def as_cadence(name: str, every: object) -> Every:
+    """Return a cadence, of which a number is one in steps; raises CheckpointingException."""
+    if isinstance(every, Every):
+        return every
+    if isinstance(every, int) and not isinstance(every, bool):
+        return Every(steps=every)
+    raise CheckpointingException(
+        f"{name}={every!r} is no cadence: give a number of steps, or Every(steps=...), "
+        f"Every(minutes=...), Every(overhead=...) or Every(mtbf_hours=...)"
+    )
+
+
+def check_state(state: object) -> None:
+    """Check that a state has parts by name; raises CheckpointingException."""
+    # A module can be called as well.
+    is_one_part = isinstance(state, torch.nn.Module | torch.optim.Optimizer)
+    if is_one_part or not (isinstance(state, Mapping) or callable(state)):
+        raise CheckpointingException(
+            f"the training state is a {type(state).__name__}: give a dict of parts by name, such "
+            f"as {{'model': model, 'optimizer': optimizer}}, or a function that returns one"
+        )
 
 
 def check_arguments(
@@ -47,9 +79,22 @@ def check_arguments(
 
 
 def check_shared_arguments(
-    shared_every: Every, on_resize: str, keep_last: int | None, retention: Retention | None
+    local: str | os.PathLike[str] | None,
+    shared: str | os.PathLike[str] | None,
+    shared_every: Every,
+    on_resize: str,
+    keep_last: int | None,
+    retention: Retention | None,
 ) -> None:
     """Check arguments that concern shared storage; raises CheckpointingException."""
+    if local is not None and shared is not None:
+        nodes, common = local_path(local).resolve(), local_path(shared).resolve()
+        if common.is_relative_to(nodes):
+            raise CheckpointingException(
+                f"shared={str(shared)!r} is in local={str(local)!r}, or the same: local is a "
+                f"directory on a disk of each node, which is lost with it, and shared one that all "
+                f"nodes reach. Give two directories"
+            )
     if keep_last is not None and retention is not None:
         raise CheckpointingException(
             f"give shared_keep_last= or shared_retention=, not both: "

@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
-from localckpt.checkpointer.arguments import check_arguments, check_shared_arguments
+from localckpt.checkpointer.arguments import (
+    as_cadence,
+    check_arguments,
+    check_shared_arguments,
+    check_state,
+)
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
@@ -79,8 +84,9 @@ class Checkpointer:
         session_id: Name of the training run; runs with different names may share a directory. With
             ``memory``, and without ``local``, it names the program on the nodes if it is not given:
             its main script, its arguments and the working directory, as the first rank has them.
-        every: Cadence of saves. By default they take at most 1 % of training time.
-        shared_every: Cadence of saves to shared storage.
+        every: Cadence of saves, or a number of steps. By default saves take at most 1 % of training
+            time.
+        shared_every: Cadence of saves to shared storage, or a number of steps.
         keep_last: Number of complete checkpoints that are kept on the nodes.
         shared_keep_last: Number that are kept on shared storage; ``None`` for all. Short for
             ``shared_retention=Retention(last=...)``.
@@ -150,8 +156,8 @@ class Checkpointer:
         memory: bool = False,
         shared: str | os.PathLike[str] | None = None,
         session_id: str = "",
-        every: Every = Every(overhead=0.01),  # noqa: B008 - a frozen value
-        shared_every: Every = Every(minutes=30),  # noqa: B008 - a frozen value
+        every: Every | int = Every(overhead=0.01),  # noqa: B008 - a frozen value
+        shared_every: Every | int = Every(minutes=30),  # noqa: B008 - a frozen value
         keep_last: int = 2,
         shared_keep_last: int | None = None,
         shared_retention: Retention | None = None,
@@ -178,7 +184,13 @@ class Checkpointer:
         events: Iterable[Sink] | None = None,
     ) -> None:
         check_arguments(local, memory, replication_factor, repl_strategy, on_error, max_failures)
-        check_shared_arguments(shared_every, on_resize, shared_keep_last, shared_retention)
+        cadence = as_cadence("every", every)
+        of_shared = as_cadence("shared_every", shared_every)
+        check_shared_arguments(
+            *(local, shared, of_shared, on_resize, shared_keep_last, shared_retention)
+        )
+        shared_cadence = None if shared is None else of_shared
+        check_state(state)
         self._state = TrainingState(state, rng=rng, private=private or {}, drop=on_resize == "drop")
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
@@ -260,19 +272,19 @@ class Checkpointer:
         self._record.stream.release()
         self._meter = Meter()
         self._pulse = Pulse(
-            every,
-            None if shared is None else shared_every,
+            cadence,
+            shared_cadence,
             timeout_s,
             self._stop_requests.why,
             self._meter.costs,
         )
-        self._schedule = Schedule(every, None if shared is None else shared_every)
+        self._schedule = Schedule(cadence, shared_cadence)
         grace_s = timeout_s if grace_s is None else grace_s
         self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
-        self._may_overlap = every.steps is not None
+        self._may_overlap = cadence.steps is not None
         self._last_step: int | None = None
         self._is_counted = False
         # Whether the time to stop in was over before the last save was complete.

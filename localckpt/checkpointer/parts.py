@@ -104,10 +104,21 @@ def _part_of(key: str, value: Any) -> Any:
         return value
     if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
         return ValuePart(*value)
+    pair = f"a pair of functions, such as {key!r}: (lambda: run.epoch, run.set_epoch)"
+    if value is None:
+        raise CheckpointingException(
+            f"{key!r} of the training state is None: leave it out. A value that may be None is "
+            f"given as {pair}"
+        )
+    if isinstance(value, Mapping):
+        raise CheckpointingException(
+            f"{key!r} of the training state is a {type(value).__name__}, as a state_dict() is: "
+            f"give the module or the optimizer itself, which is asked for its state at each save. "
+            f"A plain value is given as {pair}"
+        )
     raise CheckpointingException(
         f"{key!r} of the training state is a {type(value).__name__}, which has no "
-        f"state_dict and load_state_dict. Give a plain value as a pair of functions, "
-        f"such as {key!r}: (lambda: run.epoch, run.set_epoch)"
+        f"state_dict and load_state_dict. Give a plain value as {pair}"
     )
 
 

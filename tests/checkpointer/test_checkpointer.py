@@ -52,6 +52,43 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], told:
         Checkpointer(_state(), **options)
 
 
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ([torch.nn.Linear(1, 1)], "the training state is a list: give a dict of parts by name"),
+        (torch.nn.Linear(1, 1), "the training state is a Linear: give a dict of parts by name"),
+        (None, "the training state is a NoneType"),
+        ({"m": torch.nn.Linear(1, 1).state_dict()}, "give the module or the optimizer itself"),
+        ({"m": None}, "'m' of the training state is None: leave it out"),
+        ({"m": 3}, "'m' of the training state is a int"),
+        ({"localckpt": torch.nn.Linear(1, 1)}, "choose another name"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_with_what_to_give(
+    state: Any, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        Checkpointer(state, local=tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "shared"])
+def test_shared_storage_in_a_directory_of_the_node_is_refused(below: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match=r"is in local=.*Give two directories"):
+        Checkpointer(_state(), local=tmp_path, shared=tmp_path / below)
+
+
+def test_a_number_is_a_cadence_in_steps(tmp_path: Path) -> None:
+    with Checkpointer(_state(), local=tmp_path, every=3, events=()) as checkpointer:
+        checkpointer.resume()
+        for step in range(7):
+            checkpointer.step(step)
+        checkpointer.wait_until_finished()
+
+        assert checkpointer.newest == 5
+    with pytest.raises(CheckpointingException, match=r"every=1.5 is no cadence"):
+        Checkpointer(_state(), local=tmp_path, every=1.5)  # type: ignore[arg-type]
+
+
 def test_a_signal_that_cannot_be_handled_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
     signals = [signal.SIGUSR1, signal.SIGKILL]
 

@@ -289,7 +289,7 @@ class SharedState:
         share = range(rank, saved.world_size, world_size)
         first_of = self._ranks.decide(
             "compare what the ranks have saved",
-            lambda: [[number, _digests(saved.of_rank(number)[PARTS])] for number in share],
+            lambda: [[n, _digests(saved.read_of_rank(n)[PARTS])] for n in share],
             partial(_judge_values, saved.world_size, world_size, self._on_resize == "error"),
         )
         dropped = sorted(key for key in self._others if key != RNG and first_of.get(key) is None)

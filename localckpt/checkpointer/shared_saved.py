@@ -59,7 +59,7 @@ class SavedState:
     def __init__(self, checkpoint: OpenCheckpoint, unpack: Callable[[bytes], Any]) -> None:
         self._checkpoint = checkpoint
         self._unpack = unpack
-        self._of_ranks: dict[int, Any] = {}
+        self._of_ranks: dict[int, dict[str, Any]] = {}
         self._below: dict[Path, dict[Path, Any]] = {}
         for name, path in checkpoint.paths.items():
             depth = 4 if path[:2] == (OURS, TENSORS) else 1
@@ -96,9 +96,13 @@ class SavedState:
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Return what belongs to a rank that has saved: other parts, and buffers by module."""
         if rank not in self._of_ranks:
-            image = self.read((OURS,), lambda path: path == (OF_RANK, str(rank)))
-            self._of_ranks[rank] = self._unpack(image[OF_RANK][str(rank)])
-        return dict(self._of_ranks[rank])
+            self._of_ranks[rank] = self.read_of_rank(rank)
+        return self._of_ranks[rank]
+
+    def read_of_rank(self, rank: int) -> dict[str, Any]:
+        """Return the same, and keep nothing of it."""
+        image = self.read((OURS,), lambda path: path == (OF_RANK, str(rank)))
+        return dict(self._unpack(image[OF_RANK][str(rank)]))
 
     def odd(self, place: Path) -> dict[str, Any]:
         """Return the tensors of a module that were saved as images."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from localckpt.checkpointer.cadence import Every
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.retention import Retention
 from localckpt.storage.names import local_path
 
@@ -19,6 +19,8 @@ __all__ = [
     "check_arguments",
     "check_shared_arguments",
     "check_state",
+    "check_timeout",
+    "judge_arguments",
 ]
 
 
@@ -38,6 +40,33 @@ def as_cadence(name: str, every: object) -> Every:
         f"{name}={every!r} is no cadence: give a number of steps, or Every(steps=...), "
         f"Every(minutes=...), Every(overhead=...) or Every(mtbf_hours=...)"
     )
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Check the deadline of all waits; raises CheckpointingException."""
+    if timeout_s <= 0:
+        raise CheckpointingException(f"timeout_s is {timeout_s}; it must be above 0")
+
+
+def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
+    """Compare the arguments that must be the same on all ranks.
+
+    Args:
+        told_by: Texts of the arguments of each rank, by name.
+
+    Raises:
+        MismatchError: Some differ.
+    """
+    lines = []
+    for name, first in told_by[0].items():
+        other = next((rank for rank, told in enumerate(told_by) if told[name] != first), None)
+        if other is not None:
+            lines.append(f"{name} is {first} on rank 0 and {told_by[other][name]} on rank {other}")
+    if lines:
+        raise MismatchError(
+            f"the ranks were given different arguments: {'; '.join(lines)}. Give all ranks the "
+            f"same. Nothing was made"
+        )
 
 
 def check_state(state: object) -> None:

@@ -20,6 +20,8 @@ from localckpt.checkpointer.arguments import (
     check_arguments,
     check_shared_arguments,
     check_state,
+    check_timeout,
+    judge_arguments,
 )
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
@@ -183,27 +185,58 @@ class Checkpointer:
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
     ) -> None:
-        check_arguments(local, memory, replication_factor, repl_strategy, on_error, max_failures)
+        check_timeout(timeout_s)
+        self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
+        equal = {
+            "session_id": session_id,
+            "every": every,
+            "shared_every": shared_every,
+            "memory": memory,
+            "local": local is not None,
+            "shared": shared is not None,
+            "keep_last": keep_last,
+            "replication_factor": replication_factor,
+            "rng": rng,
+            "on_resize": on_resize,
+            "on_error": on_error,
+            "max_failures": max_failures,
+            "max_attempts": max_attempts,
+            "finite": finite,
+            "check_replicas": check_replicas,
+            "on_divergence": on_divergence,
+            "timeout_s": timeout_s,
+        }
+
+        def check_all() -> dict[str, str]:
+            check_arguments(
+                *(local, memory, replication_factor, repl_strategy, on_error, max_failures)
+            )
+            check_shared_arguments(
+                *(local, shared, as_cadence("shared_every", shared_every)),
+                *(on_resize, shared_keep_last, shared_retention),
+            )
+            as_cadence("every", every)
+            check_state(state)
+            self._state = TrainingState(
+                state, rng=rng, private=private or {}, drop=on_resize == "drop"
+            )
+            return {name: repr(value) for name, value in equal.items()}
+
+        allowed = tuple(safe_globals)
+        node_session = session_id
+        try:
+            # What one rank's arguments are refused for is an error on all ranks at once.
+            self._ranks.decide("make a checkpointer", check_all, judge_arguments)
+            if memory and local is None and not session_id:
+                node_session = agreed_session(self._ranks)
+        except BaseException:
+            self._ranks.close()
+            raise
         cadence = as_cadence("every", every)
-        of_shared = as_cadence("shared_every", shared_every)
-        check_shared_arguments(
-            *(local, shared, of_shared, on_resize, shared_keep_last, shared_retention)
-        )
-        shared_cadence = None if shared is None else of_shared
-        check_state(state)
-        self._state = TrainingState(state, rng=rng, private=private or {}, drop=on_resize == "drop")
+        shared_cadence = None if shared is None else as_cadence("shared_every", shared_every)
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
         self.stopped: str | None = None
-        self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
-        allowed = tuple(safe_globals)
-        node_session = session_id
-        if memory and local is None and not session_id:
-            try:
-                node_session = agreed_session(self._ranks)
-            except BaseException:
-                self._ranks.close()
-                raise
         if events is None:
             root = default_root() if local is None else local_path(local)
             events = default_sinks(root, node_session)

@@ -161,7 +161,8 @@ class SharedState:
 
     def _plain_tree(self, value: Any, step: int, name: str) -> Any:
         """Apply :meth:`_plain_value` to the values in dicts and lists."""
-        if isinstance(value, Mapping):
+        # torch.distributed.checkpoint leaves empty dicts out.
+        if isinstance(value, Mapping) and value:
             return {k: self._plain_tree(v, step, f"{name}.{k}") for k, v in value.items()}
         if isinstance(value, list):
             return [self._plain_tree(v, step, f"{name}.{n}") for n, v in enumerate(value)]

@@ -13,7 +13,14 @@ from typing import Any
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
 
-__all__ = ["is_torchs", "judge_fits", "why_groups_differ", "why_other_class", "why_parts_differ"]
+__all__ = [
+    "is_torchs",
+    "judge_fits",
+    "paired_groups",
+    "why_groups_differ",
+    "why_other_class",
+    "why_parts_differ",
+]
 
 _SHOWN = 8
 
@@ -69,6 +76,9 @@ def why_groups_differ(
 ) -> list[str]:
     """Compare the parameter groups of an optimizer, whose ``params`` are names.
 
+    Optimizers that are not torch's may add keys to their groups while they train, so a new one of
+    the same class need not have these.
+
     Args:
         key: Name of the optimizer.
         saved, given: The groups. They may be in another order, and so may their parameters.
@@ -78,18 +88,35 @@ def why_groups_differ(
     names = [{name for group in groups for name in group["params"]} for groups in (saved, given)]
     if names[0] != names[1]:
         return [f"{about}: its parameters are others{_other_keys('', *map(sorted, names))}"]
-    given_by_params = {frozenset(group["params"]): group for group in given}
-    if {frozenset(group["params"]) for group in saved} != given_by_params.keys():
+    pairs = paired_groups(saved, given)
+    if len(pairs) != len(saved) or len(pairs) != len(given):
         sizes = [[len(group["params"]) for group in groups] for groups in (saved, given)]
         differ = f"saved with {sizes[0]} parameters, given with {sizes[1]}"
         return [f"{about}: its param_groups divide the parameters otherwise: {differ}"]
     lines = []
-    for number, group in enumerate(saved):
-        own = given_by_params[frozenset(group["params"])]
-        if group.keys() != own.keys():
-            what = f"param_groups[{number}]"
+    for group, own in pairs:
+        may_lack = kinds[0] == kinds[1] and not is_torchs(kinds[0])
+        if own.keys() - group.keys() or (group.keys() - own.keys() and not may_lack):
+            what = f"param_groups[{saved.index(group)}]"
             lines.append(f"{about}: {what} differs{_other_keys('', list(group), list(own))}")
     return lines
+
+
+def paired_groups(
+    saved: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Pair saved and given parameter groups of the same parameters, in the order of the given.
+
+    Groups that have none are paired in their order.
+    """
+    left = list(saved)
+    pairs = []
+    for own in given:
+        params = frozenset(own["params"])
+        number = next((n for n, group in enumerate(left) if params == {*group["params"]}), None)
+        if number is not None:
+            pairs.append((left.pop(number), own))
+    return pairs
 
 
 def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from localckpt.checkpointer.fit import paired_groups
 from localckpt.checkpointer.parts import ModulePart, OptimizerPart
 from localckpt.errors import CheckpointingException
 from localckpt.global_tier.metadata import set_element
@@ -75,10 +76,10 @@ class NamedOptimizer:
             )
         if self._module.is_fsdp1:
             return self._module.optimizer_state(self._part.optimizer, own)
-        names = self._numbered()
-        state = {names[number]: values for number, values in own[_STATE].items()}
-        for name, values in state.items():
-            self._require_plain_keys(values, f"{_STATE}.{name}")
+        names = dict(enumerate(self._numbered()))
+        # States that belong to no parameter have a key of their own.
+        state = {names.get(key, key): values for key, values in own[_STATE].items()}
+        self._require_plain_keys(state, _STATE)
         groups = [{**g, "params": [names[number] for number in g["params"]]} for g in own[_GROUPS]]
         return {**own, _STATE: state, _GROUPS: groups}
 
@@ -90,18 +91,18 @@ class NamedOptimizer:
             )
             return
         numbers = {name: number for number, name in enumerate(self._numbered())}
-        saved = {frozenset(group["params"]): group for group in state[_GROUPS]}
         self._part.load_state_dict(
             {
                 **state,
-                _STATE: {numbers[name]: values for name, values in state[_STATE].items()},
+                _STATE: {numbers.get(name, name): v for name, v in state[_STATE].items()},
                 # In the order of the optimizer, which may be another one than was saved.
                 _GROUPS: [
                     {
-                        **saved[frozenset(group["params"])],
-                        "params": [numbers[name] for name in group["params"]],
+                        **saved,
+                        **{key: own[key] for key in ("param_names",) if key in own},
+                        "params": [numbers[name] for name in own["params"]],
                     }
-                    for group in self.groups
+                    for saved, own in paired_groups(state[_GROUPS], self.groups)
                 ],
             }
         )

@@ -156,7 +156,8 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
 
     Returns:
         By the name of a part its class, if it is one of torch's and no module, and for an optimizer
-        also the order of its parameters, by whose numbers its state is kept.
+        also the order of its parameters, by whose numbers its state is kept. Groups of torch's own
+        must have the keys that were saved; others may add keys while they train.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}
@@ -170,6 +171,9 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
             found.setdefault(key, {})[kind] = None
         if isinstance(part, OptimizerPart):
             groups = part.optimizer.param_groups
+            for number, group in enumerate(groups if is_torchs(kind) else ()):
+                keys = ", ".join(sorted(map(str, group.keys() - {"params"})))
+                found.setdefault(key, {})[f"param_groups[{number}] with {keys}"] = None
             order = [names.get(id(p), "") for group in groups for p in group["params"]]
             digest = xxhash.xxh3_64_hexdigest("\n".join(order).encode())
             shown = ", ".join(order[:_SHOWN_PARAMETERS])

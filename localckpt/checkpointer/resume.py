@@ -139,7 +139,7 @@ class Resumption:
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.is_on_nodes:
             try:
-                into = {**parts, OURS: described(parts)}
+                into = {OURS: described(parts), **parts}
                 loaded = manager.load(into=into, allow_dtype_change=allow_dtype_change)
                 step = loaded[1].iteration
                 # A damaged checkpoint makes way for the one before, which may be too old.

@@ -41,6 +41,7 @@ from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
+from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.value_digests import digest_of
 
 __all__ = ["OnResize", "SharedState"]
@@ -160,7 +161,8 @@ class SharedState:
 
     def _plain_tree(self, value: Any, step: int, name: str) -> Any:
         """Apply :meth:`_plain_value` to the values in dicts and lists."""
-        if isinstance(value, Mapping):
+        # torch.distributed.checkpoint leaves empty dicts out.
+        if isinstance(value, Mapping) and value:
             return {k: self._plain_tree(v, step, f"{name}.{k}") for k, v in value.items()}
         if isinstance(value, list):
             return [self._plain_tree(v, step, f"{name}.{n}") for n, v in enumerate(value)]
@@ -209,14 +211,14 @@ class SharedState:
 
             def compare() -> dict[str, Any]:
                 saved.append(SavedState(checkpoint, self._unpacked))
-                return self._compare(saved[0])
+                return self._compare(saved[0], allow_dtype_change)
 
             self._ranks.decide(f"compare the parts with step {step}", compare, judge_fits)
             others = self._values_for_this_rank(saved[0])
             self._fill(saved[0], others, allow_dtype_change)
 
-    def _compare(self, saved: SavedState) -> dict[str, Any]:
-        """Find what does not fit, and changes nothing; the argument of :func:`judge_fits`."""
+    def _compare(self, saved: SavedState, allow_dtype_change: bool) -> dict[str, Any]:
+        """Find what does not fit, and change nothing; the argument of :func:`judge_fits`."""
         given = {key: kind_of(part) for key, part in self._parts.items()}
         lines: list[str] = []
         values = saved.of_rank(self._rank_in(saved))
@@ -229,7 +231,7 @@ class SharedState:
                 differ = why_groups_differ(key, groups, named.groups, kinds)
                 lines += differ or why_other_class(key, *kinds, (), ())
             elif isinstance(named, ModulePart):
-                lines += self._why_forms_differ(saved, key, named)
+                lines += self._why_forms_differ(saved, key, named, allow_dtype_change)
             elif key not in values[PARTS]:
                 if saved.world_size == self._manager.world_size:
                     lines.append(f"{key}: given, and this rank had none when it was saved")
@@ -254,7 +256,9 @@ class SharedState:
         groups: list[dict[str, Any]] = found.get("param_groups", [])
         return groups
 
-    def _why_forms_differ(self, saved: SavedState, key: str, part: ModulePart) -> list[str]:
+    def _why_forms_differ(
+        self, saved: SavedState, key: str, part: ModulePart, allow_dtype_change: bool
+    ) -> list[str]:
         """Compare what the reader of shared storage does not: odd tensors, and own buffers."""
         rank = self._rank_in(saved)
         below = saved.below(self._place(key, rank))
@@ -272,8 +276,14 @@ class SharedState:
                 kinds = (saved_as.properties.dtype, tuple(saved_as.size)), _tensor_kind(given)
             else:
                 continue
-            if forms[0] != forms[1] and not freedom.allows(name, *kinds):
-                lines.append(f"{key}.{name}: saved as {forms[0]}, given as {forms[1]}")
+            if forms[0] == forms[1] or freedom.allows(name, *kinds):
+                continue
+            converts = _is_convertible(read.get(name), given)
+            if not (converts and allow_dtype_change):
+                lines.append(
+                    f"{key}.{name}: saved as {forms[0]}, given as {forms[1]}"
+                    + ", which allow_dtype_change=True converts" * converts
+                )
         return lines
 
     def _values_for_this_rank(self, saved: SavedState) -> dict[str, Any]:
@@ -313,6 +323,7 @@ class SharedState:
         buffers = saved.of_rank(self._rank_in(saved))[BUFFERS]
         state: dict[str, Any] = {}
         targets: dict[str, Any] = {}
+        besides: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, part in self._named.items():
             if is_resized and self._is_left(key, saved):
                 continue
@@ -321,7 +332,13 @@ class SharedState:
             if isinstance(part, NamedOptimizer):
                 targets[key] = part.targets(below, saved.placed(key))
             else:
-                targets[key] = _module_targets(part, below, buffers.get(key, {}))
+                own, own_buffers = part.state_dict(), buffers.get(key, {})
+                targets[key] = _module_targets(own, part.freedom, below, own_buffers)
+                besides |= {
+                    f"{key}.{name}": (own[name], value)
+                    for name, value in own_buffers.items()
+                    if name in own and own[name].shape == value.shape
+                }
             set_element(state, place, targets[key])
 
         def let_go(name: str) -> bool:
@@ -330,7 +347,7 @@ class SharedState:
                 return path[1] != TENSORS or is_resized
             return path[-1] in buffers.get(str(path[0]), {})
 
-        saved.fill(state, LoadOptions(False, allow_dtype_change, let_go))
+        saved.fill(state, LoadOptions(False, allow_dtype_change, let_go, besides))
         for key, part in self._parts.items():
             if key in targets:
                 loaded = saved.value(targets[key])
@@ -351,16 +368,19 @@ class SharedState:
 
 
 def _module_targets(
-    part: ModulePart, below: Mapping[Path, Any], buffers: Mapping[str, Any]
+    own: Mapping[str, Any],
+    freedom: Freedom,
+    below: Mapping[Path, Any],
+    buffers: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Make a state to load a module into: its own values, or new ones where those are free.
 
     Args:
-        part: The module.
+        own: State of the module.
+        freedom: Values of the module that are free.
         below: Descriptions of the saved values.
         buffers: Those that have been read already.
     """
-    own, freedom = part.state_dict(), part.freedom
     targets: dict[str, Any] = {}
     for name in [*own, *(str(path[0]) for path in below if path[0] not in own)]:
         described, given = below.get((name,)), own.get(name)
@@ -399,6 +419,12 @@ def _own_buffers(part: ModulePart, state: Mapping[str, Any]) -> dict[str, torch.
 
 def _tensor_kind(value: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
     return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def _is_convertible(saved: Any, given: Any) -> bool:
+    """Return whether two values are plain tensors that differ in nothing but their dtype."""
+    are_plain = all(isinstance(v, torch.Tensor) and not is_odd(v) for v in (saved, given))
+    return are_plain and saved.shape == given.shape
 
 
 def _form(value: Any) -> str:

@@ -129,7 +129,7 @@ class NodeTier:
         if self.begun == step:
             return
         try:
-            request = self.manager.save({**parts, OURS: described(parts)}, step, is_async=True)
+            request = self.manager.save({OURS: described(parts), **parts}, step, is_async=True)
         except (SaveFailedError, StorageError) as error:
             # Of an older save, which this one has waited for; or no node has room for this one.
             self._note(error)

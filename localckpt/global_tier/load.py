@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from localckpt.global_tier.committed import Committed, Found
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
-from localckpt.memory.tensor_bytes import byte_span, integer_view, same_view, storage_address
+from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
 
@@ -34,6 +34,7 @@ __all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
 logger = logging.getLogger(__name__)
 
 _SHOWN = 10
+_ALIGNMENT = 16
 
 OpenReader = Callable[[Found], CachedMetadataFileSystemReader]
 
@@ -163,11 +164,13 @@ class LoadOptions:
             are.
         allow_dtype_change: Whether tensors may have other dtypes; their values are converted.
         let_go: Tells by its name whether a saved value need not be in the state of any rank.
+        besides: By name, tensors that the caller fills after the load, and the values for them.
     """
 
     is_partial: bool = False
     allow_dtype_change: bool = False
     let_go: Callable[[str], bool] = lambda name: False
+    besides: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class OpenCheckpoint:
@@ -261,24 +264,27 @@ class OpenCheckpoint:
         return _Planned(state, planner, planner.finish_plan(local))
 
     def _require_apart(self, given: Mapping[str, Any], options: LoadOptions) -> None:
-        """Refuse tensors that share memory, unless what was saved of them is equal.
+        """Refuse tensors that share memory, unless it can hold what was saved of both.
 
         Raises:
             MismatchError: One would overwrite another. Nothing is changed.
         """
-        for one, other in _sharing_memory(given):
-            if one not in self.saved or other not in self.saved:
+        besides = options.besides
+        for one, other in _sharing_memory({**given, **{n: own for n, (own, _) in besides.items()}}):
+            if any(name not in besides and name not in self.saved for name in (one, other)):
                 continue
-            if same_view(_local(given[one]), _local(given[other])):
-                apart = {name: _empty_like(given[name]) for name in (one, other)}
-                self._plan(apart, options).read(self._reader)
-                if torch.equal(*(integer_view(_local(tensor)) for tensor in apart.values())):
-                    continue
-            raise MismatchError(
-                f"{one} and {other} share memory now, as tied weights do, and were saved with "
-                f"different values, of which one would overwrite the other. Nothing was changed: "
-                f"make the state as it was when it was saved"
-            )
+            values = {n: _empty_like(given[n]) for n in (one, other) if n not in besides}
+            self._plan(values, options).read(self._reader)
+            pairs = [
+                besides[n] if n in besides else (_local(given[n]), _local(values[n]))
+                for n in (one, other)
+            ]
+            if not _hold_both(*pairs):
+                raise MismatchError(
+                    f"{one} and {other} share memory now, as tied weights do, and were saved with "
+                    f"different values, of which one would overwrite the other. Nothing was "
+                    f"changed: make the state as it was when it was saved"
+                )
 
     def _log_partial(self, unwanted: Sequence[str], given: Mapping[str, Any]) -> None:
         absent = sorted(given.keys() - self.saved.keys())
@@ -312,8 +318,8 @@ def _judge_given(names: list[str], is_partial: bool, given_by: Sequence[str | No
     if lacking and not is_partial:
         raise MismatchError(
             f"the checkpoint has {len(lacking)} values that the state has not: {_listed(lacking)}. "
-            f"Nothing was read. Give all that was saved, or pass allow_partial_load=True to leave "
-            f"them out"
+            f"Nothing was read. Give all that was saved; the load() of a manager leaves them out "
+            f"with allow_partial_load=True"
         )
     return lacking
 
@@ -350,6 +356,40 @@ def _sharing_memory(state: Mapping[str, Any]) -> list[tuple[str, str]]:
         if on != device or stop >= end:
             device, end, holder = on, stop, name
     return found
+
+
+def _hold_both(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Return whether tensors that share memory can have their values at the same time.
+
+    Args:
+        pairs: A tensor, which is not changed, and the value for it.
+    """
+    spans = [byte_span(tensor) for tensor, _ in pairs]
+    tensor = pairs[0][0]
+    start = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.empty(
+        max(stop for _, stop in spans) - start, dtype=torch.uint8, device=tensor.device
+    )
+    views, wanted = [], []
+    for tensor, value in pairs:
+        offset = tensor.storage_offset() - start // tensor.itemsize
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        view = torch._neg_view(view) if tensor.is_neg() else view
+        # Like every load; the caller has asked for it where dtypes differ.
+        value = value.detach().to(tensor.device, tensor.dtype)
+        copy_values(view, value)
+        views.append(view)
+        wanted.append(value)
+    return all(map(_are_equal, views, wanted))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bits."""
+    return torch.equal(
+        *(integer_view(t.resolve_conj().resolve_neg().contiguous()) for t in (one, other))
+    )
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

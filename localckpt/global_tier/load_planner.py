@@ -93,9 +93,10 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         if wrong:
             shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
             raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read. To leave "
-                f"values that are not in the checkpoint as they are, pass allow_partial_load=True; "
-                f"to convert values to other dtypes, allow_dtype_change=True"
+                f"the state does not fit the checkpoint: {shown}. Nothing was read. "
+                f"allow_dtype_change=True converts values to other dtypes; the load() of a manager "
+                f"leaves values that are not in the checkpoint as they are with "
+                f"allow_partial_load=True"
             )
         return LoadPlan(items)
 

@@ -2,17 +2,18 @@
 
 Each rank hashes what it has in common with other ranks while it stages its part, and reports one
 digest for each set of ranks with the outcome of the save. Only if digests differ do ranks send
-those of single values. Tensors that say themselves which part of a global tensor they are (DTensor,
-ShardedTensor) are not compared.
+those of single values. Parts of global tensors (DTensor, ShardedTensor) are compared where the
+ranks are not all of one mesh or group, which keeps its own replicas equal.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,20 +26,32 @@ from localckpt.failure_texts import ranks_named
 from localckpt.memory.host_memory import memory_at
 from localckpt.state_dict.value_digests import digest_of
 
-__all__ = ["CommonValues", "common_items", "differing", "judge_differing"]
+__all__ = ["CommonItems", "CommonValues", "common_items", "differing", "judge_differing"]
 
 _SHOWN = 8
 
 
-def common_items(plans: Sequence[SavePlan]) -> list[dict[int, tuple[int, ...]]]:
+class CommonItems(NamedTuple):
+    """Items of one rank's plan that a set of ranks has in common.
+
+    Attributes:
+        ranks: The ranks.
+        numbers: Numbers of the items in the plan.
+    """
+
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+def common_items(plans: Sequence[SavePlan]) -> list[dict[int, CommonItems]]:
     """Group the items of each rank's plan that other ranks plan, too.
 
     Args:
         plans: Plans of all ranks.
 
     Returns:
-        For each rank, by the number of a set of ranks, the numbers of the items that these ranks
-        have in common. Sets have the same numbers on all ranks.
+        For each rank, by the number of a set of ranks, the items that these ranks have in common.
+        Sets have the same numbers on all ranks.
     """
     owners: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -50,13 +63,14 @@ def common_items(plans: Sequence[SavePlan]) -> list[dict[int, tuple[int, ...]]]:
         for index, ranks in owners.items()
         if len(ranks) > 1
     }
-    found: list[dict[int, tuple[int, ...]]] = []
+    of_set = dict(enumerate(sets))
+    found: list[dict[int, CommonItems]] = []
     for plan in plans:
         items: dict[int, list[int]] = {}
         for number, item in enumerate(plan.items):
             if (set_id := of_index.get(item.index)) is not None:
                 items.setdefault(set_id, []).append(number)
-        found.append({set_id: tuple(numbers) for set_id, numbers in items.items()})
+        found.append({n: CommonItems(of_set[n], tuple(numbers)) for n, numbers in items.items()})
     return found
 
 
@@ -65,7 +79,8 @@ class CommonValues:
 
     Args:
         plan: This rank's plan, before others were told to write some of its items.
-        common: Numbers of the items by set of ranks, of :func:`common_items`.
+        common: Items by set of ranks, of :func:`common_items`.
+        global_ranks: The ranks of the plans, as ranks of the job.
         planner: Knows the values.
         is_compared: Tells by name and value whether all ranks that have a value must have it equal.
     """
@@ -73,20 +88,25 @@ class CommonValues:
     def __init__(
         self,
         plan: SavePlan | None,
-        common: Mapping[int, Sequence[int]],
+        common: Mapping[int, CommonItems],
+        global_ranks: Sequence[int],
         planner: SavePlanner,
         is_compared: Callable[[str, Any], bool],
     ) -> None:
         assert plan is not None, "the save is planned"
         assert isinstance(planner, DefaultSavePlanner), "it is the manager's own"
         self._digests: dict[int, dict[str, str]] = {}
-        for set_id, numbers in common.items():
+        for set_id, (ranks, numbers) in common.items():
+            owners = {global_ranks[rank] for rank in ranks}
             for number in numbers:
                 index = plan.items[number].index
-                value = planner.state_dict[index.fqn]
-                is_part = isinstance(value, DTensor | ShardedTensor)
-                if not is_part and is_compared(index.fqn, value):
-                    self._digests.setdefault(set_id, {})[index.fqn] = _digest(value)
+                part = planner.lookup_object(index)
+                is_kept_equal = owners <= _kept_equal_on(planner.state_dict[index.fqn])
+                if is_kept_equal or not is_compared(index.fqn, part):
+                    continue
+                digests = self._digests.setdefault(set_id, {})
+                # A rank may have several parts of one tensor.
+                digests[index.fqn] = digests.get(index.fqn, "") + _digest(part)
 
     def folded(self) -> list[list[Any]]:
         """Return pairs of the number of a set of ranks and the digest of all values in common."""
@@ -190,6 +210,15 @@ def device_digest(content: torch.Tensor) -> list[int]:
         totals.append(((mixed ^ (mixed >> 29)) * weights).sum())
     rest = content[whole:].tolist()
     return [*(int(total) for total in totals), *rest]
+
+
+def _kept_equal_on(value: Any) -> set[int]:
+    """Return the ranks of the job that shard a global tensor together, and keep replicas equal."""
+    if isinstance(value, DTensor):
+        return set(value.device_mesh.mesh.flatten().tolist())
+    if isinstance(value, ShardedTensor):
+        return set(dist.get_process_group_ranks(value._process_group))
+    return set()
 
 
 def _digest(value: Any) -> str:

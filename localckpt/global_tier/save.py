@@ -121,7 +121,11 @@ class Save:
                 self._writer.save_id = self._begun.save_id
                 self._writer.prepare_write_data(planner.finish_plan(self._planned.plan), planner)
                 self._common = CommonValues(
-                    *(self._plans.local, self._plans.common, planner, self._is_compared)
+                    self._plans.local,
+                    self._plans.common,
+                    self._ranks.global_ranks,
+                    planner,
+                    self._is_compared,
                 )
                 self._writes = self._writer.preload_tensors()
         except BaseException as error:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.misdescribed import why_misdescribed
-from localckpt.global_tier.replicas import common_items
+from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 
@@ -47,7 +47,7 @@ class PlanCache:
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
             the last save; 0 elsewhere.
-        common: Numbers of this rank's items that other ranks plan, too, by the set of ranks.
+        common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PlanCache:
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
         self.coordinated: _Coordinated | None = None
-        self.common: dict[int, tuple[int, ...]] = {}
+        self.common: dict[int, CommonItems] = {}
 
         # The metadata of the last checkpoint, and its pickle.
         self.pickled: tuple[Metadata, bytes] | None = None
@@ -104,7 +104,7 @@ class _Coordinated:
     local: list[SavePlan]
     final: list[SavePlan]
     metadata: Metadata
-    common: list[dict[int, tuple[int, ...]]]
+    common: list[dict[int, CommonItems]]
 
 
 @dataclass(frozen=True)

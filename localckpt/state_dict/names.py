@@ -46,13 +46,14 @@ def names_of(state: Any, free: Freedom) -> Names | None:
 
 
 def _groups(state: Any) -> Names | None:
-    """Name the parameter groups of an optimizer's state by all that must be alike in them."""
+    """Name the parameter groups of an optimizer's state, and below each what it must have."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or "state" not in state:
         return None
     return {
-        f"param_groups[{number}] of {len(group['params'])} parameters with "
-        f"{', '.join(sorted(map(str, group.keys() - {'params'})))}": None
+        f"param_groups[{number}] of {len(group['params'])} parameters": {
+            str(key): None for key in group.keys() - {"params"}
+        }
         for number, group in enumerate(groups)
         if isinstance(group, dict) and isinstance(group.get("params"), list)
     }

@@ -46,17 +46,26 @@ class ParametersOfStates:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state of an optimizer, whose tensors keep the dtypes that they were saved in.
+    """Load the state of an optimizer, whose values stay as they were saved.
 
-    ``torch.optim.Optimizer.load_state_dict`` gives them that of their parameter, which is another
-    one where the states of float32 parameters are in bfloat16.
+    ``torch.optim.Optimizer.load_state_dict`` gives tensors the dtype of their parameter, which is
+    another one where the states of float32 parameters are in bfloat16, and spoils text.
     """
     optimizer.load_state_dict(dict(state))
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, loaded in state["state"].items():
-        own = optimizer.state[parameters[number]]
-        for name, value in loaded.items():
-            if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
-                own[name] = value.to(own[name].device)
+    for key, saved in state["state"].items():
+        owner = parameters[key] if isinstance(key, int) else key
+        optimizer.state[owner] = _as_saved(optimizer.state[owner], saved)
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return a loaded value with the dtypes, and the text, that were saved."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        loaded.update((k, _as_saved(v, saved[k])) for k, v in loaded.items() if k in saved)
+    if type(saved) in (list, tuple) and type(loaded) is type(saved):
+        return type(saved)(map(_as_saved, loaded, saved))
+    return saved if isinstance(saved, str | bytes) else loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -487,12 +488,12 @@ def require_names(
     added = list(given_only(saved, given))
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
     if added or (missing and not is_partial):
-        raise _mismatch(
-            [
-                *(f"{name}: saved, not given" for name in saved_only(saved, given)),
-                *(f"{name}: given, not saved" for name in added),
-            ]
+        sides = zip_longest(
+            (f"{name}: saved, not given" for name in saved_only(saved, given)),
+            (f"{name}: given, not saved" for name in added),
         )
+        # In turn, since not all may be shown.
+        raise _mismatch([line for pair in sides for line in pair if line is not None])
     return sorted(missing)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,55 @@ def test_each_rank_gets_its_own_values_where_they_are_its_own(
     assert told[0] != told[1]
 
 
+def _save_by_halves(
+    rank: int, world_size: int, shared: Path, kind: str, is_equal: bool
+) -> str | None:
+    """Save modules of one name that each half of the ranks shards for itself; return the error."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    half = rank * 2 // world_size
+    halves = [[*range(world_size // 2)], [*range(world_size // 2, world_size)]]
+    meshes = [DeviceMesh("cpu", ranks) for ranks in halves]
+    torch.manual_seed(0 if is_equal else half)
+    model: torch.nn.Module = torch.nn.Linear(8, 8)
+    if kind == "fsdp1":
+        group = meshes[half].get_group()
+        model = FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
+    else:
+        fully_shard(model, mesh=meshes[half])
+    try:
+        with Checkpointer(
+            *({"model": model},), local=node_store(), shared=shared, timeout_s=20, events=()
+        ) as checkpointer:
+            checkpointer.resume()
+            checkpointer.step(0)
+            checkpointer.save(0, shared=True)
+            checkpointer.wait_until_finished()
+    except CheckpointingException as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 2), ("fsdp1", 4)])
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_sharded_stages_of_one_name_are_refused_unless_they_are_equal(
+    kind: str, world_size: int, is_equal: bool, tmp_path: Path
+) -> None:
+    errors = run_ranks(
+        *(_save_by_halves, world_size, tmp_path / "shared", kind, is_equal),
+        store_per_node=[tmp_path / "node"],
+    )
+
+    for error in errors:
+        if is_equal:
+            assert error is None
+        else:
+            assert f"model.weight (rank 0 differs from rank {world_size // 2})" in error
+    assert len([*(tmp_path / "shared").rglob(".metadata")]) == is_equal
+
+
 def _fail_alone(rank: int, world_size: int, shared: Path) -> str:
     class Own:
         """Of a class that no file may name."""
@@ -177,6 +226,49 @@ def test_weights_that_are_tied_since_are_refused_unless_they_were_equal(tmp_path
         assert _values({"model": tied}) == _values({"model": apart})
 
 
+def _viewed(kind: str, value: float) -> torch.nn.Module:
+    """Make a module with two values, of which one may be a view of the other."""
+    model = torch.nn.Module()
+    whole = torch.arange(20_000 if kind == "large buffers" else 16.0) * value
+    rest = whole[2:] if kind.endswith("buffers") else whole.view(4, 4).t()
+    other = torch.zeros_like(rest) if kind.startswith("apart") else rest
+    if kind.endswith("buffers"):
+        model.register_buffer("one", whole)
+        model.register_buffer("other", other)
+    else:
+        model.one = torch.nn.Parameter(whole.view(4, 4))
+        model.other = torch.nn.Parameter(other)
+    return model
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize("kind", ["large buffers", "small buffers", "transposed weights"])
+def test_values_that_share_memory_in_another_form_come_back(kind: str, tmp_path: Path) -> None:
+    model = _viewed(kind, 3)
+    _save(tmp_path, {"model": model})
+
+    with _resumed(tmp_path, {"model": (again := _viewed(kind, 5))}):
+        assert _values({"model": again}) == _values({"model": model})
+
+
+@pytest.mark.fault("changed-program")
+@pytest.mark.parametrize("kind", ["buffers", "weights"])
+def test_values_that_share_memory_since_are_refused_also_in_another_form(
+    kind: str, tmp_path: Path
+) -> None:
+    _save(tmp_path, {"model": _viewed(f"apart {kind}", 3)})
+    model = _viewed(kind, 5)
+    before = _values({"model": model})
+
+    with (
+        pytest.raises(MismatchError, match=r"model.one and model.other share memory now"),
+        _resumed(tmp_path, {"model": model}),
+    ):
+        pass
+
+    assert _values({"model": model}) == before
+
+
 @pytest.mark.fault("changed-program")
 def test_weights_that_were_tied_come_back_apart(tmp_path: Path) -> None:
     tied = _tied(True)
@@ -204,14 +296,23 @@ def test_an_optimizer_of_weights_that_were_tied_is_refused_before_anything_is_ch
 
 
 @pytest.mark.fault("changed-program")
-def test_another_dtype_is_an_error_unless_it_is_asked_for(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda width: torch.nn.Linear(width, 2), "weight"),
+        (lambda width: torch.nn.BatchNorm1d(width), "running_mean"),
+    ],
+)
+def test_another_dtype_is_an_error_unless_it_is_asked_for(
+    make: Callable[[int], torch.nn.Module], name: str, tmp_path: Path
+) -> None:
+    model: torch.nn.Module = make(3)
     _save(tmp_path, {"model": model})
-    half = torch.nn.Linear(3, 2).bfloat16()
+    half = make(3).bfloat16()
     before = _values({"model": half})
 
     with (
-        pytest.raises(MismatchError, match=r"model.weight is torch.bfloat16, and was saved as"),
+        pytest.raises(MismatchError, match=rf"model.{name}.*allow_dtype_change=True"),
         _resumed(tmp_path, {"model": half}),
     ):
         pass
@@ -221,7 +322,7 @@ def test_another_dtype_is_an_error_unless_it_is_asked_for(tmp_path: Path) -> Non
         {"model": half}, local=tmp_path / "local", shared=tmp_path / "shared", events=()
     ) as checkpointer:
         assert checkpointer.resume(allow_dtype_change=True) == 1
-    assert torch.equal(half.weight, model.weight.bfloat16())
+    assert _values({"model": half}) == _values({"model": model.bfloat16()})
 
 
 def _parts(**names: str) -> dict[str, Any]:

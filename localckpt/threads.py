@@ -387,8 +387,11 @@ def interrupt_behind(
         error: Error that was raised.
         outer: Error that was being handled already, and is not a cause of ``error``.
     """
-    while error is not None and error is not outer:
+    seen: set[int] = set()
+    # A library may raise an error again from one that it caused, so that they cause each other.
+    while error is not None and error is not outer and id(error) not in seen:
         if not isinstance(error, Exception):
             return error
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from localckpt.errors import CheckpointingException, PeerLostError, StorageError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
+from tests.managers.jobs import error_of
 from tests.ranks import run_ranks
 
 
@@ -108,3 +112,52 @@ def test_a_rank_that_is_done_waits_for_others_deadlines_and_hears_whom_they_lost
     told = run_ranks(_succeed_and_wait, 3)
 
     assert told == ["PeerLostError: could not exchange: rank 0: rank 7 is lost"] * 3
+
+
+def _ask_alone(rank: int, world_size: int, asking: int) -> list[Any]:
+    ranks = Ranks("alone", None, timeout_s=30.0)
+    ranks.gather("wait for all", None)
+    told: list[Any] = []
+    for what in ("look", "look again"):
+        if rank == asking:
+            ask = partial(ranks.gather, what, rank, deadline=Deadline.after(0.2))
+            told.append(error_of(ask, PeerLostError))
+    dist.barrier()
+    told.append(ranks.gather("look at all", rank))
+    if rank == asking:
+        ask = partial(ranks.act, "act alone", lambda: rank, list, timeout_s=0.2)
+        told.append(error_of(ask, PeerLostError))
+    dist.barrier()
+    told.append(ranks.act("act", lambda: rank, list, in_vain=lambda: None))
+    return told
+
+
+@pytest.mark.fault("silent-peer")
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_call_that_one_rank_made_alone_fails_there_and_the_next_ones_work(asking: int) -> None:
+    *others, alone = (told := run_ranks(_ask_alone, 2, asking))[1 - asking], told[asking]
+
+    assert others == [[[0, 1], [0, 1]]]
+    assert f"rank {asking} waited 0.2 s to look, and rank {1 - asking} (last seen" in alone[0]
+    assert "to look again" in alone[1]
+    assert "to act alone" in alone[3]
+    assert alone[2] == alone[4] == [0, 1]
+
+
+def _fall_apart(rank: int, world_size: int) -> list[Any]:
+    ranks = Ranks("order", None, timeout_s=30.0)
+
+    def save(step: int) -> Any:
+        return ranks.agree(f"save {step}", Attempt(), step, list, kind="save", order=step)
+
+    alone = [error_of(lambda: save(7), MismatchError)] if rank == 0 else []
+    return [*alone, save(9), save(10)]
+
+
+def test_of_calls_for_several_iterations_the_earlier_fails_and_the_ranks_meet_at_the_later() -> (
+    None
+):
+    (alone, *first), second, third = run_ranks(_fall_apart, 3)
+
+    assert "rank 0: save 7; ranks 1 and 2: save 9" in alone
+    assert first == second == third == [[9, 9, 9], [10, 10, 10]]

@@ -50,6 +50,7 @@ from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
+from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
@@ -603,6 +604,9 @@ class Checkpointer:
                 *(step, newest),
             )
         else:
+            # A rank that does so alone is not to keep it from what the others do next.
+            kind = "save to shared storage"
+            self._ranks.agree(f"{kind} after step {step}", Attempt(), kind=kind, order=step)
             self._shared.save(step, metrics)
         self._schedule.note_shared_save(step)
 

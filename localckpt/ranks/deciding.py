@@ -110,6 +110,22 @@ class Deciding:
             return failure
         return self._absences.too_late(what, verdict.late)
 
+    def is_for_others(self, what: str, verdict: Verdict) -> bool:
+        """Return whether a round was given up in which others were in a call that this rank is not.
+
+        Such a call one rank made alone, or this rank has missed it: its next one is another round.
+        """
+        return self._absences.me in verdict.late and verdict.given_up != what
+
+    def is_over(self, number: int, what: str) -> bool:
+        """Return whether a round is over already that this rank has not begun; see above."""
+
+        def is_over(round_: Round) -> bool:
+            given = round_.verdict()
+            return given is not None and self.is_for_others(what, Verdict.received(given, bytes))
+
+        return self._ask(number, what, is_over)
+
     def note(self, number: int, what: str) -> None:
         """Say what this rank begins to do."""
         self._ask(number, what, lambda round_: round_.note(short(what)))
@@ -183,7 +199,7 @@ class Deciding:
             given = round_.await_verdict(time.monotonic() + _AFTER_FIRST_S)
             given = given or self._give_up(round_, call.what, call.deadline.timeout_s)
             return Verdict.received(given, round_.part)
-        for rank, (_, _, _, nbytes, _) in enumerate(reports):
+        for rank, (_, _, _, nbytes, *_) in enumerate(reports):
             if nbytes and rank != self._rank:
                 data[rank] = round_.take_data(rank)
         return reports
@@ -344,7 +360,7 @@ class Deciding:
         if failure is None:
             seen = {ranks[r]: s for r in late[:NAMED] if (s := round_.last_seen(r)) is not None}
             failure = self._absences.late(what, missing, seen, waited_s, self._hint())
-        return Verdict(failure=failure, late=missing)
+        return Verdict(failure=failure, late=missing, given_up=what)
 
     def _failure_here(self, what: str, failure: Failure) -> Failure:
         return Failure.joint(f"could not {what}: ", {self._absences.me: failure})

@@ -195,6 +195,7 @@ class Ranks:
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
         kind: str = "",
+        order: int | None = None,
     ) -> Any:
         """Decide as in :meth:`decide`, about work that is done.
 
@@ -205,8 +206,10 @@ class Ranks:
             attempt: End of this rank's work.
             result: Result of this rank's work, if it succeeded.
             kind: What all ranks must do alike, where that is less than ``what``.
+            order: Iteration of the call, where there is one. Calls of one kind for another fail on
+                the ranks that are behind, which made theirs alone; the others wait for them.
         """
-        return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind)
+        return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind, order=order)
 
     def merge(
         self,
@@ -276,6 +279,8 @@ class Ranks:
         """
         self._part.require_same_world()
         if not self._part.is_alone:
+            while self._deciding.is_over(self.rounds, what):
+                self.rounds += 1
             self._deciding.note(self.rounds, what)
         result: T | None = None
         hearing: Hearing | None = None
@@ -327,6 +332,8 @@ class Ranks:
         self._part.require_same_world()
         call = Call(what, None, result, judge, Deadline(inf, inf), kind=kind)
         verdict = self._deciding.attend(self._next_round(call.deadline), call)
+        while self._deciding.is_for_others(what, verdict):
+            verdict = self._deciding.attend(self._next_round(call.deadline), call)
         self._raise_failure(what, verdict, None)
         return verdict.value
 
@@ -357,6 +364,7 @@ class Ranks:
         *,
         acts: bool = False,
         kind: str = "",
+        order: int | None = None,
     ) -> Any:
         failure, attempt.failure = attempt.failure, None
         mine = None if failure is None else Failure.of(failure)
@@ -364,7 +372,7 @@ class Ranks:
         try:
             self._part.require_same_world()
             deadline = deadline or Deadline.after(self.timeout_s)
-            return self._meet(Call(what, mine, result, judge, deadline, grace_s, acts, kind))
+            return self._meet(Call(what, mine, result, judge, deadline, grace_s, acts, kind, order))
         except CheckpointingException as error:
             if failure is None or mine is None:
                 raise
@@ -378,6 +386,8 @@ class Ranks:
 
     def _meet(self, call: Call) -> Any:
         verdict, cause = self._deciding.meet(self._next_round(call.deadline), call)
+        while self._deciding.is_for_others(call.what, verdict):
+            verdict, cause = self._deciding.meet(self._next_round(call.deadline), call)
         try:
             self._raise_failure(call.what, verdict, cause)
         finally:

@@ -227,6 +227,11 @@ class Round:
         value = self._fetch(f"{self.number}/verdict", until)
         return None if value is None else self._read(value)
 
+    def verdict(self) -> Any:
+        """Read the verdict; ``None`` if there is none yet."""
+        value = if_there(self._store, f"{self.number}/verdict")
+        return None if value is None else self._read(value)
+
     def is_first_to_ask(self) -> bool:
         """Return whether this rank is the first that waited in vain, which looks for the reason."""
         return int(self._store.add(f"{self.number}/asked", 1)) == 1

@@ -45,23 +45,26 @@ class Verdict:
         failure: Failure in place of a value.
         late: The ranks that were not waited for any longer.
         parts: Parts of single ranks, packed, which are sent apart; ``None`` for a verdict without.
+        given_up: What the others waited for in vain; empty if they did not.
     """
 
     value: Any = None
     failure: Failure | None = None
     late: tuple[int, ...] = ()
     parts: Mapping[int, bytes] | None = None
+    given_up: str = ""
 
     def to_json(self) -> list[Any]:
         failure = self.failure and self.failure.to_json()
-        return [self.value, failure, list(self.late), self.parts is not None]
+        return [self.value, failure, list(self.late), self.parts is not None, self.given_up]
 
     @classmethod
     def received(cls, fields: list[Any], part: Callable[[], bytes | None]) -> Verdict:
         """The verdict as one rank has it; ``part`` gives that rank's part."""
-        value, failure, late, has_parts = fields
+        value, failure, late, has_parts, given_up = fields
         value = [value, _unpacked_part(part())] if has_parts else value
-        return cls(value, failure and Failure.from_json(failure), tuple(late))
+        failure = failure and Failure.from_json(failure)
+        return cls(value, failure, tuple(late), given_up=given_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class Call:
         acts: Whether ``judge`` does what is decided, too.
         kind: What all ranks must do alike; empty for ``what``. Where that has numbers in it which
             ``judge`` compares, this has none.
+        order: Place of the call among those of its kind, which only grows, such as an iteration;
+            ``None`` for a call without one. Ranks at a later one let this round pass.
     """
 
     what: str
@@ -88,6 +93,7 @@ class Call:
     grace_s: float = 0.0
     acts: bool = False
     kind: str = ""
+    order: int | None = None
 
     @property
     def data(self) -> bytes | None:
@@ -95,7 +101,7 @@ class Call:
         return self.result.data if isinstance(self.result, Message) else None
 
     def report(self) -> list[Any]:
-        """Describe the call: name, failure, result, number of bytes beside the report, and kind.
+        """Describe the call: name, failure, result, bytes beside the report, kind, and order.
 
         In a large report texts are cut; one that is too large to be sent is a failure.
         """
@@ -104,7 +110,7 @@ class Call:
         nbytes = None if data is None else len(data)
         failure = self.failure and self.failure.to_json()
         what, kind = short(self.what), short(self.kind or self.what)
-        report = [what, failure, record, nbytes, kind]
+        report = [what, failure, record, nbytes, kind, self.order]
         if (size := len(json.dumps(report))) > _LARGE_NBYTES:
             report = with_short_texts(report)
             size = len(json.dumps(report))
@@ -114,7 +120,7 @@ class Call:
             f"could not {self.what}: this rank has {size} bytes to tell the others, and "
             f"{_MOST_NBYTES} can be sent. What was saved before stands"
         )
-        return [what, Failure(MismatchError.__name__, text).to_json(), None, None, kind]
+        return [what, Failure(MismatchError.__name__, text).to_json(), None, None, kind, self.order]
 
 
 def judge_reports(
@@ -132,13 +138,19 @@ def judge_reports(
     Returns:
         The verdict, and the error of ``call.judge`` if it raised one.
     """
-    if len({kind for *_, kind in reports}) > 1:
+    orders, kinds = [order for *_, order in reports], {kind for *_, kind, _ in reports}
+    is_apart = len(set(orders)) > 1 and None not in orders
+    if len(kinds) > 1 or is_apart:
         at = said_by({rank: report[0] for rank, report in zip(ranks, reports, strict=True)})
         text = (
             f"the ranks do not do the same: {at}. All "
             f"ranks must make the same calls in the same order. What was saved before stands"
         )
-        return Verdict(failure=Failure(MismatchError.__name__, text)), None
+        ahead: list[int] = []
+        if len(kinds) == 1:
+            # They wait in the next round for those that are behind.
+            ahead = [r for r, order in zip(ranks, orders, strict=True) if order == max(orders)]
+        return Verdict(failure=Failure(MismatchError.__name__, text), late=tuple(ahead)), None
     if (failure := joint_failure(call.what, reports, ranks)) is not None:
         return Verdict(failure=failure), None
     results = [

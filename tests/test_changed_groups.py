@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import localckpt
+from localckpt.errors import PeerLostError
 from localckpt.ranks.job_store import default_store
 from tests.managers.jobs import error_of
 from tests.ranks import announce, await_announced, node_store, run_ranks
@@ -208,9 +209,10 @@ def _make_alone(rank: int, world_size: int, folder: Path) -> None:
         left = [
             localckpt.LocalCheckpointManager(folder / "alone", timeout=_TIMEOUT_S),
             localckpt.GlobalCheckpointManager(folder / "alone", timeout=_TIMEOUT_S),
-            localckpt.Checkpointer({"part": _Part(0)}, local=folder / "x", replication_factor=1),
         ]
         left[1].close()
+        with pytest.raises(PeerLostError, match="rank 1"):
+            localckpt.Checkpointer({"part": _Part(0)}, local=folder / "x", timeout_s=1.0)
     dist.barrier()
     began = time.monotonic()
 

@@ -22,7 +22,15 @@ import pytest
 from localckpt import PeerLostError
 from localckpt.ranks.asking import StoreThreads, StoreWait
 from localckpt.storage.open_file import open_owned
-from localckpt.threads import KeptThread, Latch, SerialThread, Task, end_all, run_interruptibly
+from localckpt.threads import (
+    KeptThread,
+    Latch,
+    SerialThread,
+    Task,
+    end_all,
+    interrupt_behind,
+    run_interruptibly,
+)
 from tests.interrupts import Interrupter, slow_to_begin_tasks
 
 _PATIENCE_S = 20.0
@@ -415,3 +423,10 @@ def test_a_file_that_is_opened_when_an_interrupt_comes_is_closed(tmp_path: Path)
             open_owned(tmp_path, os.O_RDONLY)
     assert _opened(tmp_path) == []
     assert interrupter.interrupts > 30
+
+
+def test_errors_that_cause_each_other_are_looked_at_once() -> None:
+    one, other = ValueError(), ValueError()
+    one.__cause__, other.__cause__ = other, one
+
+    assert interrupt_behind(one, None) is None

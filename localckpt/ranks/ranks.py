@@ -279,7 +279,8 @@ class Ranks:
         """
         self._part.require_same_world()
         if not self._part.is_alone:
-            while self._deciding.is_over(self.rounds, what):
+            # Else it would hear at once that its part is in vain.
+            while in_vain is not None and self._deciding.is_over(self.rounds, what):
                 self.rounds += 1
             self._deciding.note(self.rounds, what)
         result: T | None = None

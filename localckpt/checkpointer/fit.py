@@ -124,13 +124,20 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         fits: Of each rank, its parts by name (``given``), those that the checkpoint has
-            (``saved``), and what does not fit (``lines``).
+            (``saved``), those that this rank has saved and has not now (``lost``), and what does not
+            fit (``lines``).
 
     Raises:
         MismatchError: Something does not fit; it has all that is wrong, on all ranks.
     """
     given = {key: kind for fit in fits for key, kind in fit["given"].items()}
     lines = why_parts_differ(fits[0]["saved"], given)
+    lines += [
+        f"{key}: rank {rank} has saved it, and has none now"
+        for rank, fit in enumerate(fits)
+        for key in fit["lost"]
+        if key in given
+    ]
     of_ranks = {
         rank: "; ".join(_cut(fit["lines"])) for rank, fit in enumerate(fits) if fit["lines"]
     }

@@ -155,8 +155,8 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
         parts: The parts by name.
 
     Returns:
-        By the name of a part its class, if it is one of torch's and no module, and for an optimizer
-        also the order of its parameters, by whose numbers its state is kept. Groups of torch's own
+        By the name of a part whether it is a module, an optimizer, a value or another part, its class
+        if that is one of torch's and it is no module, and for an optimizer also the order of its parameters, by whose numbers its state is kept. Groups of torch's own
         must have the keys that were saved; others may add keys while they train.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
@@ -167,18 +167,19 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
     found: dict[str, dict[str, None]] = {}
     for key, part in plain.items():
         kind = kind_of(part)
+        found[key] = {f"is a {kind.partition(' ')[0]}": None}
         if not isinstance(part, ModulePart) and is_torchs(kind):
-            found.setdefault(key, {})[kind] = None
+            found[key][kind] = None
         if isinstance(part, OptimizerPart):
             groups = part.optimizer.param_groups
             for number, group in enumerate(groups if is_torchs(kind) else ()):
                 keys = ", ".join(sorted(map(str, group.keys() - {"params"})))
-                found.setdefault(key, {})[f"param_groups[{number}] with {keys}"] = None
+                found[key][f"param_groups[{number}] with {keys}"] = None
             order = [names.get(id(p), "") for group in groups for p in group["params"]]
             digest = xxhash.xxh3_64_hexdigest("\n".join(order).encode())
             shown = ", ".join(order[:_SHOWN_PARAMETERS])
             more = ", ..." * (len(order) > _SHOWN_PARAMETERS)
-            found.setdefault(key, {})[f"parameters {shown}{more} (in the order {digest})"] = None
+            found[key][f"parameters {shown}{more} (in the order {digest})"] = None
     return found
 
 

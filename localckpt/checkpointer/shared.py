@@ -238,13 +238,9 @@ class SharedState:
             elif kinds[0] != kinds[1]:
                 keys = [list(state) for state in (values[PARTS][key], part.state_dict())]
                 lines += why_other_class(key, *kinds, *keys)
-        if saved.world_size == self._manager.world_size:
-            lines += [
-                f"{key}: this rank has saved it, and has none now"
-                for key in values[PARTS]
-                if key not in self._parts
-            ]
-        return {"given": given, "saved": saved.kinds, "lines": lines}
+        is_resized = saved.world_size != self._manager.world_size
+        lost = [] if is_resized else [key for key in values[PARTS] if key not in self._parts]
+        return {"given": given, "saved": saved.kinds, "lost": lost, "lines": lines}
 
     def _rank_in(self, saved: SavedState) -> int:
         """Return the number of the saved rank whose values this rank takes."""

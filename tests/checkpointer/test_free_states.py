@@ -226,3 +226,20 @@ def test_a_hook_that_does_not_take_what_was_saved_is_a_mismatch(tmp_path: Path) 
         pytest.raises(MismatchError, match=r"Sequential does not take its state .* size mismatch"),
     ):
         checkpointer.resume()
+
+
+@pytest.mark.fault("changed-program")
+def test_a_value_that_has_become_a_part_is_refused(tmp_path: Path) -> None:
+    with Checkpointer({"e": (lambda: 3, print)}, local=tmp_path, events=()) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0)
+    part = _Plain({"x": 1})
+
+    with (
+        pytest.raises(MismatchError, match=r"e.is a value: saved, not given; .*e.is a part: given"),
+        Checkpointer({"e": part}, local=tmp_path, events=()) as checkpointer,
+    ):
+        checkpointer.resume()
+
+    assert part.state == {"x": 1}

@@ -124,7 +124,7 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         fits: Of each rank, its parts by name (``given``), those that the checkpoint has
-            (``saved``), those that this rank has saved and has not now (``lost``), and what does not
+            (``saved``), those that this rank has saved and lacks now (``lost``), and what does not
             fit (``lines``).
 
     Raises:

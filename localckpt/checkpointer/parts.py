@@ -155,9 +155,10 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
         parts: The parts by name.
 
     Returns:
-        By the name of a part whether it is a module, an optimizer, a value or another part, its class
-        if that is one of torch's and it is no module, and for an optimizer also the order of its parameters, by whose numbers its state is kept. Groups of torch's own
-        must have the keys that were saved; others may add keys while they train.
+        By the name of a part whether it is a module, an optimizer, a value or another part; its
+        class, if that is one of torch's and no module; and for an optimizer the order of its
+        parameters, by whose numbers its state is kept. Groups of torch's own optimizers must have
+        the keys that were saved; others may add keys while they train.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}

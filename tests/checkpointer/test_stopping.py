@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_closed_in_any_order_they_leave_signals_to_what_was_there_before(
     assert ended.returncode == (0 if is_heard else -signal.SIGTERM)
 
 
-def _wait() -> None:
+def _wait(begun: Any) -> None:
+    begun.set()
     time.sleep(60)
 
 
@@ -66,8 +68,11 @@ def test_a_signal_ends_a_child_that_the_trainer_forked(tmp_path: Path) -> None:
     ):
         outer.resume()
         inner.resume()
-        child = forks.Process(target=_wait)
+        begun = forks.Event()
+        child = forks.Process(target=_wait, args=(begun,))
         child.start()
+        # Python forgets signals that come while it forks, where it has a handler for them.
+        assert begun.wait(60)
         began = time.monotonic()
 
         child.terminate()

@@ -154,6 +154,43 @@ def test_parts_are_taken_where_they_belong(sending: Sending) -> None:
     assert _files() == before
 
 
+class _LostSender:
+    """Sender to a rank that is lost; as over gloo, no message can be waited for twice."""
+
+    def __init__(self) -> None:
+        self._sent: list[int] = []
+
+    def make(self) -> memoryview:
+        return memoryview(bytearray(MESSAGE_NBYTES))
+
+    def send(self, number: int, nbytes: int) -> None:
+        self._sent.append(number)
+
+    def await_oldest(self) -> None:
+        raise ConnectionError(f"message {self._sent.pop(0)} was not taken")
+
+    def end(self) -> None: ...
+
+    def await_end(self) -> None: ...
+
+
+def test_every_thread_that_waits_for_a_lost_rank_hears_what_became_of_it() -> None:
+    outlet = Outlet(1, _LostSender())
+    values = torch.zeros(MESSAGE_NBYTES // 4 // 2)
+    part = SentPart(outlet, 0, 0)
+    for _ in range(2):
+        part.take_cut((0,), (len(values),), values)
+    outlet.end()
+
+    told = []
+    for _ in range(3):
+        with pytest.raises(ConnectionError) as caught:
+            outlet.await_taken()
+        told.append(str(caught.value))
+
+    assert told == ["message 0 was not taken"] * 3
+
+
 @pytest.mark.parametrize("note", [b"", b"\1\0\0"])
 def test_a_link_that_ends_early_is_a_rank_that_failed(
     links: tuple[Links, Links], note: bytes

@@ -130,6 +130,7 @@ class Outlet:
         self._free: list[_Message] = []
         self._made = 0
         self._under_way: deque[_Message] = deque()
+        self._failure: BaseException | None = None
 
     def reserve(self, runs: Sequence[tuple[PartReceiver, int, int]]) -> Reservation:
         """Reserve memory for runs of one piece of an image, in one message."""
@@ -203,7 +204,14 @@ class Outlet:
         self._under_way.append(message)
 
     def _await_oldest(self) -> None:
-        self._sender.await_oldest()
+        # Each message is waited for once: what failed for one thread has failed for all.
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._sender.await_oldest()
+        except BaseException as error:
+            self._failure = error
+            raise
         message = self._under_way.popleft()
         message.clear()
         self._free.append(message)

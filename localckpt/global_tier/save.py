@@ -352,6 +352,7 @@ def save_state_dict_async_plan(
             state_dict,
             planner,
             storage_writer,
+            what=f"the save to {storage_writer.path}",
             tag=str(storage_writer.path),
             begin=lambda: storage_writer.save_id,
             prepare=storage_writer.prepare_local_plan,

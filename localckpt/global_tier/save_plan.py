@@ -88,7 +88,11 @@ class PlanCache:
         parts = [message.data for message in reports]
         self.bytes_gathered += sum(map(len, parts))
         if self._last_reports is None:
-            _require_all(parts)
+            if not all(parts):
+                raise MismatchError(
+                    "some ranks count on what the coordinator has forgotten: save again, and "
+                    "everything is planned anew"
+                )
             self._last_reports = [Written([], {}) for _ in parts]
         self._last_reports = [
             pickle.loads(part) if part else last
@@ -128,6 +132,8 @@ def plan_save(
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
     *,
+    what: str,
+    order: int | None = None,
     tag: Any,
     check: Callable[[], None] = lambda: None,
     begin: Callable[[], Any],
@@ -143,6 +149,8 @@ def plan_save(
             it, whose errors are raised on all ranks.
         planner: Made for this save; torch's own, or a user's.
         writer: Keeps what was planned before, and says where this rank writes.
+        what: Name of the save, for messages.
+        order: Its iteration, where it has one; see :meth:`Ranks.agree`.
         tag: What must be the same on all ranks, as the number of the checkpoint.
         check: Called on each rank before anything is planned; what it raises is raised on all.
         begin: Called on the coordinator when all have planned; gives what all ranks return, or
@@ -175,14 +183,20 @@ def plan_save(
                 "the planner keeps plans itself: make it with enable_plan_caching=False; they are "
                 "kept here"
             )
+        return report()
+
+    def report() -> Message:
         return Message(tag, b"" if local == cache.local else pickle.dumps(local))
 
-    def global_step(reports: list[Message]) -> PerRank:
+    def global_step(reports: list[Message]) -> PerRank | None:
         nonlocal pending
         plans = [message.data for message in reports]
         cache.bytes_gathered = sum(map(len, plans))
         require_same([message.record for message in reports], ranks.global_ranks)
         before = cache.coordinated
+        if before is None and not all(plans):
+            # A save that failed here alone has made the coordinator forget the plans.
+            return None
         if before is not None and not any(plans):
             pending = before
             return PerRank(begin(), {})
@@ -202,7 +216,12 @@ def plan_save(
         return PerRank(begin(), changed)
 
     with cache.kept_if_all_is_well():
-        planned: Any = ranks.act("plan the save", local_step, global_step)
+        planned: Any = ranks.act(
+            f"plan {what}", local_step, global_step, kind="plan the save", order=order
+        )
+        if planned is None:
+            cache.clear()
+            planned = ranks.act(f"plan {what} anew", report, global_step, kind="plan anew")
         begun, changed = planned
     cache.local, cache.coordinated = local, pending
     if changed is not None:
@@ -234,22 +253,12 @@ def _coordinate(
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
 ) -> _Coordinated:
-    if before is None:
-        _require_all(plans)
     local = [
         pickle.loads(plan) if plan else before.local[rank]  # type: ignore[union-attr]
         for rank, plan in enumerate(plans)
     ]
     final, metadata = planner.create_global_plan(local)
     return _Coordinated(local, writer.prepare_global_plan(final), metadata, common_items(local))
-
-
-def _require_all(reports: Sequence[bytes]) -> None:
-    if not all(reports):
-        raise MismatchError(
-            "some ranks count on what the coordinator has forgotten: save again, and everything "
-            "is planned anew"
-        )
 
 
 def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:

@@ -9,40 +9,36 @@ coordinator goes on from it, and the others do not. So the plans are torch's, an
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.global_tier.messages import Written, pack, unpack
 from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
+from localckpt.state_dict.safe_globals import SafeGlobals
 
 if TYPE_CHECKING:
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 
-__all__ = ["PlanCache", "PlannedSave", "Written", "plan_save", "require_same"]
-
-
-class Written(NamedTuple):
-    """Places of one rank's items, and the bytes of each of its files."""
-
-    results: list[WriteResult]
-    files: dict[str, int]
+__all__ = ["PlanCache", "PlannedSave", "plan_save", "require_same"]
 
 
 class PlanCache:
     """Plans of a job's last save, as this rank knows them.
+
+    Args:
+        allowed: Classes that plans of a user's planner may name beside torch's; none by default.
 
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
@@ -50,7 +46,8 @@ class PlanCache:
         common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: SafeGlobals | None = None) -> None:
+        self.allowed = allowed or SafeGlobals()
         self.bytes_gathered = 0
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
@@ -81,7 +78,7 @@ class PlanCache:
         if written == self._last_report:
             return Message(record)
         self._last_report = written
-        return Message(record, pickle.dumps(written))
+        return Message(record, pack(written))
 
     def merge_written(self, reports: list[Message]) -> tuple[list[Written], bool]:
         """Merge the reports on the coordinator; returns also whether all is as it was before."""
@@ -95,7 +92,7 @@ class PlanCache:
                 )
             self._last_reports = [Written([], {}) for _ in parts]
         self._last_reports = [
-            pickle.loads(part) if part else last
+            unpack(part, Written, self.allowed) if part else last
             for part, last in zip(parts, self._last_reports, strict=True)
         ]
         return self._last_reports, not any(parts)
@@ -186,7 +183,7 @@ def plan_save(
         return report()
 
     def report() -> Message:
-        return Message(tag, b"" if local == cache.local else pickle.dumps(local))
+        return Message(tag, b"" if local == cache.local else pack(local))
 
     def global_step(reports: list[Message]) -> PerRank | None:
         nonlocal pending
@@ -209,7 +206,7 @@ def plan_save(
             else list(zip(before.final, before.common, strict=True))
         )
         changed = {
-            rank: Message(None, pickle.dumps(part))
+            rank: Message(None, pack(part))
             for rank, (part, last) in enumerate(zip(parts, parts_before, strict=True))
             if part != last or plans[rank]
         }
@@ -225,7 +222,7 @@ def plan_save(
         begun, changed = planned
     cache.local, cache.coordinated = local, pending
     if changed is not None:
-        cache.final, cache.common = pickle.loads(changed.data)
+        cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
     assert cache.final is not None, "a rank for which nothing changed has a plan"
     return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
 
@@ -254,7 +251,7 @@ def _coordinate(
     writer: FileSystemWriterAsync,
 ) -> _Coordinated:
     local = [
-        pickle.loads(plan) if plan else before.local[rank]  # type: ignore[union-attr]
+        unpack(plan, SavePlan, writer.plans.allowed) if plan else before.local[rank]  # type: ignore[union-attr]
         for rank, plan in enumerate(plans)
     ]
     final, metadata = planner.create_global_plan(local)

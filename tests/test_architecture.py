@@ -233,3 +233,37 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("module", _MODULES)
 def test_every_module_says_what_it_is(module: str) -> None:
     assert ast.get_docstring(_tree(module))
+
+
+# Whatever is read may be a stranger's: each of these runs what it is given.
+_RUN_WHAT_THEY_READ = {
+    *(
+        "pickle.load",
+        "pickle.loads",
+        "marshal.load",
+        "marshal.loads",
+        "shelve.open",
+        "eval",
+        "exec",
+    ),
+    *("dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads", "yaml.load"),
+}
+
+# A pipe to a process of their own; what a loader of this process has just pickled.
+_READ_THEIR_OWN = {
+    *("localckpt.async_save.worker", "localckpt.async_save.processes"),
+    "localckpt.integrations.torchtitan",
+}
+
+
+@pytest.mark.parametrize("module", sorted(_MODULES.keys() - _READ_THEIR_OWN))
+def test_nothing_is_read_by_what_runs_code(module: str) -> None:
+    calls = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call)]
+
+    called = {ast.unparse(call.func) for call in calls}
+    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+
+    assert called & _RUN_WHAT_THEY_READ == set()
+    for load in loads:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}
+        assert given.get("weights_only") == "True", f"{module} line {load.lineno}"

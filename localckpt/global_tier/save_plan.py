@@ -223,7 +223,11 @@ def plan_save(
     cache.local, cache.coordinated = local, pending
     if changed is not None:
         cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
-    assert cache.final is not None, "a rank for which nothing changed has a plan"
+    if cache.final is None:
+        raise MismatchError(
+            f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
+            f"one. Does another program write to that store? Nothing was saved"
+        )
     return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
 
 

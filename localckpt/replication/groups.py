@@ -26,6 +26,7 @@ from localckpt.ranks.job_store import group_ranks
 __all__ = [
     "GroupWrapper",
     "check_failure_domains",
+    "check_replication_params",
     "default_replication_jump",
     "parse_group_sequence",
     "require_same",
@@ -180,14 +181,8 @@ def parse_group_sequence(
         CheckpointingException: An argument is out of range.
         MismatchError: The job has too few ranks. It says which values would do.
     """
-    _require_integer("replication_jump", replication_jump, 1)
-    _require_integer("replication_factor", replication_factor, 1)
+    check_replication_params(replication_jump, replication_factor)
     _require_integer("world_size", world_size, 1)
-    if replication_factor == 1:
-        raise CheckpointingException(
-            "replication_factor=1 keeps no replica of any shard; use 2 or more, "
-            "or pass repl_strategy=None to save without replication"
-        )
     if world_size // replication_jump < replication_factor:
         raise MismatchError(
             f"replication_jump={replication_jump} with replication_factor={replication_factor} "
@@ -205,6 +200,17 @@ def parse_group_sequence(
             cliques.append(lane[start:stop])
             start = stop
     return sorted(cliques)
+
+
+def check_replication_params(replication_jump: int, replication_factor: int) -> None:
+    """Refuse numbers that no job can have; raises CheckpointingException."""
+    _require_integer("replication_jump", replication_jump, 1)
+    _require_integer("replication_factor", replication_factor, 1)
+    if replication_factor == 1:
+        raise CheckpointingException(
+            "replication_factor=1 keeps no replica of any shard; use 2 or more, "
+            "or pass repl_strategy=None to save without replication"
+        )
 
 
 def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[str]) -> None:
@@ -226,7 +232,7 @@ def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[st
         named[_NAMED_AT_MOST:] = [f"and {len(named) - _NAMED_AT_MOST} more"]
     raise SameMachineReplicationException(
         f"replicas would be lost together with the shards they copy, since these share a failure "
-        f"domain: {'; '.join(named)}. {_cure(min(map(len, cliques)), domains)}"
+        f"domain: {'; '.join(named)}. {_cure(min(len(clique) for clique, _ in clashes), domains)}"
     )
 
 

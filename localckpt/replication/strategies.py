@@ -20,7 +20,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
 from localckpt.replication.base import Accept, ReplicationStrategy
-from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.in_common import InCommon, Offer
 from localckpt.replication.member_strategy import (
     Announcement,
@@ -111,6 +111,10 @@ class CliqueReplicationStrategy(MemberStrategy):
         rate_limit: float | None = None,
     ) -> None:
         self._local_group = None if local_group is None else GroupWrapper.wrap(local_group)
+        if local_group is None:
+            check_replication_params(
+                1 if replication_jump is None else replication_jump, replication_factor
+            )
         self._jump, self._factor = replication_jump, replication_factor
         self._failure_domain = failure_domain
         self._device: Transport | None = None
@@ -207,7 +211,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
-        over_device = all(offer.on_gpu for offer in offers)
+        over_device = bool(senders) and all(offer.on_gpu for offer in offers)
         with Attempt() as exchanging:
             assert source is not None
             rooms = iter(pairs[p.rank].room(v) for p, v in zip(senders, views, strict=True))

@@ -174,6 +174,16 @@ class MemoryStore(DirectoryStore):
                 self._staged.pop(slot.identity, None)
             buffer.close()
 
+    def _forget_files(self) -> None:
+        super()._forget_files()
+        # Those of saves under way are given back with their slots.
+        kept = {slot.identity for slot in self._slots}
+        gone = {i: buffer for i, buffer in self._staged.items() if i not in kept}
+        self._staged = {i: buffer for i, buffer in self._staged.items() if i in kept}
+        for buffer in (*gone.values(), *self._recycled.values()):
+            buffer.close()
+        self._recycled.clear()
+
     @one_at_a_time
     def _drop_memory(self, slot: Slot) -> None:
         if not slot.is_kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,10 +73,12 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
         session = node_store() / "session-job"
         if rank == 1:
             session.rename(session.with_name("gone"))
+            # No folder can be made in its place.
+            session.write_text("no directory")
         told.append(_told_at_once(manager.find_latest, StorageError))
         told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), StorageError))
         if rank == 1:
-            shutil.rmtree(session, ignore_errors=True)
+            session.unlink()
             session.with_name("gone").rename(session)
         manager.save(state_of(rank, 3), 3)
         assert resume(manager, rank, 3) == "own node"

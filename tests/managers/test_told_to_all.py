@@ -76,7 +76,7 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
             # No folder can be made in its place.
             session.write_text("no directory")
         told.append(_told_at_once(manager.find_latest, StorageError))
-        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), StorageError))
+        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), SaveFailedError))
         if rank == 1:
             session.unlink()
             session.with_name("gone").rename(session)

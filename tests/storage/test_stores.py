@@ -539,16 +539,41 @@ def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -
 
 
 @pytest.mark.fault("unusable-store")
-def test_a_store_whose_directory_is_removed_says_so(node: Node) -> None:
+def test_a_store_whose_directory_is_removed_holds_nothing_and_is_made_again(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = node()
+    save(store, identity(1))
+    domain = store.domain
+
+    for look_first in (True, False):
+        shutil.rmtree(node.root)
+        assert not look_first or store.list_stored() == []
+        save(store, identity(2 + look_first))
+
+        assert [stored.record.identity for stored in store.list_stored() if stored.record] == [
+            identity(2 + look_first)
+        ]
+    assert caplog.text.count("was removed or emptied while the job ran") == 2
+    store.close()
+    again = node()
+    assert again.domain == domain
+    again.close()
+
+
+@pytest.mark.fault("unusable-store")
+def test_a_store_whose_directory_cannot_be_made_again_says_so(node: Node) -> None:
     store = node()
     save(store, identity(1))
 
     shutil.rmtree(node.root)
+    node.root.write_text("no directory")
 
-    with pytest.raises(StorageError, match="was the directory removed"):
+    with pytest.raises(StorageError, match="could not make again"):
         store.list_stored()
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="could not make again"):
         save(store, identity(2))
+    node.root.unlink()
 
 
 def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(node: Node) -> None:

@@ -14,7 +14,10 @@ from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.verdict import REFUSED
 
-__all__ = ["refused_together"]
+__all__ = ["MANAGER", "refused_together"]
+
+MANAGER = "manager"
+"""Name of the :class:`Ranks` of a manager of the nodes' checkpoints."""
 
 # The others may make nothing together, and then this rank's error is not to wait long for them.
 _LONGEST_S = 30.0

@@ -24,12 +24,9 @@ class GroupWrapper(_GroupWrapper):
             NVRx: using it there is a MismatchError.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        try:
-            super().__init__(group)
-        except MismatchError as error:
-            vars(self).clear()
-            self._refusal = str(error)
+    def _refuse(self, why: str) -> None:
+        vars(self).clear()
+        self._refusal = why
 
     def __getattr__(self, name: str) -> Any:
         # Only called for what is not there.

@@ -249,7 +249,7 @@ def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[st
         named[_NAMED_AT_MOST:] = [f"and {len(named) - _NAMED_AT_MOST} more"]
     raise SameMachineReplicationException(
         f"replicas would be lost together with the shards they copy, since these share a failure "
-        f"domain: {'; '.join(named)}. {_cure(min(len(clique) for clique, _ in clashes), domains)}"
+        f"domain: {'; '.join(named)}. {_cure(min(n for n in map(len, cliques) if n > 1), domains)}"
     )
 
 

@@ -16,8 +16,10 @@ from tests.managers.jobs import (
     error_of,
     files,
     make_manager,
+    put_back,
     resume,
     state_of,
+    take_away,
 )
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
@@ -72,14 +74,11 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
         manager.save(state_of(rank, 1), 1)
         session = node_store() / "session-job"
         if rank == 1:
-            session.rename(session.with_name("gone"))
-            # No folder can be made in its place.
-            session.write_text("no directory")
+            take_away(session)
         told.append(_told_at_once(manager.find_latest, StorageError))
         told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), SaveFailedError))
         if rank == 1:
-            session.unlink()
-            session.with_name("gone").rename(session)
+            put_back(session)
         manager.save(state_of(rank, 3), 3)
         assert resume(manager, rank, 3) == "own node"
     return told

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -217,9 +218,14 @@ def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_described(planner: SavePlanner) -> None:
-    """Refuse DTensors whose parts would be described as other ones."""
+    """Refuse DTensors whose parts would be described as other ones, and what has no description."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise CheckpointingException(
+                f"{key} is a nested tensor, whose parts cannot be loaded: save the list that its "
+                f"unbind() gives. Nothing was saved, and older checkpoints stand"
+            )
         if isinstance(value, DTensor) and (why := why_misdescribed(value)) is not None:
             raise MismatchError(
                 f"{key} is a DTensor of which torch.distributed.checkpoint would describe another "

@@ -265,11 +265,18 @@ def _train_while_the_store_is_away(
 
 
 @pytest.mark.fault("unusable-store")
-def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(tmp_path: Path) -> None:
+def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     nodes = stores(tmp_path / "goes on", 2)
     went_on = run_ranks(_train_while_the_store_is_away, 2, 3, store_per_node=nodes)
 
     assert went_on == [([0, 1, 2, 3, 4, 5], 2, "")] * 2
+    warned = capfd.readouterr().out
+    for count in (1, 2):
+        assert (
+            f"a save to the nodes failed, {count} in a row of the 3 that end training: " in warned
+        )
     for node in nodes:
         assert 5 in iterations_on(node)
     nodes = stores(tmp_path / "ends", 2)

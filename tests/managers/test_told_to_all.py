@@ -89,6 +89,7 @@ def test_a_directory_that_vanishes_on_one_node(node_dirs: Dirs) -> None:
     told = run_ranks(_lose_the_directory, 3, store_per_node=node_dirs(3))
 
     for finding, saving in told:
+        assert saving.count("are as they were") == 1
         assert "could not find the latest checkpoint: rank 1: " in finding
         assert "rank 1: " in saving
 

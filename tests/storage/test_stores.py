@@ -13,6 +13,7 @@ import pytest
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.storage.owner import Owner
 from localckpt.storage.problem import Problem, why_quarantined
+from localckpt.storage.rank_folder import RankFolder
 from localckpt.storage.slot import Slot
 from localckpt.storage.write import write_shard
 from tests.storage.conftest import Node
@@ -609,3 +610,13 @@ def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(no
     assert "dirty" not in names(store.folder)
     store.close()
     assert names(store.folder) <= {"safetensors", "epoch"}
+
+
+def test_a_link_to_what_is_not_there_is_named(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+
+    for root in (link, link / "below"):
+        with pytest.raises(StorageError, match=f"{link} is a link to {tmp_path}/nowhere, which is"):
+            RankFolder(root, "run", 0, 5.0)
+    assert sorted(tmp_path.iterdir()) == [link]

@@ -28,6 +28,7 @@ from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.sharded import is_sharded
 
 if TYPE_CHECKING:
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync
@@ -241,7 +242,8 @@ def _require_described(planner: SavePlanner) -> None:
     """Refuse DTensors whose parts would be described as other ones, and what has no description."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.is_nested:
+        # A ShardedTensor refuses to be asked.
+        if isinstance(value, torch.Tensor) and not is_sharded(value) and value.is_nested:
             raise CheckpointingException(
                 f"{key} is a nested tensor, whose parts cannot be loaded: save the list that its "
                 f"unbind() gives. Nothing was saved, and older checkpoints stand"

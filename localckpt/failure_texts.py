@@ -36,14 +36,19 @@ def short(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 def described(error: BaseException) -> str:
     """Return an error's text, preceded by its class unless localckpt raised it."""
-    is_own = isinstance(error, CheckpointingException) and str(error)
-    return short(str(error)) if is_own else with_class(error)
+    is_own = isinstance(error, CheckpointingException) and _text(error)
+    return short(_text(error)) if is_own else with_class(error)
 
 
 def with_class(error: BaseException) -> str:
     """Return an error's class and text, or the class alone if there is no text."""
-    kind = type(error).__name__
-    return short(f"{kind}: {error}" if str(error) else kind)
+    kind, text = type(error).__name__, _text(error)
+    return short(f"{kind}: {text}" if text else kind)
+
+
+def _text(error: BaseException) -> str:
+    # The object that the program calls has words of its own for the advice.
+    return error.text if isinstance(error, CheckpointingException) else str(error)
 
 
 def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:

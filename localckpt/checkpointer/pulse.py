@@ -147,7 +147,11 @@ class Pulse:
             fields.extend(Report(step, self._why_stop(), self._costs(), saved).to_json())
 
         call = AsyncCall(
-            look, report_fn=lambda: fields, judge_fn=self._judge, verdict_fn=self._take
+            look,
+            report_fn=lambda: fields,
+            judge_fn=self._judge,
+            verdict_fn=self._take,
+            name="plan the next saves",
         )
         self._queue.schedule_async_request(AsyncRequest(call, (), []))
         self.is_under_way = True

@@ -22,7 +22,7 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.global_tier.committed import Committed, Found
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load_planner import FIT, ReshardingLoadPlanner
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
@@ -91,8 +91,8 @@ class Loads:
             raise NoReplicasAvailableError(
                 f"for {deadline.timeout_s:g} s every checkpoint under {self._committed.path} was "
                 f"pruned before it was read, the last one iteration {failed.folder.iteration}, and "
-                f"{found.folder.iteration} is the newest now: have the job keep more of them "
-                f"(keep_last), or load with a longer timeout"
+                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
+                f"load with a longer timeout"
             )
         return found
 
@@ -318,9 +318,8 @@ def _judge_given(names: list[str], is_partial: bool, given_by: Sequence[str | No
     if lacking and not is_partial:
         raise MismatchError(
             f"the checkpoint has {len(lacking)} values that the state has not: {_listed(lacking)}. "
-            f"Nothing was read. Give all that was saved; the load() of a manager leaves them out "
-            f"with allow_partial_load=True"
-        )
+            f"Nothing was read"
+        ).advised("fit", FIT)
     return lacking
 
 

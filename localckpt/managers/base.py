@@ -385,15 +385,22 @@ class BaseCheckpointManager(Hooks):
             UnsafeGlobalError: A shard names a class or function that is not allowed.
             PeerLostError: A rank did not answer in time.
         """
+        options = LoadOptions.of(
+            into, map_location, is_partial=partial, converts=allow_dtype_change
+        )
+        return self._load_as(options, iteration)
+
+    def load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
+        """Load with options for which :meth:`load` has no arguments, as ``Checkpointer`` does."""
+        return self._calls.make("load", partial(self._load_as, options, iteration))
+
+    def _load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
         called = time.monotonic()
         if iteration is not None:
             self._parts.in_flight.require_none(f"load iteration {iteration}")
         if self._finder.last is None:
             self._find_latest()
         self._parts.await_reprotected()
-        options = LoadOptions.of(
-            into, map_location, is_partial=partial, converts=allow_dtype_change
-        )
         try:
             loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
@@ -406,7 +413,7 @@ class BaseCheckpointManager(Hooks):
         seconds = time.monotonic() - called
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
-        state = give_states(into, unwrapped(loaded.state), loaded.left)
+        state = give_states(options.given, unwrapped(loaded.state), loaded.left)
         self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)

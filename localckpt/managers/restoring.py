@@ -20,12 +20,20 @@ from localckpt.errors import (
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.progress import CountedSource, ReadProgress
+from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
 from localckpt.state_dict.identify import verify
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.targets import STRICT, TargetRules, Targets, find_targets
+from localckpt.state_dict.targets import (
+    STRICT,
+    LetsGo,
+    TargetRules,
+    Targets,
+    find_targets,
+    let_nothing_go,
+)
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
@@ -54,6 +62,8 @@ class LoadOptions:
     map_location: str | torch.device | None = None
     rules: TargetRules = STRICT
     """Ways in which what was saved may differ from ``into``."""
+    private: Mapping[str, PrivateRule] | None = None
+    """Rules for values of single ranks, by key prefix; ``None`` for those of the manager."""
 
     @cached_property
     def targets(self) -> Targets | None:
@@ -64,14 +74,16 @@ class LoadOptions:
     def of(
         cls,
         into: Any,
-        map_location: str | torch.device | None,
+        map_location: str | torch.device | None = None,
         *,
-        is_partial: bool,
-        converts: bool,
+        is_partial: bool = False,
+        converts: bool = False,
+        lets_go: LetsGo = let_nothing_go,
+        private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
         """Make the options from the arguments of a caller."""
-        rules = TargetRules(freedom_in(into), is_partial, converts)
-        return cls(None if into is None else wrapped(into), into, map_location, rules)
+        rules = TargetRules(freedom_in(into), is_partial, converts, lets_go)
+        return cls(None if into is None else wrapped(into), into, map_location, rules, private)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch.profiler import record_function
@@ -170,8 +169,7 @@ class Save:
             raise
         except CheckpointingException as error:
             self.roll_back(error)
-            failure = Failure.of(error)
-            raise replace(failure, text=f"{failure.text}. {_KEPT}").error() from error.__cause__
+            raise Failure.of(error).error().advised("save", _KEPT) from error.__cause__
         finally:
             self._record.note_blocking()
 
@@ -328,8 +326,8 @@ class Save:
         iteration, check = self.identity.iteration, self._parts.replica_check
         if verdict.reached is None:
             return SaveFailedError(
-                f"the save of iteration {iteration} failed: {'; '.join(verdict.problems)}. {_KEPT}"
-            )
+                f"the save of iteration {iteration} failed: {'; '.join(verdict.problems)}"
+            ).advised("save", _KEPT)
         if self._compares_replicas:
             check.note(verdict.divergence)
         if verdict.divergence is None:

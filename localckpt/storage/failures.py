@@ -7,7 +7,10 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 
-__all__ = ["storage_errors"]
+__all__ = ["KEPT", "storage_errors"]
+
+KEPT = "Checkpoints saved before are as they were"
+"""Advice on the topic ``kept``, on what a failure has not changed."""
 
 _ADVICE = {
     errno.ENOSPC: "it is full: free space, lower keep_last, or choose a larger directory",
@@ -48,6 +51,5 @@ class storage_errors:
         if isinstance(error, OSError):
             advice = _ADVICE.get(error.errno or 0, "see the system's error above")
             raise StorageError(
-                f"could not {self._what} {self._path}: {error.strerror or error} - {advice}. "
-                f"Checkpoints saved before are as they were"
-            ) from error
+                f"could not {self._what} {self._path}: {error.strerror or error} - {advice}"
+            ).advised("kept", KEPT) from error

@@ -21,6 +21,7 @@ __all__ = [
     "check_state",
     "check_timeout",
     "judge_arguments",
+    "judge_ends",
 ]
 
 
@@ -65,8 +66,36 @@ def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
     if lines:
         raise MismatchError(
             f"the ranks were given different arguments: {'; '.join(lines)}. Give all ranks the "
-            f"same. Nothing was made"
+            f"same. Nothing was done"
         )
+
+
+def judge_ends(told_by: Sequence[Sequence[Any]]) -> list[Any]:
+    """Judge after which step the ranks end.
+
+    Args:
+        told_by: The step of each rank, ``None`` for none, and what lacks a save of it: the nodes,
+            and shared storage.
+
+    Returns:
+        The step, and what lacks a save of it on any rank.
+
+    Raises:
+        MismatchError: The ranks end after different steps.
+    """
+    steps = [step for step, *_ in told_by]
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the ranks end after different steps: rank 0 after {_named(steps[0])}, rank {other} "
+            f"after {_named(steps[other])}, so the last one is not saved. Checkpoints saved before "
+            f"are as they were. Call step() on every rank in each step"
+        )
+    return [steps[0], *(any(lacks) for lacks in list(zip(*told_by, strict=True))[1:])]
+
+
+def _named(step: int | None) -> str:
+    return "no step" if step is None else f"step {step}"
 
 
 def check_state(state: object) -> None:

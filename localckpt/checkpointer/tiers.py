@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.checkpointer.parts import OURS, described
+from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -28,6 +29,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.restoring import LoadOptions
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
@@ -120,6 +122,12 @@ class NodeTier:
         self._failures = failures
 
     @property
+    def source(self) -> str:
+        """Source of this rank's part of what was loaded last."""
+        assert self.manager.last_load is not None, "a load came before"
+        return self.manager.last_load.source
+
+    @property
     def is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
@@ -136,6 +144,40 @@ class NodeTier:
         else:
             self._queue.schedule_async_request(request)
             self.begun = step
+
+    def load(
+        self,
+        parts: Mapping[str, Any],
+        step: int | None,
+        selection: Selection,
+        load: PartsToLoad,
+        private: Mapping[str, PrivateRule],
+    ) -> int:
+        """Fill the state from the newest checkpoint, or from that of a step; all ranks do so.
+
+        Args:
+            parts: All parts, by the names that they have now.
+            step: The step; ``None`` for the newest.
+            selection: Arguments of the caller.
+            load: Parts to load.
+            private: Rules for values that differ between ranks.
+
+        Returns:
+            Its step. Raises as the manager's ``load``.
+        """
+        kinds = described(selection.by_saved_names(parts))
+        into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
+        if selection.is_whole:
+            options = LoadOptions.of(into, converts=load.converts)
+        else:
+            options = LoadOptions.of(
+                into,
+                converts=load.converts,
+                lets_go=load.lets_go,
+                named=load.named,
+                private=selection.by_saved_names(private),
+            )
+        return self.manager.load_as(options, step)[1].iteration
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves that are over on all ranks, or wait for all.
@@ -189,6 +231,7 @@ class SharedTier:
         on_resize, private, ranks: As for :class:`SharedState`.
         failures: Counts failed saves.
         events: Stream of events.
+        read_only: Whether to load only.
     """
 
     def __init__(
@@ -206,6 +249,7 @@ class SharedTier:
         ranks: Ranks,
         failures: Failures,
         events: EventStream,
+        read_only: bool = False,
     ) -> None:
         self.manager = GlobalCheckpointManager(
             root,
@@ -213,7 +257,9 @@ class SharedTier:
             retention=retention,
             timeout=timeout_s,
             safe_globals=safe_globals,
-            local=local,
+            # What a job loads that saves nothing is nothing to go on from.
+            local=None if read_only else local,
+            read_only=read_only,
             events=events,
             max_attempts=max_attempts,
         )
@@ -235,6 +281,7 @@ class SharedTier:
         Raises:
             CheckpointingException: The parameters of an optimizer are in none of the modules.
         """
+        self._parts = parts
         self._given = self._make_state(parts)
 
     @property
@@ -248,29 +295,34 @@ class SharedTier:
         self._state.save(step, metrics)
         self._is_checked = False
 
-    def load(self, *, allow_dtype_change: bool) -> int:
-        """Fill the state from the newest checkpoint that is not damaged; all ranks do so.
+    def load(self, steps: Sequence[int], selection: Selection, load: PartsToLoad) -> int:
+        """Fill the state from the first checkpoint that is not damaged; all ranks do so.
 
         Args:
-            allow_dtype_change: As for :meth:`SharedState.load`.
+            steps: Steps of the checkpoints to try, in their order.
+            selection: Arguments of the caller.
+            load: Parts to load.
 
         Returns:
             Its step.
 
         Raises:
-            CorruptShardError: All are damaged; of the oldest.
+            CorruptShardError: All are damaged; of the last.
         """
-        *newer, oldest = self.manager.all_iterations()
-        for step in newer:
+        state = self._state
+        if not selection.is_whole:
+            state = self._make_state({**selection.by_saved_names(self._parts), **load.parts})
+        *others, last = steps
+        for step in others:
             try:
-                self._state.load(step, allow_dtype_change=allow_dtype_change)
+                state.load(step, load)
             except CorruptShardError as error:
                 # The same on all ranks. What it has filled is filled again.
                 logger.error("step %d on shared storage is damaged: %s", step, error)
             else:
                 return step
-        self._state.load(oldest, allow_dtype_change=allow_dtype_change)
-        return oldest
+        state.load(last, load)
+        return last
 
     @property
     def is_busy(self) -> bool:

@@ -36,7 +36,7 @@ from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, r
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
-from localckpt.lineage import Lineage, LineageKeeper
+from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
@@ -388,7 +388,47 @@ class GlobalCheckpointManager:
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._loads.iterations()
+        return self._loads.iterations(None)
+
+    # For a program that has checkpoints on the nodes, too.
+
+    def find_beside(self, nodes: Lineage | None) -> Found | None:
+        """Find the newest checkpoint; all ranks call it. Raises as :meth:`find_latest`.
+
+        Args:
+            nodes: Lineage of the newest one on the nodes. Those that the job went back from to
+                begin that epoch are left out.
+        """
+        self._require_usable()
+        with self._events.timed("find"):
+            return self._loads.find(left_by=nodes)
+
+    def iterations_beside(self, nodes: Lineage | None) -> list[int]:
+        """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
+        self._require_usable()
+        return self._loads.iterations(nodes)
+
+    def go_back(self, iteration: int) -> list[Point]:
+        """Let go of the newer checkpoints: the job goes on from an older one that is elsewhere.
+
+        All ranks call it.
+
+        Returns:
+            The newer ones, as far as their lineage is known, for the manager of the nodes.
+
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: Some rank did not come in time.
+        """
+        self._require_writable()
+        self._require_usable()
+        self._newest_iteration = iteration
+        points = self._ranks.act(
+            f"go back to iteration {iteration}",
+            lambda: None,
+            lambda _: [[*point.epoch, point.iteration] for point in self._root.go_back(iteration)],
+        )
+        return [Point(EpochId(number, draw), at) for number, draw, at in points]
 
     @overload
     def load(

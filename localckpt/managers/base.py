@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Self, SupportsIndex, overload
 
@@ -23,7 +23,7 @@ from localckpt.availability.explanation import Explanation
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.ids import Checkpoint, CkptID
-from localckpt.lineage import Lineage
+from localckpt.lineage import Lineage, Point
 from localckpt.managers.calls import Calls, one_call
 from localckpt.managers.epoch import checked_origin
 from localckpt.managers.in_flight import forgotten
@@ -295,6 +295,22 @@ class BaseCheckpointManager(Hooks):
         # What was loaded here before is not what training goes on from.
         self._parts.resuming.take_back()
         self._current = None
+
+    def leave(self, points: Sequence[Point]) -> None:
+        """Give up checkpoints on shared storage that the job goes back from; asks no other rank.
+
+        Args:
+            points: The checkpoints, the same on all ranks.
+        """
+        self._require_writable()
+        self._parts.epoch.leave(points)
+
+    def lineage_of(self, iteration: int) -> Lineage | None:
+        """Return the lineage of the newest complete checkpoint of an iteration, if it has one."""
+        complete = self._parts.checkpoints.complete
+        epochs = (c.generation.epoch_id for c in complete if c.iteration == iteration)
+        epoch = next(epochs, None)
+        return None if epoch is None else self._parts.checkpoints.lineages.get(epoch)
 
     @one_call
     def lineage_of_save(self, iteration: int) -> Lineage:

@@ -130,6 +130,7 @@ def judge_structures(
         given = merged_names(given, record["given"])
         packs = split_packs(record["packs"], report.data)
         images += [base64.b64encode(pack.data).decode() for pack in packs]
+    rules.require_named(saved or ())
     missing = require_names(
         *(saved, given),
         rules=rules,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -109,12 +109,26 @@ class TargetRules:
         is_partial: Whether tensors that were saved may be missing; new ones are made then.
         converts: Whether tensors may have another dtype, and are converted.
         lets_go: Tells what may be on one side only, and is then left as it is.
+        named: Names of parts that some rank must have saved.
     """
 
     free: Freedom = NO_FREEDOM
     is_partial: bool = False
     converts: bool = False
     lets_go: LetsGo = let_nothing_go
+    named: frozenset[str] = frozenset()
+
+    def require_named(self, saved: Collection[str]) -> None:
+        """Check that all of ``named`` are among the parts that were saved.
+
+        Raises:
+            MismatchError: Some are not.
+        """
+        if unknown := sorted(self.named.difference(saved)):
+            raise MismatchError(
+                f"{', '.join(map(repr, unknown))}: neither a part of the state nor one that was "
+                f"saved. The checkpoint has {', '.join(sorted(saved))}. Nothing was changed"
+            )
 
 
 STRICT = TargetRules()

@@ -159,6 +159,9 @@ class Checkpointer:
             their originals.
     """
 
+    # Whether a call has failed that saves.
+    _has_failed = False
+
     @in_own_words
     def __init__(
         self,
@@ -751,10 +754,13 @@ class Checkpointer:
         # One that made no step has nothing that is not saved, and takes part.
         step = self._last_step if self._is_counted else None
         lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
-        step, to_nodes, to_shared = self._ranks.decide(
-            "end the job", lambda: [step, *lacks], judge_ends
+        mine = [self._has_failed, step, *lacks]
+        failed_on, step, to_nodes, to_shared = self._ranks.decide(
+            "end the job", lambda: mine, judge_ends
         )
-        if step is None:
+        if failed_on:
+            logger.warning("the last step is not saved: a call failed on %s", failed_on)
+        if failed_on or step is None:
             return
         if to_nodes:
             self._begin_save(step)

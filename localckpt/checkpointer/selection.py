@@ -57,15 +57,16 @@ class Selection:
                 )
         if only is not None and skip:
             raise CheckpointingException("give only= or skip=, not both")
-        rename = dict(rename or {})
-        texts = {*map(type, rename.keys()), *map(type, rename.values())}
-        if not texts <= {str} or len({*rename.values()}) < len(rename):
+        rename = {} if rename is None else rename
+        names = (*rename.keys(), *rename.values()) if isinstance(rename, Mapping) else (rename,)
+        are_texts = all(isinstance(name, str) for name in names)
+        if not are_texts or len({*rename.values()}) < len(rename):
             raise CheckpointingException(
                 f"rename={rename!r}: give the name of each part now by the name that it was saved "
                 f"under, as rename={{'net': 'model'}}"
             )
         chosen = None if only is None else frozenset(only)
-        return cls(step, chosen, frozenset(skip), rename, is_partial, converts)
+        return cls(step, chosen, frozenset(skip), dict(rename), is_partial, converts)
 
     @property
     def texts(self) -> dict[str, str]:

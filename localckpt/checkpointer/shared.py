@@ -43,6 +43,7 @@ from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.stateful import Freedom
+from localckpt.state_dict.targets import TargetRules
 from localckpt.state_dict.value_digests import digest_of
 
 __all__ = ["OnResize", "SharedState"]
@@ -217,6 +218,7 @@ class SharedState:
 
     def _compare(self, saved: SavedState, load: PartsToLoad) -> dict[str, Any]:
         """Find what does not fit, and change nothing; the argument of :func:`judge_fits`."""
+        TargetRules(named=load.named).require_named(saved.kinds)
         wanted = {
             key: kind_of(without_marker(part))
             for key, part in load.parts.items()
@@ -224,10 +226,7 @@ class SharedState:
         }
         given = {key: kind_of(part) for key, part in self._parts.items()}
         there = {k: v for k, v in saved.kinds.items() if k in wanted or not load.lets_go(k)}
-        lines = [
-            f"{key}: neither a part of the training state nor saved"
-            for key in sorted(load.named.difference(saved.kinds))
-        ]
+        lines: list[str] = []
         values = saved.of_rank(self._rank_in(saved))
         for key in wanted.keys() & saved.kinds.keys():
             part = self._parts[key]

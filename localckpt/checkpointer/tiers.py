@@ -79,14 +79,18 @@ class Failures:
         # Else the images that the failed calls had would stay until the next save succeeds.
         forget_frames(error)
         logger.warning(
-            "save %d in a row to %s failed, of %d that may: %s",
-            *(self._in_a_row, self._what, self._most - 1, error),
+            "a save to %s failed (%d in a row; training ends at %d): %s",
+            *(self._what, self._in_a_row, self._most, error),
         )
 
     def raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
         if self._last is not None and self._in_a_row >= self._most:
-            raise self._last
+            why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
+            if self._most == 1:
+                why = f"a save to {self._what} failed (on_error, max_failures)"
+            kept = "Older checkpoints are as they were"
+            raise self._last.advised("end", f"{kept}. Training ends, since {why}")
 
     def end_row(self) -> None:
         """Note that a save has succeeded."""

@@ -26,6 +26,7 @@ _ADVICE = {
     "slow": "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else "
     "restart the job. Is {call}() called on every rank?",
 }
+_SAVING = ("step", "save", "wait_until_finished")
 
 
 def worded(error: CheckpointingException, call: str) -> CheckpointingException:
@@ -45,6 +46,8 @@ def in_own_words(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except CheckpointingException as error:
             worded(error, call)
+            if call in _SAVING:
+                setattr(args[0], "_has_failed", True)  # noqa: B010 - of any class
             raise
 
     return called

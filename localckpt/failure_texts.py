@@ -17,6 +17,7 @@ __all__ = [
     "ranks_named",
     "said_by",
     "short",
+    "shown",
     "with_class",
     "with_short_texts",
 ]
@@ -49,6 +50,14 @@ def with_class(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     # The object that the program calls has words of its own for the advice.
     return error.text if isinstance(error, CheckpointingException) else str(error)
+
+
+def shown(manager: Any, session_id: str, place: object = None) -> str:
+    """Return the ``repr`` of a manager of checkpoints."""
+    where = "" if place is None else f" in {str(place)!r}"
+    mode = ", read only" if manager.read_only else ""
+    rank = f"rank {manager.rank} of {manager.world_size}"
+    return f"<{type(manager).__name__} of session {session_id!r}{where}, {rank}{mode}>"
 
 
 def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:

@@ -348,6 +348,12 @@ class Checkpointer:
         self._is_late = False
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        shared = "" if self._shared is None else f", {self._shared.manager!r}"
+        step = "not resumed" if self._last_step is None else f"after step {self._last_step}"
+        state = "closed" if self._is_closed else step
+        return f"<{type(self).__name__} {state}, {self._nodes.manager!r}{shared}>"
+
     @property
     def manager(self) -> NodeManager:
         """Manager of the nodes' checkpoints: ``status``, ``explain``, ``survivability``."""

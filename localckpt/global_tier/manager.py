@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
+from localckpt.failure_texts import shown
 from localckpt.global_tier.committed import Found
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.drains import Drains
@@ -137,7 +138,9 @@ class GlobalCheckpointManager:
             is_read_only=read_only,
         )
         allowed = tuple(safe_globals)
-        self._ranks = Ranks("global manager", process_group, timeout)
+        # The most frequent cause of ranks that do not come to plan a save.
+        self._hint = ""
+        self._ranks = Ranks("global manager", process_group, timeout, hint=lambda: self._hint)
         # Saves end behind training, whatever is called meanwhile.
         self._saving = Ranks("global saves", process_group, timeout)
         draining = Ranks("global drains", process_group, timeout)
@@ -172,6 +175,9 @@ class GlobalCheckpointManager:
         self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
         self._process = os.getpid()
         self._closed = False
+
+    def __repr__(self) -> str:
+        return shown(self, self.session_id, self._root.path)
 
     @property
     def rank(self) -> int:
@@ -626,6 +632,7 @@ class GlobalCheckpointManager:
                 self._writer.require_loadable(plan, planner)
             return plan
 
+        self._hint = f" Was save({what}) called on every rank?"
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
@@ -637,6 +644,7 @@ class GlobalCheckpointManager:
                 begin=begin,
                 prepare=prepare,
             )
+        self._hint = ""
         return planner, planned
 
     def _change_pin(self, what: str, iteration: int, change: Callable[[int], None]) -> None:

@@ -22,6 +22,7 @@ from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
+from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID
 from localckpt.lineage import Lineage, Point
 from localckpt.managers.calls import Calls, one_call
@@ -128,6 +129,9 @@ class BaseCheckpointManager(Hooks):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a worker process needs to call the hooks."""
         return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINER}
+
+    def __repr__(self) -> str:
+        return shown(self, self.session_id)
 
     # The protocol.
 

@@ -194,6 +194,17 @@ class SafeGlobals:
                 f"safe_globals=[{listed}], or call "
                 f"torch.serialization.add_safe_globals([{listed}]), when saving and when loading."
             )
+        allowed = (*self._extra, *map(_named, torch.serialization.get_safe_globals()))
+        for name in names:
+            # A class of the script that was run, and of the same script where it is imported.
+            last = name.name.rpartition(".")[2]
+            others = (full for full, _ in allowed if full.rpartition(".")[2] == last)
+            if (other := next(others, None)) is not None:
+                text += (
+                    f" {other} is allowed, and was saved as {name}, as where the script that "
+                    f"defines it was run then and is imported now: pass "
+                    f"safe_globals=[({last}, {str(name)!r})]."
+                )
         for name, reason in reasons.items():
             text += f" {name} cannot be allowed: it {reason}."
         error = UnsafeGlobalError(text.removesuffix("."))

@@ -21,7 +21,6 @@ from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
 from localckpt.failure_texts import ranks_named
-from localckpt.lineage import Lineage
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks
 
@@ -43,8 +42,7 @@ class _Newest:
         is_elsewhere: True if the checkpoint beside the nodes is one of the program's own.
         given_up: Error that says why no checkpoint is taken from shared storage, though it has
             some.
-        lineage: Lineage of the newest checkpoint on the nodes, which may have given up some on
-            shared storage.
+        on_nodes: Newest step on the nodes, which may have given up some on shared storage.
     """
 
     step: int
@@ -52,7 +50,7 @@ class _Newest:
     beside: int
     is_elsewhere: bool
     given_up: NoReplicasAvailableError | None
-    lineage: Lineage | None = None
+    on_nodes: int = -1
 
 
 class Resumption:
@@ -141,12 +139,10 @@ class Resumption:
             newest = manager.find_latest()
         except (MismatchError, NoReplicasAvailableError) as error:
             failed = error
-        lineage = None if newest < 0 else manager.lineage_of(newest)
         beside, given_up = -1, None
         try:
             if self._shared is not None:
-                found = self._shared.manager.find_beside(lineage)
-                beside = -1 if found is None else found.folder.iteration
+                beside = self._shared.manager.find_beside(newest)
         except NoReplicasAvailableError as error:
             given_up = error
         is_elsewhere = elsewhere is not None and elsewhere.step > beside
@@ -156,10 +152,10 @@ class Resumption:
             _leave_nodes(failed, beside, given_up)
         has_better = beside >= 0 and newest >= 0 and manager.is_bad(newest)
         if newest >= max(beside, 0) and not has_better:
-            return _Newest(newest, True, beside, is_elsewhere, given_up, lineage)
+            return _Newest(newest, True, beside, is_elsewhere, given_up, newest)
         if given_up is not None and not is_elsewhere:
             raise given_up
-        return _Newest(beside, False, beside, is_elsewhere, None, lineage)
+        return _Newest(beside, False, beside, is_elsewhere, None, newest)
 
     def _load(
         self,
@@ -191,7 +187,7 @@ class Resumption:
             raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
-        steps = self._shared.manager.iterations_beside(newest.lineage)
+        steps = self._shared.manager.iterations_beside(newest.on_nodes)
         return self._shared.load(steps, selection, load), SHARED_SOURCE
 
     def _load_step(
@@ -219,7 +215,7 @@ class Resumption:
         """Raise the error of the nodes unless shared storage has a step."""
         if self._shared is None:
             raise error
-        there = self._shared.manager.iterations_beside(None)
+        there = self._shared.manager.all_iterations()
         if step in there:
             logger.warning("step %d is loaded from shared storage: %s", step, error)
         elif isinstance(error, MismatchError):
@@ -233,7 +229,7 @@ class Resumption:
     def _go_back(self, step: int) -> None:
         """Give up what shared storage has above a step that the job goes back to."""
         if self._shared is not None:
-            self._nodes.manager.leave(self._shared.manager.go_back(step))
+            self._shared.manager.go_back(step)
 
     def _say_what_was_left(
         self, parts: Mapping[str, Any], selection: Selection, load: PartsToLoad

@@ -261,8 +261,7 @@ class SharedTier:
             retention=retention,
             timeout=timeout_s,
             safe_globals=safe_globals,
-            # What a job loads that saves nothing is nothing to go on from.
-            local=None if read_only else local,
+            local=local,
             read_only=read_only,
             events=events,
             max_attempts=max_attempts,

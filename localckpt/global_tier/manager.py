@@ -398,29 +398,27 @@ class GlobalCheckpointManager:
 
     # For a program that has checkpoints on the nodes, too.
 
-    def find_beside(self, nodes: Lineage | None) -> Found | None:
-        """Find the newest checkpoint; all ranks call it. Raises as :meth:`find_latest`.
+    def find_beside(self, on_nodes: int) -> int:
+        """Find the newest checkpoint as :meth:`find_latest`; all ranks call it.
 
         Args:
-            nodes: Lineage of the newest one on the nodes. Those that the job went back from to
-                begin that epoch are left out.
+            on_nodes: Newest iteration on the nodes, -1 for none. What the job went back from to
+                begin its epoch is left out.
         """
         self._require_usable()
         with self._events.timed("find"):
-            return self._loads.find(left_by=nodes)
+            found = self._loads.find(left_by=self._lineage_on_nodes(on_nodes))
+        return -1 if found is None else found.folder.iteration
 
-    def iterations_beside(self, nodes: Lineage | None) -> list[int]:
+    def iterations_beside(self, on_nodes: int) -> list[int]:
         """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
         self._require_usable()
-        return self._loads.iterations(nodes)
+        return self._loads.iterations(self._lineage_on_nodes(on_nodes))
 
-    def go_back(self, iteration: int) -> list[Point]:
-        """Let go of the newer checkpoints: the job goes on from an older one that is elsewhere.
+    def go_back(self, iteration: int) -> None:
+        """Give up all that is newer: the job goes on from an older one, here or on the nodes.
 
         All ranks call it.
-
-        Returns:
-            The newer ones, as far as their lineage is known, for the manager of the nodes.
 
         Raises:
             StorageError: The root cannot be read; the same on every rank.
@@ -434,7 +432,11 @@ class GlobalCheckpointManager:
             lambda: None,
             lambda _: [[*point.epoch, point.iteration] for point in self._root.go_back(iteration)],
         )
-        return [Point(EpochId(number, draw), at) for number, draw, at in points]
+        if self._local is not None:
+            self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])
+
+    def _lineage_on_nodes(self, iteration: int) -> Lineage | None:
+        return None if self._local is None else self._local.lineage_of(iteration)
 
     @overload
     def load(
@@ -536,7 +538,7 @@ class GlobalCheckpointManager:
         self._root.go_on_from(found)
         if self.rank == 0:
             self._root.committed.note_resume(found)
-        if self._local is not None:
+        if self._local is not None and not self.read_only:
             self._local.begin(found.folder.iteration, lineage=found.lineage)
 
     def note_progress(self, iteration: int) -> None:

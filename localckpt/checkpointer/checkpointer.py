@@ -439,9 +439,11 @@ class Checkpointer:
         """
         self._require_open()
         called = time.monotonic()
-        if step is not None and not self._read_only:
+        if step is not None:
             # The job goes back from what they save, too.
             self.wait_until_finished()
+        # Its plan is for steps that the loop may not come to for long.
+        self._pulse.finish()
         if self._state.make() and self._shared is not None:
             self._shared.use(self._state.parts)
         # Of a call before: training has gone no further from there, or has come back.
@@ -456,6 +458,7 @@ class Checkpointer:
         if self._read_only:
             return loaded + 1
         self._last_step, self._is_counted = loaded, False
+        self._nodes.begun = self._nodes.newest = None
         self._schedule.begin(loaded)
         return loaded + 1
 

@@ -176,6 +176,12 @@ class Pulse:
         self._was_mismatched = plan is not None and plan.mismatch is not None
         return plan
 
+    def finish(self) -> None:
+        """Wait for the pulse that is under way, and forget its plan; all ranks do so."""
+        if self.is_under_way:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self.is_under_way, self._plan = False, None
+
     def close(self, *, is_in_step: bool) -> None:
         """End the thread.
 

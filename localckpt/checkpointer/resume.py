@@ -118,12 +118,17 @@ class Resumption:
             what = "compare the arguments of resume()"
             given = self._ranks.decide(what, arguments, _judge_arguments)
             selection = selected[0]
-            load = selection.of_parts(parts, given)
+            load = selection.of_parts(parts, private, given)
             if selection.step is None:
-                step, source = self._load(parts, private, elsewhere, selection, load)
+                step, source = self._load(load, elsewhere)
             else:
-                step, source = self._load_step(parts, private, selection.step, selection, load)
-            self._say_what_was_left(parts, selection, load)
+                step, source = self._load_step(load, selection.step)
+            if load.gone:
+                logger.log(
+                    logging.WARNING if self._ranks.is_root else logging.INFO,
+                    "resumed in part: not loaded, as the arguments of resume() allow: %s",
+                    ", ".join(load.gone),
+                )
             job_run = self._say_what_was_loaded(step, source, time.monotonic() - called)
         except BaseException as error:
             self._record.resumed(called, None, "", "", error)
@@ -157,19 +162,12 @@ class Resumption:
             raise given_up
         return _Newest(beside, False, beside, is_elsewhere, None, newest)
 
-    def _load(
-        self,
-        parts: Mapping[str, Any],
-        private: Mapping[str, PrivateRule],
-        elsewhere: Elsewhere | None,
-        selection: Selection,
-        load: PartsToLoad,
-    ) -> tuple[int, str]:
+    def _load(self, load: PartsToLoad, elsewhere: Elsewhere | None) -> tuple[int, str]:
         """Load the newest checkpoint; returns its step, and the source of this rank's part."""
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.is_on_nodes:
             try:
-                step = self._nodes.load(parts, None, selection, load, private)
+                step = self._nodes.load(load, None)
                 # A damaged checkpoint makes way for the one before, which may be too old.
                 if step >= newest.beside:
                     return step, self._nodes.source
@@ -188,24 +186,17 @@ class Resumption:
         if self._shared is None or newest.beside < 0:
             return -1, ""
         steps = self._shared.manager.iterations_beside(newest.on_nodes)
-        return self._shared.load(steps, selection, load), SHARED_SOURCE
+        return self._shared.load(load, steps), SHARED_SOURCE
 
-    def _load_step(
-        self,
-        parts: Mapping[str, Any],
-        private: Mapping[str, PrivateRule],
-        step: int,
-        selection: Selection,
-        load: PartsToLoad,
-    ) -> tuple[int, str]:
+    def _load_step(self, load: PartsToLoad, step: int) -> tuple[int, str]:
         """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""
         try:
-            self._nodes.load(parts, step, selection, load, private)
+            self._nodes.load(load, step)
             source = self._nodes.source
         except (MismatchError, NoReplicasAvailableError) as error:
             self._require_shared(step, error)
             assert self._shared is not None, "it has the step"
-            self._shared.load([step], selection, load)
+            self._shared.load(load, [step])
             source = SHARED_SOURCE
         if not self._nodes.manager.read_only:
             self._go_back(step)
@@ -230,19 +221,6 @@ class Resumption:
         """Give up what shared storage has above a step that the job goes back to."""
         if self._shared is not None:
             self._shared.manager.go_back(step)
-
-    def _say_what_was_left(
-        self, parts: Mapping[str, Any], selection: Selection, load: PartsToLoad
-    ) -> None:
-        """Log by name what is not as it was saved, as the caller allows."""
-        left = [key for key in parts if selection.saved_name(key) not in load.parts]
-        names = [*left, *(name for name in load.gone if name not in left)]
-        if names:
-            logger.log(
-                logging.WARNING if self._ranks.is_root else logging.INFO,
-                "resumed in part: not loaded, as the arguments of resume() allow: %s",
-                ", ".join(names),
-            )
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Log on the root where all ranks' parts came from; return the name of the job's run."""

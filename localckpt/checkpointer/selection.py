@@ -8,6 +8,7 @@ from typing import Any
 
 from localckpt.checkpointer.parts import OURS, ModulePart
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.replicated import Replicated, without_marker
 
@@ -104,10 +105,6 @@ class Selection:
                     f"state is called so: there are {', '.join(sorted(given))}. Nothing was changed"
                 )
 
-    def saved_name(self, key: str) -> str:
-        """Return the name under which a part was saved."""
-        return next((old for old, new in self.rename.items() if new == key), key)
-
     def by_saved_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by key prefix with the names that parts were saved under."""
         olds = {new: old for old, new in self.rename.items()}
@@ -117,11 +114,17 @@ class Selection:
             found[key if part is None else olds[part] + key[len(part) :]] = value
         return found
 
-    def of_parts(self, parts: Mapping[str, Any], given: Collection[str]) -> PartsToLoad:
+    def of_parts(
+        self,
+        parts: Mapping[str, Any],
+        private: Mapping[str, PrivateRule],
+        given: Collection[str],
+    ) -> PartsToLoad:
         """Choose parts of this rank's state.
 
         Args:
             parts: The parts.
+            private: Rules for values that differ between ranks.
             given: Names of the parts of all ranks.
 
         Raises:
@@ -133,12 +136,15 @@ class Selection:
                     f"{name}= has {', '.join(map(repr, unknown))}, and no part of the training "
                     f"state is called so: there are {', '.join(sorted(given))}. Nothing was changed"
                 )
+        chosen = {
+            key: _partial(part) if self.is_partial else part
+            for key, part in parts.items()
+            if (self.only is None or key in self.only) and key not in self.skip
+        }
         return PartsToLoad(
-            {
-                self.saved_name(key): _partial(part) if self.is_partial else part
-                for key, part in parts.items()
-                if (self.only is None or key in self.only) and key not in self.skip
-            },
+            self.by_saved_names(chosen),
+            self.by_saved_names({**parts, **chosen}),
+            self.by_saved_names(private),
             frozenset({*self.skip, *self.rename} - {*given}),
             self,
         )
@@ -149,22 +155,32 @@ class PartsToLoad:
 
     Args:
         parts: The parts.
+        everything: All parts of the state.
+        private: Rules for values that differ between ranks.
         named: Names of other parts that must have been saved.
         selection: The caller's arguments.
 
     Attributes:
-        gone: Names of the parts and values that were let go.
+        gone: Names of the parts and values that are not loaded.
     """
 
     def __init__(
-        self, parts: Mapping[str, Any], named: frozenset[str], selection: Selection
+        self,
+        parts: Mapping[str, Any],
+        everything: Mapping[str, Any],
+        private: Mapping[str, PrivateRule],
+        named: frozenset[str],
+        selection: Selection,
     ) -> None:
         self.parts = parts
+        self.everything = everything
+        self.private = private
         self.named = named
+        self.is_whole = selection.is_whole
         self.is_partial, self.converts = selection.is_partial, selection.converts
         self._takes_some = selection.only is not None
-        self._skipped = {*selection.skip, *map(selection.saved_name, selection.skip)}
-        self.gone: dict[str, None] = {}
+        self._skipped = {*selection.skip, *(everything.keys() - parts.keys())}
+        self.gone = {key: None for key in everything if key not in parts}
 
     def lets_go(self, name: str) -> bool:
         """Return whether a part, or a value of one, may be on one side only; by its saved name."""

@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.checkpointer.parts import OURS, described
-from localckpt.checkpointer.selection import PartsToLoad, Selection
+from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -149,37 +149,22 @@ class NodeTier:
             self._queue.schedule_async_request(request)
             self.begun = step
 
-    def load(
-        self,
-        parts: Mapping[str, Any],
-        step: int | None,
-        selection: Selection,
-        load: PartsToLoad,
-        private: Mapping[str, PrivateRule],
-    ) -> int:
+    def load(self, load: PartsToLoad, step: int | None) -> int:
         """Fill the state from the newest checkpoint, or from that of a step; all ranks do so.
-
-        Args:
-            parts: All parts, by the names that they have now.
-            step: The step; ``None`` for the newest.
-            selection: Arguments of the caller.
-            load: Parts to load.
-            private: Rules for values that differ between ranks.
 
         Returns:
             Its step. Raises as the manager's ``load``.
         """
-        kinds = described(selection.by_saved_names(parts))
+        kinds = described(load.everything)
         into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
-        if selection.is_whole:
-            options = LoadOptions.of(into, converts=load.converts)
-        else:
+        options = LoadOptions.of(into, converts=load.converts)
+        if not load.is_whole:
             options = LoadOptions.of(
                 into,
                 converts=load.converts,
                 lets_go=load.lets_go,
                 named=load.named,
-                private=selection.by_saved_names(private),
+                private=load.private,
             )
         return self.manager.load_as(options, step)[1].iteration
 
@@ -284,7 +269,6 @@ class SharedTier:
         Raises:
             CheckpointingException: The parameters of an optimizer are in none of the modules.
         """
-        self._parts = parts
         self._given = self._make_state(parts)
 
     @property
@@ -298,13 +282,12 @@ class SharedTier:
         self._state.save(step, metrics)
         self._is_checked = False
 
-    def load(self, steps: Sequence[int], selection: Selection, load: PartsToLoad) -> int:
+    def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; all ranks do so.
 
         Args:
-            steps: Steps of the checkpoints to try, in their order.
-            selection: Arguments of the caller.
             load: Parts to load.
+            steps: Steps of the checkpoints to try, in their order.
 
         Returns:
             Its step.
@@ -312,9 +295,7 @@ class SharedTier:
         Raises:
             CorruptShardError: All are damaged; of the last.
         """
-        state = self._state
-        if not selection.is_whole:
-            state = self._make_state({**selection.by_saved_names(self._parts), **load.parts})
+        state = self._state if load.is_whole else self._make_state(load.everything)
         *others, last = steps
         for step in others:
             try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,7 +336,8 @@ def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) 
     assert "has 8, 6, 4, 2, 0" in str(caught.value)
 
 
-def test_a_loop_goes_back_after_a_loss_spike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", [5, 6, 9])
+def test_a_loop_goes_back_after_a_loss_spike(to: int, tmp_path: Path) -> None:
     state = {"value": torch.nn.Linear(1, 1, bias=False)}
     weight = state["value"].weight
     places: dict[str, Any] = {"local": tmp_path / "nodes", "shared": tmp_path / "shared"}
@@ -343,9 +347,26 @@ def test_a_loop_goes_back_after_a_loss_spike(tmp_path: Path) -> None:
             checkpointer.step(step)
         first = checkpointer.resume(step=3)
         assert (first, float(weight)) == (4, 3)
-        for step in range(first, 5):
+        # Up to a step that was saved before.
+        for step in range(first, to):
             torch.nn.init.constant_(weight, 100 + step)
             checkpointer.step(step)
 
     with Checkpointer(state, **places) as checkpointer:
-        assert (checkpointer.resume(), float(weight)) == (5, 104)
+        assert (checkpointer.resume(), float(weight)) == (to, 99 + to)
+
+
+def test_a_stop_is_heard_at_once_after_going_far_back(tmp_path: Path) -> None:
+    state = {"value": torch.nn.Linear(1, 1, bias=False)}
+    with Checkpointer(state, local=tmp_path, every=100, keep_last=9) as checkpointer:
+        for step in range(checkpointer.resume(), 703):
+            checkpointer.step(step)
+        start = checkpointer.resume(step=99)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(start, 600):
+            time.sleep(0.02)
+            if checkpointer.step(step):
+                break
+
+    assert start == 100
+    assert step < 400

@@ -45,7 +45,7 @@ from localckpt.checkpointer.tiers import (
     with_redundancy,
 )
 from localckpt.checkpointer.words import in_own_words
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
@@ -759,6 +759,12 @@ class Checkpointer:
             MismatchError: The ranks end after different steps.
         """
         if not self._saves_last or self.stopped is not None:
+            return
+        try:
+            self._ranks.require_same_world()
+        except MismatchError as error:
+            # Everything is freed all the same.
+            logger.warning("the last step is not saved: %s", error)
             return
         # One that made no step has nothing that is not saved, and takes part.
         step = self._last_step if self._is_counted else None

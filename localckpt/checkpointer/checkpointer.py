@@ -532,7 +532,8 @@ class Checkpointer:
             CheckpointingException: As for :meth:`step`; or there is no shared storage.
         """
         self._require_open()
-        if self._last_step is None or step < self._last_step:
+        is_resumed = step == self._last_step and not self._is_counted
+        if self._last_step is None or step < self._last_step or is_resumed:
             raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
@@ -812,9 +813,10 @@ class Checkpointer:
                 f"call resume() before the first step: what is saved from step {step} on would "
                 f"else overrule the checkpoints that are there. Nothing was saved"
             )
+        last = f"step({self._last_step})" if self._is_counted else f"resuming at {self._last_step}"
         return CheckpointingException(
-            f"{call}({step}) was called after step({self._last_step}): steps must grow. To go back "
-            f"to a step that was saved, call resume(step=...). Nothing was saved"
+            f"{call}({step}) was called after {last}: steps must grow. To go back to a step that "
+            f"was saved, call resume(step=...). Nothing was saved"
         )
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:

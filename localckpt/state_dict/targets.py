@@ -125,9 +125,11 @@ class TargetRules:
             MismatchError: Some are not.
         """
         if unknown := sorted(self.named.difference(saved)):
+            # Without what the front door saves beside the parts.
+            parts = sorted({*saved} - {"localckpt"})
             raise MismatchError(
                 f"{', '.join(map(repr, unknown))}: neither a part of the state nor one that was "
-                f"saved. The checkpoint has {', '.join(sorted(saved))}. Nothing was changed"
+                f"saved. The checkpoint has {', '.join(parts)}. Nothing was changed"
             )
 
 

@@ -158,6 +158,12 @@ def test_steps_that_go_back_are_told_how_to(tmp_path: Path) -> None:
                 call(3)
             assert f"{name}(3) was called after step(5)" in str(caught.value)
             assert "call resume(step=...)" in str(caught.value)
+        checkpointer.save(5)
+    with Checkpointer(_state(), local=tmp_path) as checkpointer:
+        checkpointer.resume()
+
+        with pytest.raises(CheckpointingException, match=r"save\(5\) was called after resuming"):
+            checkpointer.save(5)
 
 
 def _save_alone(rank: int, world_size: int, make: Callable[[], Any]) -> str:

@@ -281,12 +281,18 @@ def test_what_is_let_go_is_logged_by_name(
 
 
 def _loop(
-    local: Path, shared: Path | None, to: int, *, fill: float, step: int | None = None
+    local: Path,
+    shared: Path | None,
+    to: int,
+    *,
+    fill: float,
+    step: int | None = None,
+    save_last: bool = True,
 ) -> tuple[int, float]:
     """Resume, and save each step to both; the first step, and the value that was loaded."""
     state = {"value": torch.nn.Linear(1, 1, bias=False)}
     places: dict[str, Any] = {"local": local, "shared": shared, "keep_last": 4, "timeout_s": _S}
-    with Checkpointer(state, **places) as checkpointer:
+    with Checkpointer(state, **places, save_last=save_last) as checkpointer:
         first = checkpointer.resume(step=step)
         loaded = float(state["value"].weight)
         for at in range(first, to):
@@ -307,7 +313,8 @@ def test_what_the_job_went_back_from_is_not_resumed_once_it_has_gone_on(
     assert _loop(local, shared, 0, fill=0, step=6) == (7, 6)
     assert _loop(local, shared, 0, fill=0) == (9, 8)
 
-    assert _loop(local, shared, 8, fill=100, step=6) == (7, 6)
+    # What was saved since is on the nodes alone.
+    assert _loop(local, shared, 8, fill=100, step=6, save_last=False) == (7, 6)
     assert _loop(local, shared, 0, fill=0) == (8, 107)
 
 
@@ -315,13 +322,13 @@ def test_shared_storage_gives_a_step_that_the_nodes_do_not_have(tmp_path: Path) 
     local, shared = tmp_path / "nodes", tmp_path / "shared"
     _loop(local, shared, 9, fill=0)
 
-    assert _loop(local, shared, 4, fill=100, step=2) == (3, 2)
+    assert _loop(local, shared, 4, fill=100, step=2, save_last=False) == (3, 2)
 
     # The nodes have step 3 of the new line; shared storage has step 8 of the old one.
-    assert _loop(local, shared, 0, fill=0) == (4, 103)
+    assert _loop(local, shared, 5, fill=200) == (4, 103)
     shutil.rmtree(local)
-    # The last step went there when the loop ended.
-    assert _loop(local, shared, 0, fill=0) == (4, 103)
+    # Step 4 of the new line went there, too.
+    assert _loop(local, shared, 0, fill=0) == (5, 204)
 
 
 def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) -> None:

@@ -318,9 +318,14 @@ def test_what_the_job_went_back_from_is_not_resumed_once_it_has_gone_on(
     assert _loop(local, shared, 0, fill=0) == (8, 107)
 
 
-def test_shared_storage_gives_a_step_that_the_nodes_do_not_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_nodes_new", [False, True])
+def test_shared_storage_gives_a_step_that_the_nodes_do_not_have(
+    are_nodes_new: bool, tmp_path: Path
+) -> None:
     local, shared = tmp_path / "nodes", tmp_path / "shared"
     _loop(local, shared, 9, fill=0)
+    if are_nodes_new:
+        shutil.rmtree(local)
 
     assert _loop(local, shared, 4, fill=100, step=2, save_last=False) == (3, 2)
 

@@ -23,6 +23,7 @@ from localckpt.managers.elastic_judge import ElasticJudge
 from localckpt.ranks.values import Message
 from localckpt.ranks.verdict import PerRank
 from localckpt.state_dict.regions import Region
+from localckpt.state_dict.targets import STRICT
 
 __all__ = ["measure"]
 
@@ -113,7 +114,8 @@ class _Job:
         began = time.process_time()
         held = {shard: [self.nodes[reader]] for shard, reader in self.readers.items()}
         checkpoint = Checkpoint(Generation(1234, 2**60), 10**7, self.saved_by)
-        judge = ElasticJudge(checkpoint, {}, self.nodes, self.readers, held, _nothing, _nothing)
+        places = self.nodes, self.readers, held
+        judge = ElasticJudge(checkpoint, {}, *places, STRICT, _nothing, _nothing)
         asked = judge.compare([json.loads(text) for text in self.described])
         nbytes = _nbytes_of(asked)
         plan = judge.plan([Message.from_bytes(told) for told in self.told])

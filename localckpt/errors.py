@@ -7,7 +7,7 @@ was kept, and what to do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "CheckpointingException",
@@ -27,7 +27,28 @@ __all__ = [
 
 
 class CheckpointingException(Exception):
-    """Root of every error raised by localckpt."""
+    """Root of every error raised by localckpt.
+
+    Attributes:
+        topic: What the advice is on; empty for none.
+        advice: Last sentence of the message, which says what to do. It names arguments, so an
+            object that makes the failing call for the program has a sentence of its own.
+    """
+
+    topic = advice = ""
+
+    @property
+    def text(self) -> str:
+        """The message without the advice."""
+        return Exception.__str__(self)
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.advice}" if self.advice else self.text
+
+    def advised(self, topic: str, advice: str) -> Self:
+        """Set the topic and the advice; returns the error."""
+        self.topic, self.advice = topic, advice
+        return self
 
 
 class StorageError(CheckpointingException):

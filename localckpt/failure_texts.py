@@ -17,6 +17,7 @@ __all__ = [
     "ranks_named",
     "said_by",
     "short",
+    "shown",
     "with_class",
     "with_short_texts",
 ]
@@ -36,14 +37,27 @@ def short(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 def described(error: BaseException) -> str:
     """Return an error's text, preceded by its class unless localckpt raised it."""
-    is_own = isinstance(error, CheckpointingException) and str(error)
-    return short(str(error)) if is_own else with_class(error)
+    is_own = isinstance(error, CheckpointingException) and _text(error)
+    return short(_text(error)) if is_own else with_class(error)
 
 
 def with_class(error: BaseException) -> str:
     """Return an error's class and text, or the class alone if there is no text."""
-    kind = type(error).__name__
-    return short(f"{kind}: {error}" if str(error) else kind)
+    kind, text = type(error).__name__, _text(error)
+    return short(f"{kind}: {text}" if text else kind)
+
+
+def _text(error: BaseException) -> str:
+    # The object that the program calls has words of its own for the advice.
+    return error.text if isinstance(error, CheckpointingException) else str(error)
+
+
+def shown(manager: Any, session_id: str, place: object = None) -> str:
+    """Return the ``repr`` of a manager of checkpoints."""
+    where = "" if place is None else f" in {str(place)!r}"
+    mode = ", read only" if manager.read_only else ""
+    rank = f"rank {manager.rank} of {manager.world_size}"
+    return f"<{type(manager).__name__} of session {session_id!r}{where}, {rank}{mode}>"
 
 
 def with_short_texts(record: Any, longest: int = _LONGEST_TEXT) -> Any:

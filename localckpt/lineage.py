@@ -8,7 +8,7 @@ part is enough to order checkpoints (``availability/ordering.py``).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -262,3 +262,9 @@ class LineageKeeper(Protocol):
 
     def lineage_of_save(self, iteration: int) -> Lineage:
         """Return the lineage under which a save of this iteration is stored."""
+
+    def lineage_of(self, iteration: int) -> Lineage | None:
+        """Return the lineage of the newest complete checkpoint of an iteration."""
+
+    def leave(self, points: Sequence[Point]) -> None:
+        """Give up checkpoints on shared storage that the job goes back from."""

@@ -66,7 +66,7 @@ class ThreadCall(PendingCall):
     """A call in a thread of the trainer, which cannot be ended from outside."""
 
     def __init__(self, request: AsyncRequest, function: Callable[..., Any]) -> None:
-        super().__init__(function_name(function))
+        super().__init__(function_name(request.async_fn))
         self._work: Any = (function, request.async_fn_args, request.async_fn_kwargs)
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class WorkerCall(PendingCall):
         function: Callable[..., Any],
         ready_worker: Callable[[], WorkerProcess],
     ) -> None:
-        super().__init__(function_name(function))
+        super().__init__(function_name(request.async_fn))
         self._packed = pack_call(function, request.async_fn_args, request.async_fn_kwargs)
         self._ready_worker: Any = ready_worker
         self._guard = threading.Lock()
@@ -145,7 +145,7 @@ class ForkedCall(PendingCall):
         exit_patience_s: float,
         priority: Priority,
     ) -> None:
-        super().__init__(function_name(function))
+        super().__init__(function_name(request.async_fn))
         self._process = ForkedProcess(
             function, request.async_fn_args, request.async_fn_kwargs, exit_patience_s, priority
         )

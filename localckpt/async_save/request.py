@@ -87,6 +87,8 @@ class AsyncCall:
         verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
             rank, right before the request's ``finalize_fns``. It does not run in a poll with
             ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
+        name: What the call does, for messages, the same on all ranks; empty for the function's
+            name.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class AsyncCall:
         judge_fn: Callable[[list[Any]], Any] | None = None,
         verdict_fn: Callable[[Any], None] | None = None,
         iteration: int | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.function = function
         self.failure_fns = tuple(failure_fns)
         self.stop_fns = tuple(stop_fns)
@@ -343,6 +347,8 @@ def _innermost(function: Any) -> Any:
 
 def function_name(function: Callable[..., Any] | None) -> str:
     """Name of a function in messages."""
+    if isinstance(function, AsyncCall) and function.name:
+        return function.name
     function = _innermost(function)
     if function is None:
         return NO_FUNCTION

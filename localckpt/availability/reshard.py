@@ -19,6 +19,7 @@ from localckpt.errors import MismatchError
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.overlaps import overlapping_pairs
 from localckpt.state_dict.regions import Region, bounds_of, common, volume, without
+from localckpt.state_dict.targets import FIT, STRICT, TargetRules
 
 __all__ = [
     "Keys",
@@ -165,6 +166,7 @@ def plan_reshard(
     *,
     excluded: Iterable[str] = (),
     dropped: Iterable[str] = (),
+    fits: TargetRules = STRICT,
 ) -> ReshardPlan:
     """Decide from whose shard each rank takes the elements that it wants.
 
@@ -179,6 +181,7 @@ def plan_reshard(
         nodes: Node of each rank.
         excluded: Key prefixes of private tensors that are not taken.
         dropped: Key prefixes of private tensors that may be wanted by no rank.
+        fits: Ways in which what is wanted may differ from what was saved.
 
     Raises:
         MismatchError: Tensors differ in dtype or shape, were saved and are wanted by no rank, or
@@ -187,7 +190,7 @@ def plan_reshard(
     excluded, dropped = frozenset(excluded), frozenset(dropped)
     all_keys, tables = tables, {name: _without(keys, excluded) for name, keys in tables.items()}
     sources = _Sources(saved, tables, readers, nodes)
-    differences = _differences(sources, wanted, tables, dropped)
+    differences = _differences(sources, wanted, tables, dropped, fits)
     plan = ReshardPlan()
     of_region: dict[str, dict[Region, list[int]]] = {}
     for rank, groups in wanted.items():
@@ -391,6 +394,7 @@ def _differences(
     wanted: Mapping[int, Sequence[TensorGroup]],
     tables: Mapping[str, Keys],
     dropped: frozenset[str],
+    fits: TargetRules,
 ) -> list[str]:
     """List the keys that only one side has, or that differ in dtype or shape."""
     lines = []
@@ -402,14 +406,15 @@ def _differences(
         for key in keys:
             kinds = sources.kinds.get(key, [])
             if not kinds:
-                lines.append(f"{key}: given, not saved")
+                lines += [] if fits.lets_go(key) else [f"{key}: given, not saved"]
             elif (dtype, shape) not in kinds:
                 was, size = kinds[0]
                 lines.append(f"{key}: saved as {was} {list(size)}, given as {dtype} {list(shape)}")
+    absent = (k for k in sources.kinds if k not in given and prefix_in(k, dropped) is None)
     lines += [
         f"{key}: saved, not given"
-        for key in sources.kinds
-        if key not in given and prefix_in(key, dropped) is None
+        for key in absent
+        if not fits.is_partial and not fits.lets_go(key)
     ]
     return lines
 
@@ -417,9 +422,8 @@ def _differences(
 def _mismatch(lines: Sequence[str]) -> MismatchError:
     return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: "
-        f"{_listed(lines)}. Give a state with the same global tensors: on another number of ranks, "
-        f"or with another sharding, a load makes no new tensors, also with partial=True"
-    )
+        f"{_listed(lines)}"
+    ).advised("fit", FIT)
 
 
 def _listed(lines: Sequence[str]) -> str:

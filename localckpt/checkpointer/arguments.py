@@ -10,6 +10,7 @@ import torch
 
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.retention import Retention
 from localckpt.storage.names import local_path
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_state",
     "check_timeout",
     "judge_arguments",
+    "judge_ends",
 ]
 
 
@@ -65,8 +67,38 @@ def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
     if lines:
         raise MismatchError(
             f"the ranks were given different arguments: {'; '.join(lines)}. Give all ranks the "
-            f"same. Nothing was made"
+            f"same. Nothing was done"
         )
+
+
+def judge_ends(told_by: Sequence[Sequence[Any]]) -> list[Any]:
+    """Judge after which step the ranks end.
+
+    Args:
+        told_by: Of each rank whether a call of it has failed; its step, ``None`` for none; and
+            whether a save of it lacks on the nodes, and on shared storage.
+
+    Returns:
+        The ranks of which a call failed, in words; the step, and whether a save lacks.
+
+    Raises:
+        MismatchError: The ranks end after different steps.
+    """
+    if failed := [rank for rank, (has_failed, *_) in enumerate(told_by) if has_failed]:
+        return [ranks_named(failed), None, False, False]
+    steps = [step for _, step, *_ in told_by]
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the ranks end after different steps: rank 0 after {_named(steps[0])}, rank {other} "
+            f"after {_named(steps[other])}, so the last one is not saved. Checkpoints saved before "
+            f"are as they were. Call step() on every rank in each step"
+        )
+    return ["", steps[0], *(any(lacks) for lacks in list(zip(*told_by, strict=True))[2:])]
+
+
+def _named(step: int | None) -> str:
+    return "no step" if step is None else f"step {step}"
 
 
 def check_state(state: object) -> None:

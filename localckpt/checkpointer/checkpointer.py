@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
@@ -22,6 +22,7 @@ from localckpt.checkpointer.arguments import (
     check_state,
     check_timeout,
     judge_arguments,
+    judge_ends,
 )
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
@@ -32,6 +33,7 @@ from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.resume import Resumption
 from localckpt.checkpointer.schedule import Schedule
+from localckpt.checkpointer.selection import Selection
 from localckpt.checkpointer.shared import OnResize
 from localckpt.checkpointer.state import TrainingState
 from localckpt.checkpointer.stopping import StopRequests
@@ -42,7 +44,8 @@ from localckpt.checkpointer.tiers import (
     SharedTier,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException
+from localckpt.checkpointer.words import in_own_words
+from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
@@ -140,6 +143,11 @@ class Checkpointer:
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         events: Sinks of the record of what happens, which the checkpointer closes; by default files
             of JSON lines beside the nodes' checkpoints. ``()`` for none.
+        save_last: Whether :meth:`close` saves the last step, to shared storage as well, where it is
+            newer than the newest save. It does so at the end of a loop that was left without an
+            error and was not stopped.
+        read_only: Only :meth:`find_latest` and :meth:`resume`, beside a job that may be running:
+            nothing is made, locked, recorded, counted or removed, and no signal is handled.
 
     Attributes:
         stopped: Why the job was stopped; ``None`` if it was not.
@@ -151,6 +159,10 @@ class Checkpointer:
             their originals.
     """
 
+    # Whether a call has failed that saves.
+    _has_failed = False
+
+    @in_own_words
     def __init__(
         self,
         state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
@@ -185,6 +197,8 @@ class Checkpointer:
         timeout_s: float = 300.0,
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
+        save_last: bool = True,
+        read_only: bool = False,
     ) -> None:
         check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
@@ -206,6 +220,8 @@ class Checkpointer:
             "check_replicas": check_replicas,
             "on_divergence": on_divergence,
             "timeout_s": timeout_s,
+            "save_last": save_last,
+            "read_only": read_only,
         }
 
         def check_all() -> dict[str, str]:
@@ -228,7 +244,7 @@ class Checkpointer:
         try:
             # What one rank's arguments are refused for is an error on all ranks at once.
             self._ranks.decide("make a checkpointer", check_all, judge_arguments)
-            if memory and local is None and not session_id:
+            if memory and local is None and not session_id and not read_only:
                 node_session = agreed_session(self._ranks)
         except BaseException:
             self._ranks.close()
@@ -238,6 +254,10 @@ class Checkpointer:
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
         self.stopped: str | None = None
+        self._read_only, self._saves_last = read_only, save_last and not read_only
+        if read_only:
+            max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
+            events = events or ()
         if events is None:
             root = default_root() if local is None else local_path(local)
             events = default_sinks(root, node_session)
@@ -265,6 +285,7 @@ class Checkpointer:
                 "on_divergence": on_divergence,
                 "elastic": True,
                 "private": self._state.rules,
+                "read_only": read_only,
             }
             if memory:
                 return InMemoryCheckpointManager(node_session, strategy, root=local, **options)
@@ -294,6 +315,7 @@ class Checkpointer:
                     ranks=self._ranks,
                     failures=self._failures[1],
                     events=self._record.stream,
+                    read_only=read_only,
                 )
                 undo.callback(self._shared.close, is_in_step=False)
                 if self._state.parts:
@@ -320,10 +342,17 @@ class Checkpointer:
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
         self._last_step: int | None = None
+        self._last_metrics: Mapping[str, SupportsFloat] | None = None
         self._is_counted = False
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        shared = "" if self._shared is None else f", {self._shared.manager!r}"
+        step = "not resumed" if self._last_step is None else f"after step {self._last_step}"
+        state = "closed" if self._is_closed else step
+        return f"<{type(self).__name__} {state}, {self._nodes.manager!r}{shared}>"
 
     @property
     def manager(self) -> NodeManager:
@@ -345,6 +374,7 @@ class Checkpointer:
 
     # The loop.
 
+    @in_own_words
     def find_latest(self, elsewhere: Elsewhere | None = None) -> int:
         """Step of the checkpoint that :meth:`resume` is to load, or -1; all ranks call it.
 
@@ -360,8 +390,17 @@ class Checkpointer:
         self._require_open()
         return self._resumption.find(elsewhere)
 
+    @in_own_words
     def resume(
-        self, elsewhere: Elsewhere | None = None, *, allow_dtype_change: bool = False
+        self,
+        elsewhere: Elsewhere | None = None,
+        *,
+        step: int | None = None,
+        only: Collection[str] | None = None,
+        skip: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        partial: bool = False,
+        allow_dtype_change: bool = False,
     ) -> int:
         """Load the newest checkpoint that can be had, in place; all ranks call it.
 
@@ -373,6 +412,15 @@ class Checkpointer:
         Args:
             elsewhere: A checkpoint that the program can load by itself. It is taken if it is newer,
                 or nothing else can be loaded.
+            step: Step of an older checkpoint to go back to, on the nodes or on shared storage. What
+                is saved from there on overrules all that is newer.
+            only: Names of the parts to load, such as ``["model"]``; all others stay as they are
+                made.
+            skip: Names of parts that stay as they are made, or that were saved and are no parts any
+                more.
+            rename: By the name that a part was saved under, its name now.
+            partial: Let go of parts, and of values of modules, that were saved and are not given,
+                or are given and were not saved; these stay as they are made. The log names them.
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill, such as
                 those of a model that is in bfloat16 now; else another dtype is an error.
 
@@ -385,22 +433,36 @@ class Checkpointer:
                 shared storage that can be loaded. Or the ranks know of different checkpoints
                 elsewhere.
             NoReplicasAvailableError: Checkpoints were complete, and all turned out damaged, or the
-                job was resumed from each in vain too often.
+                job was resumed from each in vain too often. Or there is none of ``step``.
+            CheckpointingException: An argument makes no sense; nothing was changed.
             PeerLostError: Some rank did not come in time.
         """
         self._require_open()
         called = time.monotonic()
+        if step is not None:
+            # The job goes back from what they save, too.
+            self.wait_until_finished()
+        # Its plan is for steps that the loop may not come to for long.
+        self._pulse.finish()
         if self._state.make() and self._shared is not None:
             self._shared.use(self._state.parts)
         # Of a call before: training has gone no further from there, or has come back.
         self._take_back_attempt()
         loaded = self._resumption.run(
-            self._state.parts, elsewhere, called, allow_dtype_change=allow_dtype_change
+            *(self._state.parts, self._state.rules, elsewhere),
+            lambda: Selection.of(
+                *(step, only, skip, rename), is_partial=partial, converts=allow_dtype_change
+            ),
+            called,
         )
+        if self._read_only:
+            return loaded + 1
         self._last_step, self._is_counted = loaded, False
+        self._nodes.begun = self._nodes.newest = None
         self._schedule.begin(loaded)
         return loaded + 1
 
+    @in_own_words
     def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
         """Note the end of a step, and save if it is time; all ranks call it, in every step.
 
@@ -428,7 +490,7 @@ class Checkpointer:
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
         self._ranks.require_same_world()
-        self._last_step = step
+        self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
             self._count_attempt()
         is_save = False
@@ -448,6 +510,7 @@ class Checkpointer:
         if not self._is_counted:
             self._state.rewind_random()
 
+    @in_own_words
     def save(
         self,
         step: int,
@@ -469,14 +532,16 @@ class Checkpointer:
             CheckpointingException: As for :meth:`step`; or there is no shared storage.
         """
         self._require_open()
-        if self._last_step is None:
-            raise self._out_of_order(step)
+        is_resumed = step == self._last_step and not self._is_counted
+        if self._last_step is None or step < self._last_step or is_resumed:
+            raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
         self._begin_save(step)
         if shared:
             self._begin_shared_save(step, metrics)
 
+    @in_own_words
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step on shared storage until it is unpinned; all ranks call it.
 
@@ -489,10 +554,12 @@ class Checkpointer:
         """
         self._shared_manager("pin").pin(step)
 
+    @in_own_words
     def unpin(self, step: int) -> None:
         """Leave a checkpoint to the retention again; all ranks call it. Raises as :meth:`pin`."""
         self._shared_manager("unpin").unpin(step)
 
+    @in_own_words
     def mark_good(self, why: str = "") -> int:
         """Mark the newest checkpoint on the nodes as good, by what only the job can judge.
 
@@ -510,11 +577,12 @@ class Checkpointer:
             CheckpointingException: There is no such checkpoint on the nodes.
             StorageError: The mark cannot be noted on this node.
         """
-        self._require_open()
+        self._require_writable()
         if self._shared is not None:
             self._shared.manager.forget_attempts()
         return self._nodes.manager.mark_good(why)
 
+    @in_own_words
     def wait_until_finished(self) -> None:
         """Return when every save is complete on all ranks, or has failed; all ranks call it."""
         with self._record.stream.timed("wait", self._last_step):
@@ -523,19 +591,28 @@ class Checkpointer:
             if self._shared is not None:
                 self._shared.finish()
 
+    @in_own_words
     def close(self) -> None:
-        """Finish the saves under way, and free everything; all ranks call it. May be called twice.
+        """Save the last step, finish the saves under way, and free everything; all ranks call it.
+
+        The last step is saved with ``save_last``, as the state is now, unless it is saved already
+        or the job was stopped or left with an error. May be called twice.
 
         Raises:
             CheckpointingException: The last save failed, and ``on_error`` is ``"raise"`` or too
                 many have failed in a row; everything is freed.
+            MismatchError: The ranks end after different steps, so the last one was not saved;
+                everything is freed.
         """
         if self._is_closed:
             return
         # Also in the finally block of a loop that failed.
+        is_in_order = sys.exception() is None
         self._end_attempt(sys.exception())
         try:
             if not self._is_late:
+                if is_in_order:
+                    self._save_last_step()
                 self.wait_until_finished()
         except BaseException as error:
             self._close(is_in_step=not self._is_late, error=error)
@@ -676,10 +753,40 @@ class Checkpointer:
         )
         self._schedule.end()
 
+    def _save_last_step(self) -> None:
+        """Save the step that the loop ended after, unless it is saved; all ranks do so.
+
+        Raises:
+            MismatchError: The ranks end after different steps.
+        """
+        if not self._saves_last or self.stopped is not None:
+            return
+        try:
+            self._ranks.require_same_world()
+        except MismatchError as error:
+            # Everything is freed all the same.
+            logger.warning("the last step is not saved: %s", error)
+            return
+        # One that made no step has nothing that is not saved, and takes part.
+        step = self._last_step if self._is_counted else None
+        lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
+        mine = [self._has_failed, step, *lacks]
+        failed_on, step, to_nodes, to_shared = self._ranks.decide(
+            "end the job", lambda: mine, judge_ends
+        )
+        if failed_on:
+            logger.warning("the last step is not saved: a call failed on %s", failed_on)
+        if failed_on or step is None:
+            return
+        if to_nodes:
+            self._begin_save(step)
+        if to_shared and self._shared is not None:
+            self._begin_shared_save(step, self._last_metrics)
+
     # Beginning and end.
 
     def _shared_manager(self, what: str) -> GlobalCheckpointManager:
-        self._require_open()
+        self._require_writable()
         if self._shared is None:
             raise CheckpointingException(
                 f"there is no shared storage: give shared= to {what} checkpoints there"
@@ -691,16 +798,25 @@ class Checkpointer:
             raise CheckpointingException("this checkpointer is closed; make another")
         self._ranks.require_same_world()
 
-    def _out_of_order(self, step: int) -> CheckpointingException:
+    def _require_writable(self) -> None:
         self._require_open()
+        if self._read_only:
+            raise CheckpointingException(
+                "this Checkpointer was made with read_only=True: it resumes, and saves, marks and "
+                "pins nothing"
+            )
+
+    def _out_of_order(self, step: int, call: str = "step") -> CheckpointingException:
+        self._require_writable()
         if self._last_step is None:
             return CheckpointingException(
                 f"call resume() before the first step: what is saved from step {step} on would "
                 f"else overrule the checkpoints that are there. Nothing was saved"
             )
+        last = f"step({self._last_step})" if self._is_counted else f"resuming at {self._last_step}"
         return CheckpointingException(
-            f"step({step}) was called after step({self._last_step}): steps must grow. To go back, "
-            f"end the job and resume it. Nothing was saved"
+            f"{call}({step}) was called after {last}: steps must grow. To go back to a step that "
+            f"was saved, call resume(step=...). Nothing was saved"
         )
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localckpt.checkpointer.words import FIT
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
 
@@ -147,9 +148,8 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
         lines.append(said_by(of_ranks))
     if lines:
         raise MismatchError(
-            f"the state is not as it was saved: {'; '.join(_cut(lines))}. Nothing was changed. "
-            f"Make the parts as they were, under the same names"
-        )
+            f"the state is not as it was saved: {'; '.join(_cut(lines))}. Nothing was changed"
+        ).advised("fit", FIT)
 
 
 def _cut(lines: Sequence[str]) -> list[str]:

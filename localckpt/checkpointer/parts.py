@@ -190,14 +190,19 @@ class ModulePart:
     Parameters and buffers are given as they are, each rank's own part of them where FSDP or tensor
     parallelism shards them. FSDP1 makes a sharded copy for each save.
 
+    Args:
+        module: The module, maybe in wrappers.
+        is_partial: Whether a load leaves out what the module has not, and what it lacks.
+
     Attributes:
         module: The module without the wrappers around it.
         is_fsdp1: True if FSDP1 shards some of it.
         is_kept_equal: True if DDP keeps all parameters equal on all ranks of the job.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, is_partial: bool = False) -> None:
         self.module, self.is_kept_equal = _unwrapped(module)
+        self._is_partial = is_partial
         self.is_fsdp1 = any(_is_fsdp1(child) for child in self.module.modules())
 
     @property
@@ -219,7 +224,10 @@ class ModulePart:
         """Take what was loaded; tensors that were filled in place are there already."""
         own, free = self._own_state(), self.freedom
         names = {plain: name for name, plain in plain_names(self.module, own).items()}
-        if unknown := sorted(name for name in state.keys() - names.keys() if not free.covers(name)):
+        unknown = sorted(name for name in state.keys() - names.keys() if not free.covers(name))
+        if self._is_partial:
+            state = {name: value for name, value in state.items() if name not in unknown}
+        elif unknown:
             raise MismatchError(
                 f"the checkpoint has {len(unknown)} values that {type(self.module).__name__} has "
                 f"not: {', '.join(unknown[:_SHOWN])}. Make the module as it was when it was saved"
@@ -238,7 +246,7 @@ class ModulePart:
         # The versions of the modules' states, by which hooks see that nothing is to be converted.
         loaded._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
         with self._sharded():
-            load_module(self.module, loaded, strict=is_whole)
+            load_module(self.module, loaded, strict=is_whole and not self._is_partial)
 
     def _is_copied(self, name: str, own: Any, loaded: Any) -> bool:
         """Copy a value into a tensor that ``torch.nn.Module.load_state_dict`` cannot write to."""

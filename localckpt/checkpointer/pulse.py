@@ -147,7 +147,11 @@ class Pulse:
             fields.extend(Report(step, self._why_stop(), self._costs(), saved).to_json())
 
         call = AsyncCall(
-            look, report_fn=lambda: fields, judge_fn=self._judge, verdict_fn=self._take
+            look,
+            report_fn=lambda: fields,
+            judge_fn=self._judge,
+            verdict_fn=self._take,
+            name="plan the next saves",
         )
         self._queue.schedule_async_request(AsyncRequest(call, (), []))
         self.is_under_way = True
@@ -171,6 +175,12 @@ class Pulse:
             logger.warning("%s", plan.mismatch)
         self._was_mismatched = plan is not None and plan.mismatch is not None
         return plan
+
+    def finish(self) -> None:
+        """Wait for the pulse that is under way, and forget its plan; all ranks do so."""
+        if self.is_under_way:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self.is_under_way, self._plan = False, None
 
     def close(self, *, is_in_step: bool) -> None:
         """End the thread.

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localckpt.checkpointer.arguments import judge_arguments
 from localckpt.checkpointer.elsewhere import Elsewhere
-from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE, RunRecord
+from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
 from localckpt.failure_texts import ranks_named
+from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks
 
 __all__ = ["Resumption"]
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class _Newest:
         is_elsewhere: True if the checkpoint beside the nodes is one of the program's own.
         given_up: Error that says why no checkpoint is taken from shared storage, though it has
             some.
+        on_nodes: Newest step on the nodes, which may have given up some on shared storage.
     """
 
     step: int
@@ -45,6 +50,7 @@ class _Newest:
     beside: int
     is_elsewhere: bool
     given_up: NoReplicasAvailableError | None
+    on_nodes: int = -1
 
 
 class Resumption:
@@ -72,35 +78,57 @@ class Resumption:
     def run(
         self,
         parts: Mapping[str, Any],
+        private: Mapping[str, PrivateRule],
         elsewhere: Elsewhere | None,
+        select: Callable[[], Selection],
         called: float,
-        *,
-        allow_dtype_change: bool,
     ) -> int:
-        """Fill the state from the newest checkpoint, and note in the record how that went.
+        """Fill the state from a checkpoint, and note in the record how that went.
 
         Args:
             parts: Parts of the state.
+            private: Rules for values that differ between ranks.
             elsewhere: A checkpoint of the program's own; the same on all ranks.
+            select: Returns the caller's arguments; what it raises is raised on all ranks.
             called: Time of the call, by ``time.monotonic()``.
-            allow_dtype_change: Whether to convert values to other dtypes.
 
         Returns:
             The step of the checkpoint; -1 if there is none.
 
         Raises:
             MismatchError: The state is not as it was saved; or the nodes' checkpoint was saved by
-                another number of ranks, and there is none beside the nodes. Or the ranks know of
-                different checkpoints elsewhere.
+                another number of ranks, and there is none beside the nodes. Or the ranks have
+                different arguments, or know of different checkpoints elsewhere.
             NoReplicasAvailableError: All checkpoints on the nodes turned out damaged or were given
-                up, and there is none beside the nodes that was not given up.
+                up, and there is none beside the nodes that was not given up. Or there is none of
+                the step.
             PeerLostError: A rank did not come in time.
         """
         try:
             # All ranks load the same, or none does.
-            known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
-            self._ranks.decide("compare checkpoints elsewhere", lambda: known, _judge_elsewhere)
-            step, source = self._load(parts, elsewhere, allow_dtype_change)
+            selected: list[Selection] = []
+
+            def arguments() -> list[Any]:
+                selected.append(select())
+                known = None if elsewhere is None else [elsewhere.step, elsewhere.goes_back]
+                if known is not None and selected[0].step is not None:
+                    raise CheckpointingException("give resume() a checkpoint elsewhere, or step=")
+                return [known, selected[0].texts, list(parts)]
+
+            what = "compare the arguments of resume()"
+            given = self._ranks.decide(what, arguments, _judge_arguments)
+            selection = selected[0]
+            load = selection.of_parts(parts, private, given)
+            if selection.step is None:
+                step, source = self._load(load, elsewhere)
+            else:
+                step, source = self._load_step(load, selection.step)
+            if load.gone:
+                logger.log(
+                    logging.WARNING if self._ranks.is_root else logging.INFO,
+                    "resumed in part: not loaded, as the arguments of resume() allow: %s",
+                    ", ".join(load.gone),
+                )
             job_run = self._say_what_was_loaded(step, source, time.monotonic() - called)
         except BaseException as error:
             self._record.resumed(called, None, "", "", error)
@@ -111,54 +139,88 @@ class Resumption:
     def _newest(self, elsewhere: Elsewhere | None) -> _Newest:
         if elsewhere is not None and elsewhere.goes_back:
             return _Newest(elsewhere.step, False, elsewhere.step, True, None)
+        manager, newest, failed = self._nodes.manager, -1, None
+        try:
+            newest = manager.find_latest()
+        except (MismatchError, NoReplicasAvailableError) as error:
+            failed = error
         beside, given_up = -1, None
         try:
             if self._shared is not None:
-                beside = self._shared.manager.find_latest()
+                beside = self._shared.manager.find_beside(newest)
         except NoReplicasAvailableError as error:
             given_up = error
         is_elsewhere = elsewhere is not None and elsewhere.step > beside
         if elsewhere is not None:
             beside = max(beside, elsewhere.step)
-        manager = self._nodes.manager
-        try:
-            newest = manager.find_latest()
-            has_better = beside >= 0 and manager.is_bad(newest)
-            if newest >= max(beside, 0) and not has_better:
-                return _Newest(newest, True, beside, is_elsewhere, given_up)
-        except (MismatchError, NoReplicasAvailableError) as error:
-            _leave_nodes(error, beside, given_up)
+        if failed is not None:
+            _leave_nodes(failed, beside, given_up)
+        has_better = beside >= 0 and newest >= 0 and manager.is_bad(newest)
+        if newest >= max(beside, 0) and not has_better:
+            return _Newest(newest, True, beside, is_elsewhere, given_up, newest)
         if given_up is not None and not is_elsewhere:
             raise given_up
-        return _Newest(beside, False, beside, is_elsewhere, None)
+        return _Newest(beside, False, beside, is_elsewhere, None, newest)
 
-    def _load(
-        self, parts: Mapping[str, Any], elsewhere: Elsewhere | None, allow_dtype_change: bool
-    ) -> tuple[int, str]:
+    def _load(self, load: PartsToLoad, elsewhere: Elsewhere | None) -> tuple[int, str]:
         """Load the newest checkpoint; returns its step, and the source of this rank's part."""
         newest, manager = self._newest(elsewhere), self._nodes.manager
         if newest.is_on_nodes:
             try:
-                into = {OURS: described(parts), **parts}
-                loaded = manager.load(into=into, allow_dtype_change=allow_dtype_change)
-                step = loaded[1].iteration
+                step = self._nodes.load(load, None)
                 # A damaged checkpoint makes way for the one before, which may be too old.
                 if step >= newest.beside:
-                    report = manager.last_load
-                    assert report is not None
-                    return step, report.source
+                    return step, self._nodes.source
             except (MismatchError, NoReplicasAvailableError) as error:
                 _leave_nodes(error, newest.beside, newest.given_up)
         if newest.is_elsewhere:
             assert elsewhere is not None, "it is the newest"
-            manager.begin(elsewhere.step)
+            if not manager.read_only:
+                manager.begin(elsewhere.step)
+                if elsewhere.goes_back:
+                    self._go_back(elsewhere.step)
             elsewhere.load()
             return elsewhere.step, ELSEWHERE_SOURCE
         if newest.given_up is not None:
             raise newest.given_up
         if self._shared is None or newest.beside < 0:
             return -1, ""
-        return self._shared.load(allow_dtype_change=allow_dtype_change), SHARED_SOURCE
+        steps = self._shared.manager.iterations_beside(newest.on_nodes)
+        return self._shared.load(load, steps), SHARED_SOURCE
+
+    def _load_step(self, load: PartsToLoad, step: int) -> tuple[int, str]:
+        """Load the checkpoint of a step, from the nodes if they have it; as :meth:`_load`."""
+        try:
+            self._nodes.load(load, step)
+            source = self._nodes.source
+        except (MismatchError, NoReplicasAvailableError) as error:
+            self._require_shared(step, error)
+            assert self._shared is not None, "it has the step"
+            self._shared.load(load, [step])
+            source = SHARED_SOURCE
+        if not self._nodes.manager.read_only:
+            self._go_back(step)
+        return step, source
+
+    def _require_shared(self, step: int, error: MismatchError | NoReplicasAvailableError) -> None:
+        """Raise the error of the nodes unless shared storage has a step."""
+        if self._shared is None:
+            raise error
+        there = self._shared.manager.all_iterations()
+        if step in there:
+            logger.warning("step %d is loaded from shared storage: %s", step, error)
+        elif isinstance(error, MismatchError):
+            raise error
+        else:
+            listed = ", ".join(map(str, there[:_SHOWN])) or "none"
+            raise NoReplicasAvailableError(
+                f"{error}. Shared storage ({self._shared.manager.root}) has {listed}"
+            ) from error
+
+    def _go_back(self, step: int) -> None:
+        """Give up what shared storage has above a step that the job goes back to."""
+        if self._shared is not None:
+            self._shared.manager.go_back(step)
 
     def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
         """Log on the root where all ranks' parts came from; return the name of the job's run."""
@@ -190,8 +252,13 @@ def _judge_sources(told_by: list[list[str]]) -> list[str]:
     return [", ".join(told), told_by[0][1]]
 
 
-def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:
-    """Raise MismatchError if ranks know of different checkpoints elsewhere."""
+def _judge_arguments(told_by: list[list[Any]]) -> list[str]:
+    """Compare the arguments of all ranks; return the names of the parts of all.
+
+    Raises:
+        MismatchError: Arguments differ, or the ranks know of different checkpoints elsewhere.
+    """
+    known_by = [known for known, _, _ in told_by]
     steps = [None if known is None else known[0] for known in known_by]
     for rank, known in enumerate(known_by):
         if known != known_by[0]:
@@ -200,3 +267,5 @@ def _judge_elsewhere(known_by: list[list[int | bool] | None]) -> None:
                 f"rank {rank} of step {steps[rank]}. Give all the same, from storage that all see. "
                 f"Nothing was loaded"
             )
+    judge_arguments([arguments for _, arguments, _ in told_by])
+    return list(dict.fromkeys(key for _, _, keys in told_by for key in keys))

@@ -8,7 +8,7 @@ small buffers, belong to a rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from localckpt.checkpointer.fit import judge_fits, why_groups_differ, why_other_class
 from localckpt.checkpointer.optimizer_names import NamedOptimizer, Path
 from localckpt.checkpointer.parts import OURS, RNG, ModulePart, OptimizerPart, is_odd, kind_of
+from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared_saved import (
     BUFFERS,
     IMAGE,
@@ -42,6 +43,7 @@ from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.stateful import Freedom
+from localckpt.state_dict.targets import TargetRules
 from localckpt.state_dict.value_digests import digest_of
 
 __all__ = ["OnResize", "SharedState"]
@@ -195,12 +197,8 @@ class SharedState:
 
     # Loading.
 
-    def load(self, step: int, *, allow_dtype_change: bool = False) -> None:
+    def load(self, step: int, load: PartsToLoad) -> None:
         """Fill the parts with the state of a step; all ranks call it.
-
-        Args:
-            step: The step.
-            allow_dtype_change: Whether to convert values to the dtypes of the tensors they fill.
 
         Raises:
             MismatchError: The state is not as it was saved, or values differ between the ranks that
@@ -211,27 +209,34 @@ class SharedState:
 
             def compare() -> dict[str, Any]:
                 saved.append(SavedState(checkpoint, self._unpacked))
-                return self._compare(saved[0], allow_dtype_change)
+                return self._compare(saved[0], load)
 
             self._ranks.decide(f"compare the parts with step {step}", compare, judge_fits)
-            others = self._values_for_this_rank(saved[0])
-            self._fill(saved[0], others, allow_dtype_change)
+            keys = load.parts.keys() & saved[0].kinds.keys()
+            others = self._values_for_this_rank(saved[0], keys)
+            self._fill(saved[0], keys, others, load)
 
-    def _compare(self, saved: SavedState, allow_dtype_change: bool) -> dict[str, Any]:
+    def _compare(self, saved: SavedState, load: PartsToLoad) -> dict[str, Any]:
         """Find what does not fit, and change nothing; the argument of :func:`judge_fits`."""
+        TargetRules(named=load.named).require_named(saved.kinds)
+        wanted = {
+            key: kind_of(without_marker(part))
+            for key, part in load.parts.items()
+            if key in saved.kinds or not load.lets_go(key)
+        }
         given = {key: kind_of(part) for key, part in self._parts.items()}
+        there = {k: v for k, v in saved.kinds.items() if k in wanted or not load.lets_go(k)}
         lines: list[str] = []
         values = saved.of_rank(self._rank_in(saved))
-        for key, part in self._parts.items():
-            if key not in saved.kinds:
-                continue
+        for key in wanted.keys() & saved.kinds.keys():
+            part = self._parts[key]
             kinds = saved.kinds[key], given[key]
             if isinstance(named := self._named.get(key), NamedOptimizer):
                 groups = self._read_groups(saved, key)
                 differ = why_groups_differ(key, groups, named.groups, kinds)
                 lines += differ or why_other_class(key, *kinds, (), ())
             elif isinstance(named, ModulePart):
-                lines += self._why_forms_differ(saved, key, named, allow_dtype_change)
+                lines += self._why_forms_differ(saved, key, named, load.converts)
             elif key not in values[PARTS]:
                 if saved.world_size == self._manager.world_size:
                     lines.append(f"{key}: given, and this rank had none when it was saved")
@@ -239,8 +244,8 @@ class SharedState:
                 keys = [list(state) for state in (values[PARTS][key], part.state_dict())]
                 lines += why_other_class(key, *kinds, *keys)
         is_resized = saved.world_size != self._manager.world_size
-        lost = [] if is_resized else [key for key in values[PARTS] if key not in self._parts]
-        return {"given": given, "saved": saved.kinds, "lost": lost, "lines": lines}
+        lost = [] if is_resized else [k for k in values[PARTS] if k in there and k not in given]
+        return {"given": wanted, "saved": there, "lost": lost, "lines": lines}
 
     def _rank_in(self, saved: SavedState) -> int:
         """Return the number of the saved rank whose values this rank takes."""
@@ -282,8 +287,8 @@ class SharedState:
                 )
         return lines
 
-    def _values_for_this_rank(self, saved: SavedState) -> dict[str, Any]:
-        """Return what this rank's other parts get; all ranks call it.
+    def _values_for_this_rank(self, saved: SavedState, keys: Collection[str]) -> dict[str, Any]:
+        """Return what those of this rank's other parts get that are loaded; all ranks call it.
 
         Raises:
             MismatchError: Another number of ranks has saved it, values differ, and that is an
@@ -295,10 +300,11 @@ class SharedState:
         share = range(rank, saved.world_size, world_size)
         first_of = self._ranks.decide(
             "compare what the ranks have saved",
-            lambda: [[n, _digests(saved.read_of_rank(n)[PARTS])] for n in share],
+            lambda: [[n, _digests(saved.read_of_rank(n)[PARTS], keys)] for n in share],
             partial(_judge_values, saved.world_size, world_size, self._on_resize == "error"),
         )
-        dropped = sorted(key for key in self._others if key != RNG and first_of.get(key) is None)
+        loaded = [key for key in self._others if key in keys]
+        dropped = sorted(key for key in loaded if key != RNG and first_of.get(key) is None)
         if rank < saved.world_size:
             # A generator for two ranks would give both the same numbers.
             first_of[RNG] = rank
@@ -309,11 +315,17 @@ class SharedState:
             )
         return {
             key: saved.of_rank(first)[PARTS][key]
-            for key in self._others
+            for key in loaded
             if (first := first_of.get(key)) is not None
         }
 
-    def _fill(self, saved: SavedState, others: Mapping[str, Any], allow_dtype_change: bool) -> None:
+    def _fill(
+        self,
+        saved: SavedState,
+        keys: Collection[str],
+        others: Mapping[str, Any],
+        load: PartsToLoad,
+    ) -> None:
         """Fill the modules and the optimizers, and give every part what was loaded for it."""
         is_resized = saved.world_size != self._manager.world_size
         buffers = saved.of_rank(self._rank_in(saved))[BUFFERS]
@@ -321,7 +333,7 @@ class SharedState:
         targets: dict[str, Any] = {}
         besides: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, part in self._named.items():
-            if is_resized and self._is_left(key, saved):
+            if key not in keys or (is_resized and self._is_left(key, saved)):
                 continue
             place = self._place(key, self._manager.rank)
             below = saved.below(place)
@@ -340,11 +352,13 @@ class SharedState:
         def let_go(name: str) -> bool:
             path = saved.path(name)
             if path[0] == OURS:
-                return path[1] != TENSORS or is_resized
-            return path[-1] in buffers.get(str(path[0]), {})
+                return path[1] != TENSORS or is_resized or path[3] not in keys
+            return path[0] not in keys or path[-1] in buffers.get(str(path[0]), {})
 
-        saved.fill(state, LoadOptions(False, allow_dtype_change, let_go, besides))
+        saved.fill(state, LoadOptions(load.is_partial, load.converts, let_go, besides))
         for key, part in self._parts.items():
+            if key not in keys:
+                continue
             if key in targets:
                 loaded = saved.value(targets[key])
                 self._named[key].load_state_dict(loaded | buffers.get(key, {}))
@@ -432,8 +446,8 @@ def _form(value: Any) -> str:
     return f"a {layout}{kind} of {value.dtype} {list(value.shape)}"
 
 
-def _digests(parts: Mapping[str, Any]) -> dict[str, str]:
-    return {key: digest_of(state, str) for key, state in parts.items() if key != RNG}
+def _digests(parts: Mapping[str, Any], keys: Collection[str]) -> dict[str, str]:
+    return {k: digest_of(state, str) for k, state in parts.items() if k in keys and k != RNG}
 
 
 def _judge_values(

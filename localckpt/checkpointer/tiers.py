@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.checkpointer.parts import OURS, described
+from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared import OnResize, SharedState
 from localckpt.errors import (
     CheckpointingException,
@@ -28,6 +29,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
+from localckpt.managers.restoring import LoadOptions
 from localckpt.options import PrivateRule
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
@@ -77,14 +79,18 @@ class Failures:
         # Else the images that the failed calls had would stay until the next save succeeds.
         forget_frames(error)
         logger.warning(
-            "a save to %s failed, %d in a row of the %d that end training: %s",
+            "a save to %s failed (%d in a row; training ends at %d): %s",
             *(self._what, self._in_a_row, self._most, error),
         )
 
     def raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
         if self._last is not None and self._in_a_row >= self._most:
-            raise self._last
+            why = f"{self._in_a_row} saves in a row to {self._what} failed (max_failures)"
+            if self._most == 1:
+                why = f"a save to {self._what} failed (on_error, max_failures)"
+            kept = "Older checkpoints are as they were"
+            raise self._last.advised("end", f"{kept}. Training ends, since {why}")
 
     def end_row(self) -> None:
         """Note that a save has succeeded."""
@@ -120,6 +126,12 @@ class NodeTier:
         self._failures = failures
 
     @property
+    def source(self) -> str:
+        """Source of this rank's part of what was loaded last."""
+        assert self.manager.last_load is not None, "a load came before"
+        return self.manager.last_load.source
+
+    @property
     def is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
@@ -136,6 +148,25 @@ class NodeTier:
         else:
             self._queue.schedule_async_request(request)
             self.begun = step
+
+    def load(self, load: PartsToLoad, step: int | None) -> int:
+        """Fill the state from the newest checkpoint, or from that of a step; all ranks do so.
+
+        Returns:
+            Its step. Raises as the manager's ``load``.
+        """
+        kinds = described(load.everything)
+        into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
+        options = LoadOptions.of(into, converts=load.converts)
+        if not load.is_whole:
+            options = LoadOptions.of(
+                into,
+                converts=load.converts,
+                lets_go=load.lets_go,
+                named=load.named,
+                private=load.private,
+            )
+        return self.manager.load_as(options, step)[1].iteration
 
     def finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves that are over on all ranks, or wait for all.
@@ -189,6 +220,7 @@ class SharedTier:
         on_resize, private, ranks: As for :class:`SharedState`.
         failures: Counts failed saves.
         events: Stream of events.
+        read_only: Whether to load only.
     """
 
     def __init__(
@@ -206,6 +238,7 @@ class SharedTier:
         ranks: Ranks,
         failures: Failures,
         events: EventStream,
+        read_only: bool = False,
     ) -> None:
         self.manager = GlobalCheckpointManager(
             root,
@@ -214,6 +247,7 @@ class SharedTier:
             timeout=timeout_s,
             safe_globals=safe_globals,
             local=local,
+            read_only=read_only,
             events=events,
             max_attempts=max_attempts,
         )
@@ -248,29 +282,31 @@ class SharedTier:
         self._state.save(step, metrics)
         self._is_checked = False
 
-    def load(self, *, allow_dtype_change: bool) -> int:
-        """Fill the state from the newest checkpoint that is not damaged; all ranks do so.
+    def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
+        """Fill the state from the first checkpoint that is not damaged; all ranks do so.
 
         Args:
-            allow_dtype_change: As for :meth:`SharedState.load`.
+            load: Parts to load.
+            steps: Steps of the checkpoints to try, in their order.
 
         Returns:
             Its step.
 
         Raises:
-            CorruptShardError: All are damaged; of the oldest.
+            CorruptShardError: All are damaged; of the last.
         """
-        *newer, oldest = self.manager.all_iterations()
-        for step in newer:
+        state = self._state if load.is_whole else self._make_state(load.everything)
+        *others, last = steps
+        for step in others:
             try:
-                self._state.load(step, allow_dtype_change=allow_dtype_change)
+                state.load(step, load)
             except CorruptShardError as error:
                 # The same on all ranks. What it has filled is filled again.
                 logger.error("step %d on shared storage is damaged: %s", step, error)
             else:
                 return step
-        self._state.load(oldest, allow_dtype_change=allow_dtype_change)
-        return oldest
+        state.load(last, load)
+        return last
 
     @property
     def is_busy(self) -> bool:

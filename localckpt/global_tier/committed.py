@@ -71,13 +71,17 @@ class Committed:
         self.resuming = Resuming(self._notes, max_attempts)
 
     def find(
-        self, iteration: int | None = None, older_than: tuple[int, int] | None = None
+        self,
+        iteration: int | None = None,
+        older_than: tuple[int, int] | None = None,
+        left_by: Lineage | None = None,
     ) -> Found | None:
         """The newest checkpoint there is.
 
         Args:
             iteration: Of this number only.
             older_than: Before this version only.
+            left_by: None that the job went back from to begin an epoch of this lineage.
 
         Raises:
             NoReplicasAvailableError: All that there is was given up, and none asked for.
@@ -97,19 +101,22 @@ class Committed:
                 if older_than is not None and folder.version >= older_than:
                     continue
                 record = self.record_of(folder, asked_for=iteration is not None)
-                if record is not None:
+                if record is not None and not record.is_left_by(left_by):
                     return Found(folder, record.save_id, record.metadata_digest, record.lineage)
 
-    def iterations(self) -> list[int]:
+    def iterations(self, left_by: Lineage | None = None) -> list[int]:
         """Iterations of the checkpoints that a restart tries, in their order.
+
+        Args:
+            left_by: As for :meth:`find`.
 
         Raises:
             NoReplicasAvailableError: All that there is was given up.
             StorageError: The root cannot be read.
         """
         self._check()
-        usable = self._usable([folder for folder, _ in self.complete()])
-        return list(dict.fromkeys(folder.iteration for folder in usable))
+        found = (folder for folder, record in self.complete() if not record.is_left_by(left_by))
+        return list(dict.fromkeys(folder.iteration for folder in self._usable([*found])))
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job was not resumed from in vain too often."""

@@ -139,6 +139,12 @@ class CommitRecord:
         """Bytes of all data files."""
         return sum(self.files.values())
 
+    def is_left_by(self, lineage: Lineage | None) -> bool:
+        """Return whether the job went back from it to begin an epoch of a lineage."""
+        if lineage is None or self.lineage is None:
+            return False
+        return lineage.gives_up(self.lineage.epoch, self.iteration)
+
     def to_bytes(self) -> bytes:
         """A line of JSON and a line with its hash, so that what was cut short is no record."""
         fields = {"format": _FORMAT, **asdict(self)}

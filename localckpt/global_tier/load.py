@@ -22,9 +22,10 @@ from localckpt.errors import (
     StorageError,
 )
 from localckpt.global_tier.committed import Committed, Found
-from localckpt.global_tier.load_planner import ReshardingLoadPlanner
+from localckpt.global_tier.load_planner import FIT, ReshardingLoadPlanner
 from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
+from localckpt.lineage import Lineage
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
@@ -57,9 +58,9 @@ class Loads:
         self._ranks = ranks
         self._open_reader = open_reader
 
-    def find(self, iteration: int | None = None) -> Found | None:
+    def find(self, iteration: int | None = None, left_by: Lineage | None = None) -> Found | None:
         """The newest checkpoint; the arguments and errors are those of :meth:`Committed.find`."""
-        return self._find(iteration, lambda: self._committed.find(iteration))
+        return self._find(iteration, lambda: self._committed.find(iteration, left_by=left_by))
 
     def _find(self, iteration: int | None, find: Callable[[], Found | None]) -> Found | None:
         """Call ``find`` on the first rank, which sees the checkpoints for all."""
@@ -91,17 +92,17 @@ class Loads:
             raise NoReplicasAvailableError(
                 f"for {deadline.timeout_s:g} s every checkpoint under {self._committed.path} was "
                 f"pruned before it was read, the last one iteration {failed.folder.iteration}, and "
-                f"{found.folder.iteration} is the newest now: have the job keep more of them "
-                f"(keep_last), or load with a longer timeout"
+                f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
+                f"load with a longer timeout"
             )
         return found
 
-    def iterations(self) -> list[int]:
-        """Iterations of all checkpoints, in the order in which a restart tries them."""
+    def iterations(self, left_by: Lineage | None) -> list[int]:
+        """Iterations of all checkpoints; see :meth:`Committed.iterations`."""
 
         def look(tags: list[Any]) -> list[int]:
             require_same(tags, self._ranks.global_ranks)
-            return self._committed.iterations()
+            return self._committed.iterations(left_by)
 
         return self._ranks.act("find all checkpoints", lambda: [self._session_id, "all"], look)
 
@@ -318,9 +319,8 @@ def _judge_given(names: list[str], is_partial: bool, given_by: Sequence[str | No
     if lacking and not is_partial:
         raise MismatchError(
             f"the checkpoint has {len(lacking)} values that the state has not: {_listed(lacking)}. "
-            f"Nothing was read. Give all that was saved; the load() of a manager leaves them out "
-            f"with allow_partial_load=True"
-        )
+            f"Nothing was read"
+        ).advised("fit", FIT)
     return lacking
 
 

@@ -23,7 +23,13 @@ from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.global_tier.overlaps import create_read_items_for_chunk_list
 from localckpt.global_tier.write_items import load_object
 
-__all__ = ["ReshardingLoadPlanner"]
+__all__ = ["FIT", "ReshardingLoadPlanner"]
+
+FIT = (
+    "Give all that was saved, or load with allow_partial_load=True, which leaves out what only one "
+    "side has; allow_dtype_change=True converts values to other dtypes"
+)
+"""Advice on the topic ``fit``, on a state that is not as it was saved."""
 
 
 class ReshardingLoadPlanner(DefaultLoadPlanner):
@@ -93,11 +99,8 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         if wrong:
             shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
             raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read. "
-                f"allow_dtype_change=True converts values to other dtypes; the load() of a manager "
-                f"leaves values that are not in the checkpoint as they are with "
-                f"allow_partial_load=True"
-            )
+                f"the state does not fit the checkpoint: {shown}. Nothing was read"
+            ).advised("fit", FIT)
         return LoadPlan(items)
 
     def _why_unfit(self, value: Any, described: Any) -> str | None:

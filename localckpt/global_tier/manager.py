@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
+from localckpt.failure_texts import shown
 from localckpt.global_tier.committed import Found
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.drains import Drains
@@ -36,7 +37,7 @@ from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, r
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
-from localckpt.lineage import Lineage, LineageKeeper
+from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import refused_together
 from localckpt.state_dict.replicated import without_markers
@@ -141,7 +142,9 @@ class GlobalCheckpointManager:
                 is_read_only=read_only,
             )
             allowed = tuple(safe_globals)
-            self._ranks = Ranks("global manager", process_group, timeout)
+            # The most frequent cause of ranks that do not come to plan a save.
+            self._hint = ""
+            self._ranks = Ranks("global manager", process_group, timeout, hint=lambda: self._hint)
             # Saves end behind training, whatever is called meanwhile.
             self._saving = Ranks("global saves", process_group, timeout)
             draining = Ranks("global drains", process_group, timeout)
@@ -176,6 +179,9 @@ class GlobalCheckpointManager:
             self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
             self._process = os.getpid()
             self._closed = False
+
+    def __repr__(self) -> str:
+        return shown(self, self.session_id, self._root.path)
 
     @property
     def rank(self) -> int:
@@ -392,7 +398,49 @@ class GlobalCheckpointManager:
             PeerLostError: A rank did not come in time.
         """
         self._require_usable()
-        return self._loads.iterations()
+        return self._loads.iterations(None)
+
+    # For a program that has checkpoints on the nodes, too.
+
+    def find_beside(self, on_nodes: int) -> int:
+        """Find the newest checkpoint as :meth:`find_latest`; all ranks call it.
+
+        Args:
+            on_nodes: Newest iteration on the nodes, -1 for none. What the job went back from to
+                begin its epoch is left out.
+        """
+        self._require_usable()
+        with self._events.timed("find"):
+            found = self._loads.find(left_by=self._lineage_on_nodes(on_nodes))
+        return -1 if found is None else found.folder.iteration
+
+    def iterations_beside(self, on_nodes: int) -> list[int]:
+        """List iterations as :meth:`all_iterations`, without those :meth:`find_beside` leaves."""
+        self._require_usable()
+        return self._loads.iterations(self._lineage_on_nodes(on_nodes))
+
+    def go_back(self, iteration: int) -> None:
+        """Give up all that is newer: the job goes on from an older one, here or on the nodes.
+
+        All ranks call it.
+
+        Raises:
+            StorageError: The root cannot be read; the same on every rank.
+            PeerLostError: Some rank did not come in time.
+        """
+        self._require_writable()
+        self._require_usable()
+        self._newest_iteration = iteration
+        points = self._ranks.act(
+            f"go back to iteration {iteration}",
+            lambda: None,
+            lambda _: [[*point.epoch, point.iteration] for point in self._root.go_back(iteration)],
+        )
+        if self._local is not None:
+            self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])
+
+    def _lineage_on_nodes(self, iteration: int) -> Lineage | None:
+        return None if self._local is None else self._local.lineage_of(iteration)
 
     @overload
     def load(
@@ -494,7 +542,7 @@ class GlobalCheckpointManager:
         self._root.go_on_from(found)
         if self.rank == 0:
             self._root.committed.note_resume(found)
-        if self._local is not None:
+        if self._local is not None and not self.read_only:
             self._local.begin(found.folder.iteration, lineage=found.lineage)
 
     def note_progress(self, iteration: int) -> None:
@@ -590,6 +638,7 @@ class GlobalCheckpointManager:
                 self._writer.require_loadable(plan, planner)
             return plan
 
+        self._hint = f" Was save({what}) called on every rank?"
         with record_function("localckpt.global.plan"):
             planned = plan_save(
                 self._ranks,
@@ -603,6 +652,7 @@ class GlobalCheckpointManager:
                 begin=begin,
                 prepare=prepare,
             )
+        self._hint = ""
         return planner, planned
 
     def _change_pin(self, what: str, iteration: int, change: Callable[[int], None]) -> None:

@@ -32,7 +32,7 @@ from localckpt.global_tier.removal import remove
 from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
 from localckpt.global_tier.root_lock import RootLock
 from localckpt.global_tier.write_files import write_durably
-from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
+from localckpt.lineage import EpochId, Lineage, Origin, Point, Resumed, begin_lineage
 from localckpt.own_folders import folder_mode
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
@@ -230,7 +230,7 @@ class CheckpointRoot:
                 # The job went back from it.
                 continue
             record = self.committed.record_of(folder)
-            if record is None or _is_given_up(record, drain.lineage):
+            if record is None or record.is_left_by(drain.lineage):
                 continue
             raise CheckpointingException(
                 f"{folder.path} is newer than iteration {drain.folder.iteration}, which would "
@@ -295,6 +295,25 @@ class CheckpointRoot:
         self._epoch = self._lineage = None
         self._loaded = loaded.folder.version
 
+    def go_back(self, iteration: int) -> list[Point]:
+        """Begin a new epoch at the next save, after going back to what another tier has.
+
+        Args:
+            iteration: Iteration that the job goes on from.
+
+        Returns:
+            What the job goes back from, as far as its lineage is known.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        there = self.committed.complete()
+        self._epoch = self._lineage = None
+        older = (folder.version for folder, _ in there if folder.iteration <= iteration)
+        self._loaded = max(older, default=None)
+        newer = (record for folder, record in there if folder.iteration > iteration)
+        return [Point(r.lineage.epoch, r.iteration) for r in newer if r.lineage is not None]
+
     def prune(self, save: BegunSave) -> list[int]:
         """Remove older checkpoints, now that this one is there; the iterations of those."""
         removed: list[int] = []
@@ -325,10 +344,3 @@ class CheckpointRoot:
 def _next_epoch(folders: Sequence[Folder], leftovers: Sequence[Leftover]) -> int:
     epochs = [f.epoch for f in (*folders, *(leftover.folder for leftover in leftovers))]
     return 1 + max(epochs, default=0)
-
-
-def _is_given_up(record: CommitRecord, lineage: Lineage | None) -> bool:
-    """Return whether a lineage went back from a checkpoint."""
-    if lineage is None or record.lineage is None:
-        return False
-    return lineage.gives_up(record.lineage.epoch, record.iteration)

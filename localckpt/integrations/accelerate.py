@@ -64,7 +64,9 @@ class LocalCheckpoints:
         self._is_resumed = False
         # Whether the batch under way, or the last one, has ended an optimizer step.
         self._is_step_unsaved = False
-        self.checkpointer = Checkpointer(self._state, **options)
+        # A loop may be left while gradients are accumulated, which are not saved.
+        saves_last = accelerator.gradient_accumulation_steps == 1
+        self.checkpointer = Checkpointer(self._state, **{"save_last": saves_last, **options})
 
     @property
     def steps(self) -> int:

@@ -103,7 +103,8 @@ class LocalCheckpoint(Callback):
             _state_of(trainer, pl_module, self) | {"position": self._position},
             stop_signals=(),
             stop_when=self._why_stop,
-            **self._options,
+            # After the last step Lightning goes on to change the state of its loops.
+            **{"save_last": False, **self._options},
         )
         is_resumed = self.checkpointer.resume() > 0
         if is_resumed and trainer.ckpt_path is not None:

@@ -115,13 +115,11 @@ class RayCheckpointer(Checkpointer):
         self._reported: int | None = None
         super().__init__(state, session_id=session_id, stop_signals=stop_signals, **options)
 
-    def resume(
-        self, elsewhere: Elsewhere | None = None, *, allow_dtype_change: bool = False
-    ) -> int:
+    def resume(self, elsewhere: Elsewhere | None = None, **options: Any) -> int:
         """Load the newest checkpoint that can be had, in place; all workers call it.
 
         Args:
-            elsewhere, allow_dtype_change: As for :meth:`Checkpointer.resume`.
+            elsewhere, options: As for :meth:`Checkpointer.resume`.
 
         Returns:
             The next step: 0 if there is no checkpoint.
@@ -133,7 +131,9 @@ class RayCheckpointer(Checkpointer):
                 with another number of workers, and parts of the state belong to single ones.
             PeerLostError: As for :meth:`Checkpointer.resume`.
         """
-        step = super().resume(elsewhere, allow_dtype_change=allow_dtype_change)
+        step = super().resume(elsewhere, **options)
+        if options.get("step") is not None:
+            return step
         known = self._ranks.decide("read what Ray Train was told", self._known_step, _first)
         if known < step:
             return step

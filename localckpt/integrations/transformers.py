@@ -65,7 +65,8 @@ class LocalCheckpointCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.checkpointer: Checkpointer | None = None
         self.stopped: str | None = None
-        self._options = absolute_paths(options)
+        # After the last step the trainer may load the best weights.
+        self._options = {"save_last": False, **absolute_paths(options)}
         self._trainer: Trainer | None = None
         self._position = EpochPosition()
         # Checkpoint of the Trainer's own that it was told to resume from.

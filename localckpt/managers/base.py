@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Self, SupportsIndex, overload
 
@@ -22,8 +22,9 @@ from localckpt.availability.durability import Durability
 from localckpt.availability.explanation import Explanation
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
+from localckpt.failure_texts import shown
 from localckpt.ids import Checkpoint, CkptID
-from localckpt.lineage import Lineage
+from localckpt.lineage import Lineage, Point
 from localckpt.managers.calls import Calls, one_call
 from localckpt.managers.epoch import checked_origin
 from localckpt.managers.in_flight import forgotten
@@ -131,6 +132,9 @@ class BaseCheckpointManager(Hooks):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a worker process needs to call the hooks."""
         return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINER}
+
+    def __repr__(self) -> str:
+        return shown(self, self.session_id)
 
     # The protocol.
 
@@ -299,6 +303,22 @@ class BaseCheckpointManager(Hooks):
         self._parts.resuming.take_back()
         self._current = None
 
+    def leave(self, points: Sequence[Point]) -> None:
+        """Give up checkpoints on shared storage that the job goes back from; asks no other rank.
+
+        Args:
+            points: The checkpoints, the same on all ranks.
+        """
+        self._require_writable()
+        self._parts.epoch.leave(points)
+
+    def lineage_of(self, iteration: int) -> Lineage | None:
+        """Return the lineage of the newest complete checkpoint of an iteration, if it has one."""
+        complete = self._parts.checkpoints.complete
+        epochs = (c.generation.epoch_id for c in complete if c.iteration == iteration)
+        epoch = next(epochs, None)
+        return None if epoch is None else self._parts.checkpoints.lineages.get(epoch)
+
     @one_call
     def lineage_of_save(self, iteration: int) -> Lineage:
         """Return the lineage under which an iteration is saved now; all ranks call it.
@@ -388,15 +408,22 @@ class BaseCheckpointManager(Hooks):
             UnsafeGlobalError: A shard names a class or function that is not allowed.
             PeerLostError: A rank did not answer in time.
         """
+        options = LoadOptions.of(
+            into, map_location, is_partial=partial, converts=allow_dtype_change
+        )
+        return self._load_as(options, iteration)
+
+    def load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
+        """Load with options for which :meth:`load` has no arguments, as ``Checkpointer`` does."""
+        return self._calls.make("load", partial(self._load_as, options, iteration))
+
+    def _load_as(self, options: LoadOptions, iteration: int | None) -> tuple[Any, CkptID]:
         called = time.monotonic()
         if iteration is not None:
             self._parts.in_flight.require_none(f"load iteration {iteration}")
         if self._finder.last is None:
             self._find_latest()
         self._parts.await_reprotected()
-        options = LoadOptions.of(
-            into, map_location, is_partial=partial, converts=allow_dtype_change
-        )
         try:
             loaded = self._run_load(options, iteration)
         except NoReplicasAvailableError:
@@ -409,7 +436,7 @@ class BaseCheckpointManager(Hooks):
         seconds = time.monotonic() - called
         self.last_load = LoadReport(reached, loaded.nbytes, seconds, loaded.came_from)
         logger.info("loaded %s", self.last_load)
-        state = give_states(into, unwrapped(loaded.state), loaded.left)
+        state = give_states(options.given, unwrapped(loaded.state), loaded.left)
         self._current = loaded.checkpoint
         self._parts.resuming.begin(loaded.checkpoint)
         return state, CkptID(reached, self.rank, self.session_id)

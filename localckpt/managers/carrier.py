@@ -60,6 +60,7 @@ class Carrier:
             judge_fn=judge_save if is_judged else None,
             verdict_fn=save.take_verdict if is_judged else None,
             iteration=save.identity.iteration,
+            name="save",
             failure_fns=[save.fail],
             stop_fns=[save.stop_waiting],
             waits_for_fn=save.waits_for,

@@ -91,7 +91,7 @@ class ElasticLoad:
         self._checkpoint = checkpoint
         self._recovery = recovery
         self._options = options
-        self._rules = parts.options.rules
+        self._rules = parts.options.rules if options.private is None else options.private
         self._copies = ShardCopies(parts, inventory, checkpoint, recovery, bad)
         self._images = ValueImages(self._copies.identity(0), parts.allowed)
 
@@ -131,7 +131,7 @@ class ElasticLoad:
         self._readers = readers
         self._judge = ElasticJudge(
             *(self._checkpoint, self._rules, self._parts.epoch.nodes, readers),
-            self._inventory.holders(self._checkpoint),
+            *(self._inventory.holders(self._checkpoint), self._options.rules),
             *(self._images.pack, self._images.unpack),
         )
         step = self._checkpoint.iteration
@@ -197,13 +197,16 @@ class ElasticLoad:
                 "expanded": [t.key for t in tensors if t.entry.is_expanded],
             }
             message = Message(record, data)
-        is_partial = self._options.rules.is_partial
+        rules = self._options.rules
         structure: Mapping[str, Any] = self._ranks.agree(
-            what, telling, message, lambda told: judge_structures(told, self._rules, is_partial)
+            what, telling, message, lambda told: judge_structures(told, self._rules, rules)
         )
         if missing := structure["missing"]:
-            level = logging.WARNING if self._ranks.is_root else logging.DEBUG
-            logger.log(level, "left out, as partial=True allows: %s", ", ".join(missing))
+            for saved in self._copies.shards.values():
+                saved.leave_out(missing)
+            if rules.is_partial:
+                level = logging.WARNING if self._ranks.is_root else logging.DEBUG
+                logger.log(level, "left out, as partial=True allows: %s", ", ".join(missing))
         return structure
 
     # Describe.

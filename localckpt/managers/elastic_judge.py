@@ -36,7 +36,7 @@ from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, merged_names
-from localckpt.state_dict.targets import require_names
+from localckpt.state_dict.targets import TargetRules, require_names
 from localckpt.state_dict.values import key_of
 
 __all__ = [
@@ -99,17 +99,17 @@ def ask_for_structures(reports: Sequence[Any]) -> PerRank:
 
 
 def judge_structures(
-    reports: Sequence[Message], rules: Mapping[str, PrivateRule], is_partial: bool
+    reports: Sequence[Message], private: Mapping[str, PrivateRule], rules: TargetRules
 ) -> dict[str, Any]:
     """Compare the names of all parts and values.
 
     Args:
         reports: Structures that ranks were asked for.
-        rules: Rules for values of single ranks, by key prefix.
-        is_partial: Whether what was saved may be missing.
+        private: Rules for values of single ranks, by key prefix.
+        rules: Ways in which the states may differ.
 
     Returns:
-        What all ranks are told: ``missing``, names that were saved and are not given;
+        What all ranks are told: ``missing``, parts that were saved and are not given;
         ``outlines`` of all ranks, as text; ``dtypes`` of tensors by key, where these may be
         converted; and the keys of tensors that were ``expanded``.
 
@@ -130,10 +130,11 @@ def judge_structures(
         given = merged_names(given, record["given"])
         packs = split_packs(record["packs"], report.data)
         images += [base64.b64encode(pack.data).decode() for pack in packs]
+    rules.require_named(saved or ())
     missing = require_names(
         *(saved, given),
-        is_partial=is_partial,
-        is_dropped=lambda name: rules.get(prefix_in(name, rules) or "") == "drop",
+        rules=rules,
+        is_dropped=lambda name: private.get(prefix_in(name, private) or "") == "drop",
     )
     return {
         "missing": missing,
@@ -157,6 +158,7 @@ class ElasticJudge:
         nodes: Node of each rank.
         readers: For each shard the rank that reads it.
         held: For each shard that nodes hold, these nodes.
+        fits: Ways in which tensors to load into may differ from those that were saved.
         pack, unpack: Make an image of values, and values of an image.
     """
 
@@ -167,6 +169,7 @@ class ElasticJudge:
         nodes: Sequence[str],
         readers: Mapping[int, int],
         held: Mapping[int, Collection[str]],
+        fits: TargetRules,
         pack: Callable[[Any], bytes],
         unpack: Callable[[bytes], Any],
     ) -> None:
@@ -175,6 +178,7 @@ class ElasticJudge:
         self._nodes = nodes
         self._readers = readers
         self._held = held
+        self._fits = fits
         self._pack = pack
         self._unpack = unpack
         self._saved: dict[int, list[TensorGroup]] = {}
@@ -255,6 +259,7 @@ class ElasticJudge:
             self._nodes,
             excluded=self._ruled.unequal,
             dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
+            fits=self._fits,
         )
         if not self._plan.unsettled:
             return self._planned()

@@ -7,6 +7,7 @@ what it has saved. Nothing here reads or writes shards.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import SupportsIndex
 
 from localckpt.availability.coverage import judge_resumed
@@ -197,6 +198,10 @@ class Epoch:
         origin: Origin = "shared" if lineage else "nothing" if iteration < 0 else "elsewhere"
         self._resume(Resumed(origin, iteration, lineage))
         self.newest_iteration = iteration
+
+    def leave(self, points: Sequence[Point]) -> None:
+        """Have the next epoch give up checkpoints elsewhere that the job goes back from."""
+        self._left += points
 
     def start_over(self) -> None:
         """Go on from nothing: no checkpoint is left, and any iteration may be saved."""

@@ -36,8 +36,8 @@ from localckpt.managers.restoring import (
     Loaded,
     LoadOptions,
     PartsElsewhereError,
+    compare_with_shard,
     incurable,
-    is_sharded_otherwise,
     restore,
     verify_again,
 )
@@ -346,11 +346,12 @@ class Load:
 
         Raises:
             _ShardedOtherwiseError: Some rank is not; on all ranks.
+            MismatchError: No rank has saved a part that the caller names.
         """
-        differs = False
+        differs, parts = False, list[str]()
         with Attempt() as comparing:
             try:
-                differs = is_sharded_otherwise(
+                differs, parts = compare_with_shard(
                     *(self._store, self._mine, self._images(), self._options, self._allowed)
                 )
             except (StorageError, CorruptShardError) as error:
@@ -360,7 +361,11 @@ class Load:
                 raise incurable(error) from error
         step = self._checkpoint.iteration
         what = f"compare iteration {step} with the states to load into"
-        if self._ranks.merge(what, comparing, differs):
+        reports = self._ranks.merge(what, comparing, [differs, parts] if differs or parts else None)
+        if reports:
+            saved = {part for _, those in reports.values() for part in those}
+            self._options.rules.require_named(saved)
+        if any(differs for differs, _ in reports.values()):
             logger.info("iteration %d is loaded into tensors that are sharded otherwise", step)
             raise _ShardedOtherwiseError
 

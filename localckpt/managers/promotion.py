@@ -92,6 +92,7 @@ class Promotion:
             self._await_drained,
             failure_fns=[lambda error: self.give_up()],
             stop_fns=[self._drain.stop],
+            name="promote",
         )
         return AsyncRequest(call, (), [finalize])
 

@@ -20,12 +20,21 @@ from localckpt.errors import (
 from localckpt.failure_texts import described, with_class
 from localckpt.ids import Checkpoint, ShardIdentity
 from localckpt.managers.progress import CountedSource, ReadProgress
+from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
 from localckpt.state_dict.identify import verify
+from localckpt.state_dict.names import read_names
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, ShardSource
-from localckpt.state_dict.targets import STRICT, TargetRules, Targets, find_targets
+from localckpt.state_dict.targets import (
+    STRICT,
+    LetsGo,
+    TargetRules,
+    Targets,
+    find_targets,
+    let_nothing_go,
+)
 from localckpt.storage.hooks import HookStore
 from localckpt.storage.problem import Problem
 from localckpt.storage.store import Store
@@ -35,8 +44,8 @@ __all__ = [
     "LoadOptions",
     "Loaded",
     "PartsElsewhereError",
+    "compare_with_shard",
     "incurable",
-    "is_sharded_otherwise",
     "restore",
     "verify_again",
 ]
@@ -54,6 +63,8 @@ class LoadOptions:
     map_location: str | torch.device | None = None
     rules: TargetRules = STRICT
     """Ways in which what was saved may differ from ``into``."""
+    private: Mapping[str, PrivateRule] | None = None
+    """Rules for values of single ranks, by key prefix; ``None`` for those of the manager."""
 
     @cached_property
     def targets(self) -> Targets | None:
@@ -64,14 +75,17 @@ class LoadOptions:
     def of(
         cls,
         into: Any,
-        map_location: str | torch.device | None,
+        map_location: str | torch.device | None = None,
         *,
-        is_partial: bool,
-        converts: bool,
+        is_partial: bool = False,
+        converts: bool = False,
+        lets_go: LetsGo = let_nothing_go,
+        named: frozenset[str] = frozenset(),
+        private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
         """Make the options from the arguments of a caller."""
-        rules = TargetRules(freedom_in(into), is_partial, converts)
-        return cls(None if into is None else wrapped(into), into, map_location, rules)
+        rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
+        return cls(None if into is None else wrapped(into), into, map_location, rules, private)
 
 
 @dataclass(frozen=True)
@@ -191,26 +205,34 @@ def _read(
         source.close()
 
 
-def is_sharded_otherwise(
+def compare_with_shard(
     store: Store,
     identity: ShardIdentity,
     arrived: Mapping[int, memoryview],
     options: LoadOptions,
     allowed: SafeGlobals,
-) -> bool:
-    """Return whether tensors to load into are other parts of global tensors than those of a shard.
+) -> tuple[bool, list[str]]:
+    """Compare a state to load into with a shard, before any of it is read.
 
     The arguments are those of :func:`restore`.
+
+    Returns:
+        Whether tensors to load into are other parts of global tensors than those of the shard; and
+        the parts of the shard, where the caller has named some that must be there.
 
     Raises:
         CorruptShardError, StorageError: The shard cannot be read.
     """
     if (targets := options.targets) is None:
-        return False
+        return False, []
     source = _opened(store, identity, arrived)
     try:
         reader = ImageReader(source, allowed, identity)
-        return targets.are_sharded_otherwise(*reader.tables[:2], reader.dtensors)
+        differs = targets.are_sharded_otherwise(*reader.tables[:2], reader.dtensors)
+        if not options.rules.named:
+            return differs, []
+        skeleton, _ = reader.checked_skeleton()
+        return differs, list(read_names(skeleton, allowed, options.rules.free) or ())
     finally:
         source.close()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch.profiler import record_function
@@ -47,10 +46,10 @@ __all__ = ["Save"]
 logger = logging.getLogger(__name__)
 
 
-def _with_kept(text: str) -> str:
-    """End the text of a failure with what is kept, which the text of a rank may say already."""
+def _kept(text: str) -> str:
+    """Return advice for a failure: what is kept, which its text may say already."""
     kept = "T" if "are as they were" in text else "Older checkpoints are as they were; t"
-    return f"{text}. {kept}raining can go on and save again"
+    return f"{kept}raining can go on and save again"
 
 
 class Save:
@@ -174,8 +173,8 @@ class Save:
             raise
         except CheckpointingException as error:
             self.roll_back(error)
-            failure = Failure.of(error)
-            raise replace(failure, text=_with_kept(failure.text)).error() from error.__cause__
+            advice = _kept(str(error))
+            raise Failure.of(error).error().advised("save", advice) from error.__cause__
         finally:
             self._record.note_blocking()
 
@@ -332,8 +331,8 @@ class Save:
         iteration, check = self.identity.iteration, self._parts.replica_check
         if verdict.reached is None:
             problems = "; ".join(verdict.problems)
-            return SaveFailedError(
-                _with_kept(f"the save of iteration {iteration} failed: {problems}")
+            return SaveFailedError(f"the save of iteration {iteration} failed: {problems}").advised(
+                "save", _kept(problems)
             )
         if self._compares_replicas:
             check.note(verdict.divergence)

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.ordering import newest_first
 from localckpt.errors import CheckpointingException, StorageError
+from localckpt.failure_texts import shown
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.back_pressure import LimitedInFlight
 from localckpt.managers.base import BaseCheckpointManager
@@ -78,6 +79,9 @@ class StoreCheckpointManager(BaseCheckpointManager):
                 for ranks in self._all_ranks():
                     ranks.abandon()
                 raise
+
+    def __repr__(self) -> str:
+        return shown(self, self.session_id, self.store.root)
 
     def _all_ranks(self) -> tuple[Ranks, ...]:
         return (*super()._all_ranks(), self._reprotecting)

@@ -182,8 +182,7 @@ def _await(queues: Iterable[Any], timeout_s: float) -> None:
         ):
             raise CheckpointingException(
                 f"a GPU has not finished copying its tensors after {timeout_s:g} s: does it "
-                f"wait for a collective that a peer never joined? Checkpoints saved before "
-                f"are as they were"
+                f"wait for a collective that a peer never joined?"
             )
 
 

@@ -9,7 +9,10 @@ from localckpt.errors import PeerLostError
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.failure import Failure
 
-__all__ = ["NAMED", "Absences"]
+__all__ = ["NAMED", "SLOW", "Absences"]
+
+SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
+"""Advice on the topic ``slow``, on ranks that did not come."""
 
 NAMED = 16
 """So many ranks are named in a message."""
@@ -45,8 +48,8 @@ class Absences:
         named[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
-            f"{', '.join(named)} did not come. What was saved before stands. If the ranks are "
-            f"alive but slow, give the manager a longer timeout; else restart the job.{hint}"
+            f"{', '.join(named)} did not come. What was saved before stands",
+            advice=f"{SLOW}{hint}",
         )
 
     def too_late(self, what: str, late: Sequence[int]) -> Failure:
@@ -57,8 +60,8 @@ class Absences:
         nor = f", and {named} had not come either" if missing else ""
         return _lost(
             f"rank {self.me} came too late to {what}: the others ({others}) were not all waiting "
-            f"any more{nor}. What was saved before stands. If this rank is alive but slow, give "
-            f"the manager a longer timeout; else restart the job."
+            f"any more{nor}. What was saved before stands",
+            advice=SLOW,
         )
 
     def left(self, what: str) -> Failure:
@@ -78,5 +81,6 @@ class Absences:
         )
 
 
-def _lost(text: str, **fields: bool) -> Failure:
-    return Failure(PeerLostError.__name__, text, dict(fields))
+def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:
+    advised = {"topic": "slow", "advice": advice} if advice else {}
+    return Failure(PeerLostError.__name__, text, {**fields, **advised})

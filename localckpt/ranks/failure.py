@@ -71,9 +71,11 @@ class Failure:
         kinds = {failure.kind for failure in causes.values()}
         alike = all(failure.fields == first.fields for failure in causes.values())
         texts = said_by({rank: failure.text for rank, failure in causes.items()})
+        advised = (f.fields for f in causes.values() if "advice" in f.fields)
+        fields = {k: v for f in advised for k, v in f.items() if k in ("topic", "advice")}
         if len(kinds) > 1:
-            return cls(CheckpointingException.__name__, f"{begin}{texts}")
-        return cls(first.kind, f"{begin}{texts}", first.fields if alike else {})
+            return cls(CheckpointingException.__name__, f"{begin}{texts}", fields)
+        return cls(first.kind, f"{begin}{texts}", first.fields if alike else fields)
 
 
 class Attempt:

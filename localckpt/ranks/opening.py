@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import PeerLostError
+from localckpt.ranks.absent import SLOW
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.values import if_there
 from localckpt.waiting import wait_until
@@ -75,13 +76,13 @@ class Opening:
         if self._is_given_up():
             outcome = self._decide(name, self._describe_given_up())
             if outcome != _CONFIRMED:
-                raise PeerLostError(outcome)
+                raise self._lost(outcome)
         # No rank of a later attempt may sign a name that is confirmed already.
         self._store.set("opening", f"{_CLOSED}{name}")
         all_signed = self._store.add(f"{name}/signed", 0) >= others
         outcome = self._decide(name, _CONFIRMED if all_signed else self._describe_unsigned(name))
         if outcome != _CONFIRMED:
-            raise PeerLostError(outcome)
+            raise self._lost(outcome)
         if self._wait(lambda: self._store.add(f"{name}/readers", 0) >= others):
             self._store.delete_key("opening")
             self._remove(name, ())
@@ -91,7 +92,7 @@ class Opening:
         refused: set[str] = set()
         while self._wait(lambda: self._published() not in {"", *refused}):
             if self._is_given_up():
-                raise PeerLostError(self._describe_given_up())
+                raise self._lost(self._describe_given_up())
             name = self._published()
             if name in {"", *refused}:
                 continue
@@ -109,9 +110,9 @@ class Opening:
             self._store.delete_key(f"{name}/signed/{self._rank}")
             self._store.add(f"{name}/readers", 1)
             if outcome != _CONFIRMED:
-                raise PeerLostError(outcome)
+                raise self._lost(outcome)
             return name
-        raise PeerLostError(self._describe_lost([0]))
+        raise self._lost(self._describe_lost([0]))
 
     def _await_outcome(self, name: str) -> str | None:
         """The outcome of a name that was signed; ``None`` once another one is published."""
@@ -153,6 +154,9 @@ class Opening:
         wait_until(is_over, self._deadline().left_s, longest_s=longest_s)
         return found
 
+    def _lost(self, text: str) -> PeerLostError:
+        return PeerLostError(text).advised("slow", f"{SLOW}{self._hint()}")
+
     def _describe_given_up(self) -> str:
         return (
             f"rank {self._ranks[self._rank]} closed {self._name!r} before all ranks had opened it. "
@@ -170,6 +174,5 @@ class Opening:
         return (
             f"waited {self._deadline().timeout_s:g} s to open {self._name!r}, and {named} (last "
             f"seen: not seen yet) did not come. All ranks make the same calls in the same order; "
-            f"what was saved before stands. If the ranks are alive but slow, give a longer "
-            f"timeout; else restart the job.{self._hint()}"
+            f"what was saved before stands"
         )

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
+from localckpt.ranks.absent import SLOW
 from localckpt.ranks.failure import forget_frames
 
 __all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]
@@ -69,9 +70,8 @@ class Progress:
         progress = ", ".join(self.of(peer) for peer in named)
         return PeerLostError(
             f"rank {self._rank} was exchanging shards, and {progress} {what}{cause}. Shards kept "
-            f"on this node are untouched. If the rank is alive but slow, use a longer timeout; "
-            f"else restart the job."
-        )
+            f"on this node are untouched"
+        ).advised("slow", SLOW)
 
     def raise_first(self, failures: Sequence[BaseException]) -> NoReturn:
         """Raise the error that stopped an exchange, once no thread uses the exchange's memory.

@@ -37,7 +37,7 @@ from localckpt.state_dict.placed_runs import PlacedRuns
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
-from localckpt.state_dict.targets import Matched, Targets, require_names
+from localckpt.state_dict.targets import FIT, Matched, Targets, require_names
 from localckpt.state_dict.tensor_table import ARRAY, SHARED, UNNAMED, TableEntry, parse_entries
 from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
@@ -141,11 +141,12 @@ class ImageReader:
         skeleton, contents = self.checked_skeleton()
         entries, boxes, parts = self.tables
         pieces = self._find_pieces(mates)
-        matched = Matched({}, {}, frozenset())
+        matched = Matched({}, {})
         dtensors: dict[int, Any] = {}
         if into is not None:
             saved = read_names(skeleton, self.allowed, into.rules.free)
-            if missing := require_names(saved, into.parts, is_partial=into.rules.is_partial):
+            missing = require_names(saved, into.parts, rules=into.rules)
+            if missing and into.rules.is_partial:
                 logger.warning(
                     "saved and not given, as partial=True allows: %s", ", ".join(missing)
                 )
@@ -156,23 +157,26 @@ class ImageReader:
             dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
             self._require_sizes(matched.targets)
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}
-        new = [entry for number, entry in enumerate(entries) if number not in filled]
+        left = {n: make_tensor(entries[n]._replace(slot=None), {}) for n in matched.left}
+        given = filled | left
+        new = [entry for number, entry in enumerate(entries) if number not in given]
         made = self._make_bases(new, map_location)
         tensors = [
-            filled[n] if n in filled else make_tensor(entry, made)
-            for n, entry in enumerate(entries)
+            given[n] if n in given else make_tensor(entry, made) for n, entry in enumerate(entries)
         ]
         # Of a slot with given and new tensors the given ones are filled.
         of_slots = {entry.slot: tensor for entry, tensor in zip(entries, tensors, strict=True)}
         of_slots |= {entries[number].slot: tensor for number, tensor in filled.items()}
-        own = {n: base for n, base in (made | matched.targets).items() if n not in parts}
+        bases = made | matched.targets
+        own = {name: base for name, base in bases.items() if name not in parts}
         for name, part in parts.items():
-            own[name] = part.of(of_slots[name].detach())
-        self._fill(own)
+            if name in bases:
+                own[name] = part.of(of_slots[name].detach())
+        # Of what is left nothing is read.
+        self._fill(own, alone=bool(left))
         for rank, of_mate in pieces.items():
-            of_mates = {
-                p.slot: p.part.of(of_slots[entries[p.number].slot].detach()) for p in of_mate
-            }
+            slots = [(p, entries[p.number].slot) for p in of_mate]
+            of_mates = {p.slot: p.part.of(of_slots[s].detach()) for p, s in slots if s in bases}
             mates[rank]._fill(of_mates, alone=True)
             self.mates_nbytes += sum(target.nbytes for target in of_mates.values())
         # Else tensors that were made in inference mode could not be changed.
@@ -309,9 +313,8 @@ class ImageReader:
             if nbytes != base.nbytes:
                 raise MismatchError(
                     f"the state to load into differs from the saved one, and was left as it is: "
-                    f"{name!r} was saved as {nbytes} bytes, and given as {base.nbytes}. Call "
-                    f"load() without into= to get new tensors"
-                )
+                    f"{name!r} was saved as {nbytes} bytes, and given as {base.nbytes}"
+                ).advised("fit", FIT)
 
     def _make_bases(
         self, entries: Sequence[TableEntry], map_location: str | torch.device | None
@@ -451,7 +454,9 @@ def make_tensor(entry: TableEntry, bases: dict[str, torch.Tensor]) -> torch.Tens
     dtype = entry.torch_dtype()
     strides = entry.view[1] if entry.view is not None else None
     if entry.slot is None:
-        tensor = torch.empty_strided(entry.shape, strides or (), dtype=dtype, device="meta")
+        tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
+        if strides is not None:
+            tensor = torch.empty_strided(entry.shape, strides, dtype=dtype, device="meta")
     else:
         base = bases[entry.slot]
         offset = entry.view[0] if entry.view is not None else 0

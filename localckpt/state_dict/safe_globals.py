@@ -112,6 +112,8 @@ _MEGATRON = {
 
 # Python 3.13 moved pathlib's classes to pathlib._local, and 3.14 moved them back.
 _MOVED = {"pathlib._local": "pathlib"}
+# Packages of torch that add their classes to its own list once they are imported.
+_LISTING = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
@@ -162,6 +164,9 @@ class SafeGlobals:
 
     def added(self, module: str, name: str) -> Any | None:
         """Return the object that the user allows under this name; ``None`` if there is none."""
+        for package in _LISTING:
+            if f"{module}.".startswith(f"{package}.") and torch.distributed.is_available():
+                __import__(package)
         by_torch = map(_named, torch.serialization.get_safe_globals())
         for full_name, item in (*self._extra, *by_torch):
             if full_name == f"{module}.{name}" and not _why_unsafe(full_name, item):
@@ -186,9 +191,20 @@ class SafeGlobals:
             listed = ", ".join(trusted)
             text += (
                 f" If you trust {'it' if len(trusted) == 1 else 'them'}, pass "
-                f"safe_globals=[{listed}] to the manager or call "
+                f"safe_globals=[{listed}], or call "
                 f"torch.serialization.add_safe_globals([{listed}]), when saving and when loading."
             )
+        allowed = (*self._extra, *map(_named, torch.serialization.get_safe_globals()))
+        for name in names:
+            # A class of the script that was run, and of the same script where it is imported.
+            last = name.name.rpartition(".")[2]
+            others = (full for full, _ in allowed if full.rpartition(".")[2] == last)
+            if (other := next(others, None)) is not None:
+                text += (
+                    f" {other} is allowed, and was saved as {name}, as where the script that "
+                    f"defines it was run then and is imported now: pass "
+                    f"safe_globals=[({last}, {str(name)!r})]."
+                )
         for name, reason in reasons.items():
             text += f" {name} cannot be allowed: it {reason}."
         error = UnsafeGlobalError(text.removesuffix("."))

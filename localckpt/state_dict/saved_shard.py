@@ -132,6 +132,14 @@ class SavedShard:
                     f"tensors with memory of their own"
                 )
 
+    def leave_out(self, keys: Collection[str]) -> None:
+        """Forget the values below some top-level keys, before any is compared."""
+
+        def wanted(units: list[Unit]) -> list[Unit]:
+            return [unit for unit in units if str(next(iter(unit.place), "")) not in keys]
+
+        self.ruled, self.others = wanted(self.ruled), wanted(self.others)
+
     @property
     def nbytes(self) -> int:
         """Size of the image in bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -31,20 +31,33 @@ from localckpt.state_dict.tensor_table import (
 )
 
 __all__ = [
+    "FIT",
     "STRICT",
+    "LetsGo",
     "Matched",
     "TargetRules",
     "Targets",
     "find_overlaps",
     "find_targets",
+    "let_nothing_go",
     "require_names",
 ]
 
 _SHOWN_DIFFERENCES = 10
-_MAKE_NEW = (
-    "Make the state as it was when it was saved. load() of a manager lets go of names with "
-    "partial=True, converts with allow_dtype_change=True, and makes new tensors without into="
+FIT = (
+    "Make the state as it was when it was saved. load() lets go of names with partial=True, "
+    "converts with allow_dtype_change=True, and makes new tensors without into="
 )
+"""Advice on the topic ``fit``, on a state that is not as it was saved."""
+
+
+LetsGo = Callable[[str], bool]
+"""Tells by its dotted name whether a part or a value may be on one side only, saved or given."""
+
+
+def let_nothing_go(name: str) -> bool:
+    """Return False: whatever is saved must be given, and the reverse."""
+    return False
 
 
 class Matched(NamedTuple):
@@ -56,11 +69,13 @@ class Matched(NamedTuple):
         targets: By its name the target of each slot of a given tensor, but for converted ones.
         converted: Numbers of tensors that are given with another dtype, and take the values of new
             ones.
+        left: Numbers of tensors that nobody wants.
     """
 
     given: dict[int, torch.Tensor]
     targets: dict[str, torch.Tensor]
-    converted: frozenset[int]
+    converted: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
 
 
 class _Member(NamedTuple):
@@ -91,13 +106,31 @@ class TargetRules:
 
     Attributes:
         free: Values that are taken as they were saved.
-        is_partial: Whether tensors that were saved may be missing.
+        is_partial: Whether tensors that were saved may be missing; new ones are made then.
         converts: Whether tensors may have another dtype, and are converted.
+        lets_go: Tells what may be on one side only, and is then left as it is.
+        named: Names of parts that some rank must have saved.
     """
 
     free: Freedom = NO_FREEDOM
     is_partial: bool = False
     converts: bool = False
+    lets_go: LetsGo = let_nothing_go
+    named: frozenset[str] = frozenset()
+
+    def require_named(self, saved: Collection[str]) -> None:
+        """Check that all of ``named`` are among the parts that were saved.
+
+        Raises:
+            MismatchError: Some are not.
+        """
+        if unknown := sorted(self.named.difference(saved)):
+            # Without what the front door saves beside the parts.
+            parts = sorted({*saved} - {"localckpt"})
+            raise MismatchError(
+                f"{', '.join(map(repr, unknown))}: neither a part of the state nor one that was "
+                f"saved. The checkpoint has {', '.join(parts)}. Nothing was changed"
+            )
 
 
 STRICT = TargetRules()
@@ -153,7 +186,7 @@ class Targets:
         names = self._names_for(saved, numbers)
         targets = _by_slot([saved[number] for number in numbers], self.tensors, names)
         if targets is not None:
-            matched = Matched(dict(zip(numbers, self.tensors, strict=True)), targets, frozenset())
+            matched = Matched(dict(zip(numbers, self.tensors, strict=True)), targets)
         else:
             matched = self._match_by_path({n: saved[n] for n in numbers}, names, paths)
         self._require_same_places(matched.given, boxes)
@@ -180,9 +213,13 @@ class Targets:
 
         same = {p for p, member in there.items() if p in here and member.group == here[p].group}
         strict = {p for p in there.keys() - same if not is_free(p)}
-        if self.rules.is_partial:
-            # Tensors that share a slot are given all together, or not at all.
-            strict -= {p for p in strict if not any(other in here for other, _ in there[p].group)}
+        # Tensors that share a slot are given all together, or not at all.
+        absent = {p for p in strict if not any(other in here for other, _ in there[p].group)}
+        lets_go = self.rules.lets_go
+        left = {p for p in absent if lets_go(p)}
+        # Tensors without a path are made: they may be in parts that are let go.
+        unnamed = {p for p in absent if p.startswith(UNNAMED) and lets_go is not let_nothing_go}
+        strict -= absent if self.rules.is_partial else left | unnamed
         converted, lines = set(), []
         for path in (path for path in there if path in strict):
             one, other = there[path], here.get(path)
@@ -194,7 +231,9 @@ class Targets:
             else:
                 lines.append(_difference(path, one, other))
         lines += [
-            f"{path}: given, not saved" for path in here if path not in there and not is_free(path)
+            f"{path}: given, not saved"
+            for path in here
+            if path not in there and not is_free(path) and not lets_go(path)
         ]
         if lines:
             raise _mismatch(lines)
@@ -211,6 +250,7 @@ class Targets:
             {there[p].number: self.tensors[here[p].number] for p in (*filled, *converted)},
             targets,
             frozenset(there[path].number for path in converted),
+            frozenset(there[path].number for path in left),
         )
 
     def _names_for(self, saved: Sequence[TableEntry], numbers: Sequence[int]) -> dict[int, str]:
@@ -295,8 +335,8 @@ class Targets:
                 key = f" {own.key}" if own.key != saved.key else ""
                 lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
         if lines:
-            raise _mismatch(
-                lines,
+            raise _mismatch(lines).advised(
+                "sharding",
                 "Shard it over the ranks as it was when it was saved, in the same order, or make "
                 "the manager with elastic=True",
             )
@@ -441,8 +481,8 @@ def _require_apart(targets: dict[str, torch.Tensor]) -> None:
         one, other = overlaps[0]
         raise MismatchError(
             f"the state to load into differs from the saved one, and was left as it is: {one} and "
-            f"{other} were saved apart, and those given share memory. {_MAKE_NEW}"
-        )
+            f"{other} were saved apart, and those given share memory"
+        ).advised("fit", FIT)
 
 
 def find_overlaps(flat: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
@@ -466,15 +506,15 @@ def require_names(
     saved: Names | None,
     given: Names | None,
     *,
-    is_partial: bool,
-    is_dropped: Callable[[str], bool] = lambda _: False,
+    rules: TargetRules,
+    is_dropped: Callable[[str], bool] = let_nothing_go,
 ) -> list[str]:
     """Compare the names of the parts and values of two states.
 
     Args:
         saved, given: Names of the states.
-        is_partial: Whether parts and values that were saved may be missing.
-        is_dropped: Whether one that was saved may be missing.
+        rules: Ways in which the state may differ.
+        is_dropped: Whether a part that was saved may be missing.
 
     Returns:
         Names that were saved, and are missing. Those of values within a part are not among them:
@@ -485,11 +525,13 @@ def require_names(
     """
     if saved is None or given is None:
         return []
-    added = list(given_only(saved, given))
+    added = [name for name in given_only(saved, given) if not rules.lets_go(name)]
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
-    if added or (missing and not is_partial):
+    absent = () if rules.is_partial else saved_only(saved, given)
+    lacking = [name for name in absent if not rules.lets_go(name)]
+    if added or not {*missing}.isdisjoint(lacking):
         sides = zip_longest(
-            (f"{name}: saved, not given" for name in saved_only(saved, given)),
+            (f"{name}: saved, not given" for name in lacking),
             (f"{name}: given, not saved" for name in added),
         )
         # In turn, since not all may be shown.
@@ -497,11 +539,10 @@ def require_names(
     return sorted(missing)
 
 
-def _mismatch(lines: list[str], advice: str = _MAKE_NEW) -> MismatchError:
+def _mismatch(lines: list[str]) -> MismatchError:
     more = len(lines) - _SHOWN_DIFFERENCES
     shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
     return MismatchError(
         f"the state to load into differs from the saved one, and was left as it is: {shown}"
         + (f"; and {more} more" if more > 0 else "")
-        + f". {advice}"
-    )
+    ).advised("fit", FIT)

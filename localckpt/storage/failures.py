@@ -7,7 +7,10 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 
-__all__ = ["storage_errors"]
+__all__ = ["KEPT", "storage_errors"]
+
+KEPT = "Checkpoints saved before are as they were"
+"""Advice on the topic ``kept``, on what a failure has not changed."""
 
 _ADVICE = {
     errno.ENOSPC: "it is full: free space, lower keep_last, or choose a larger directory",
@@ -52,6 +55,5 @@ class storage_errors:
             if error.errno == errno.ENOSPC:
                 advice = self._full
             raise StorageError(
-                f"could not {self._what} {self._path}: {error.strerror or error} - {advice}. "
-                f"Checkpoints saved before are as they were"
-            ) from error
+                f"could not {self._what} {self._path}: {error.strerror or error} - {advice}"
+            ).advised("kept", KEPT) from error

@@ -12,6 +12,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.memory.host_memory import HUGE_PAGE_NBYTES, round_up
 from localckpt.memory.limits import memory_limits
 from localckpt.storage.buffers import Buffer
+from localckpt.storage.failures import KEPT
 from localckpt.threads import Task
 from localckpt.waiting import wait_until
 
@@ -254,9 +255,8 @@ def check_memory(nbytes: int) -> None:
     if nbytes > tightest.available_nbytes:
         raise StorageError(
             f"there is no memory for a staging buffer of {nbytes} bytes: "
-            f"{tightest.available_nbytes} are available ({tightest.name}). Checkpoints saved "
-            f"before are as they were"
-        )
+            f"{tightest.available_nbytes} are available ({tightest.name})"
+        ).advised("kept", KEPT)
 
 
 def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
@@ -270,6 +270,5 @@ def allocate(make: Callable[[int], Buffer], nbytes: int) -> Buffer:
         return make(nbytes)
     except (OSError, MemoryError) as error:
         raise StorageError(
-            f"there is no memory for a staging buffer of {nbytes} bytes ({error}): "
-            f"checkpoints saved before are as they were"
-        ) from error
+            f"there is no memory for a staging buffer of {nbytes} bytes ({error})"
+        ).advised("kept", KEPT) from error

@@ -40,6 +40,8 @@ class _Poison:
 def _checkpointer(local: Path, poison: _Poison, **options: Any) -> localckpt.Checkpointer:
     state = {"layer": torch.nn.Linear(4, 4), "poison": poison.part}
     usual = {"every": localckpt.Every(steps=3), "timeout_s": MAX_S, "max_attempts": 2}
+    # So that a start ends in order, and makes no progress.
+    usual["save_last"] = False
     return localckpt.Checkpointer(state, local=local, **(usual | options))
 
 

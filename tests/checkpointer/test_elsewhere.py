@@ -69,6 +69,16 @@ def test_going_back_gives_up_what_is_newer(tmp_path: Path) -> None:
     assert _Job().run(None, 0, {"local": tmp_path}) == (7, 6)
 
 
+def test_going_back_gives_up_what_is_newer_on_shared_storage(tmp_path: Path) -> None:
+    places = {"local": tmp_path / "nodes", "shared": tmp_path / "shared", "save_last": False}
+    _Job().run(None, 9, places, shared=True)
+    job = _Job()
+
+    assert job.run(job.elsewhere(4, goes_back=True), 7, places) == (5, 104)
+
+    assert _Job().run(None, 0, places) == (7, 6)
+
+
 def test_it_is_compared_with_shared_storage_too(tmp_path: Path) -> None:
     shared = {"shared": tmp_path / "shared"}
     _Job().run(None, 4, {"local": tmp_path / "a", **shared}, shared=True)

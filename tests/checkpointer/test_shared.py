@@ -29,6 +29,7 @@ def _options(tmp_path: Path, **options: Any) -> dict[str, Any]:
         "shared": tmp_path / "shared",
         "every": Every(steps=2),
         "shared_every": Every(steps=5),
+        "save_last": False,
         **options,
     }
 

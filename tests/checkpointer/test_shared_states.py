@@ -181,6 +181,7 @@ def _fail_alone(rank: int, world_size: int, shared: Path) -> str:
         shared=shared,
         timeout_s=20,
         events=(),
+        save_last=False,
     ) as checkpointer:
         checkpointer.resume()
         checkpointer.step(0)

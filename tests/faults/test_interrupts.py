@@ -308,7 +308,7 @@ def test_a_rank_that_was_interrupted_beside_others_says_so_and_new_managers_go_o
     assert "save() cannot be called: save() was interrupted on this rank" in told[0]
     assert "find_latest() cannot be called: save() was interrupted on this rank" in told[1]
     assert "a poll of this queue was interrupted on this rank" in told[2]
-    assert "call 1 (Save.keep_local) was not finalized" in told[2]
+    assert "call 1 (save) was not finalized" in told[2]
     assert "a poll of this queue was interrupted" in told[3]
 
 

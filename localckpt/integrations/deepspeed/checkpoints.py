@@ -102,7 +102,10 @@ class LocalCheckpoints:
         self.checkpointer = Checkpointer(
             {_OWN: self._part, **state},
             safe_globals=(*CLASSES, *safe_globals),
-            **{**options, "stop_signals": (), "stop_when": self._why_stop},
+            # A loop may be left while gradients are accumulated, which are not saved.
+            **{"save_last": False, **options},
+            stop_signals=(),
+            stop_when=self._why_stop,
         )
         try:
             self._part.open(self.checkpointer.manager.store.folder / _OWN)

@@ -22,6 +22,7 @@ from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import with_class
 from localckpt.memory.host_memory import address_of, map_memory, prefer_huge_pages
 from localckpt.pacing import Pacer
+from localckpt.ranks.absent import SLOW
 from localckpt.replication.attribution import GivenUp, ask_whom_to_blame, tell_given_up
 from localckpt.replication.connections import HostConnections
 from localckpt.replication.messages import Incoming, Messages, Outgoing
@@ -350,9 +351,8 @@ def _give_up(
         else:
             lost.append(f"{progress.of(peer)} waited in vain, too{cause}")
     return PeerLostError(
-        f"rank {connections.rank} was {what}, and {', '.join(lost)}. What was saved before stands. "
-        f"If the rank is alive but slow, use a longer timeout; else restart the job."
-    )
+        f"rank {connections.rank} was {what}, and {', '.join(lost)}. What was saved before stands"
+    ).advised("slow", SLOW)
 
 
 def _leave(connections: HostConnections, account: GivenUp, failure: BaseException) -> None:

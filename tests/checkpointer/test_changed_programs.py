@@ -1,0 +1,395 @@
+"""A program that changed since it saved says by name what is resumed, and what is let go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from localckpt import Checkpointer, CheckpointingException, MismatchError, NoReplicasAvailableError
+from tests.checkpointer.loops import stores
+from tests.ranks import node_store, run_ranks
+
+_S = 20.0
+
+
+class _Position:
+    """Position of a rank's loader: a part that differs between ranks."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _net(fill: float, *, head: bool = False, sharded: int = 0) -> torch.nn.Module:
+    net = torch.nn.Sequential()
+    net.add_module("body", torch.nn.Linear(4, 4))
+    if head:
+        net.add_module("head", torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(fill)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (sharded,)))
+    return net
+
+
+def _fill(parameter: Any) -> float:
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    (value,) = set(whole.flatten().tolist())
+    return float(value)
+
+
+def _state(rank: int, fill: float, *, sharded: int = 0, **parts: Any) -> dict[str, Any]:
+    net = _net(fill, sharded=sharded)
+    optimizer = torch.optim.SGD(net.parameters(), lr=fill, momentum=0.9)
+    return {"net": net, "optimizer": optimizer, "loader": _Position(100 * rank + 7), **parts}
+
+
+def _saved(rank: int, world_size: int, shared: Path, steps: int, sharded: bool) -> None:
+    state = _state(rank, 3.0, sharded=world_size if sharded else 0)
+    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "rng": False}
+    with Checkpointer(state, local=node_store() / "nodes", **options) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            checkpointer.step(step)
+            checkpointer.save(step, shared=True)
+
+
+def _resumed(
+    rank: int,
+    world_size: int,
+    shared: Path,
+    tier: str,
+    sharded: bool,
+    make: Callable[[int, int], dict[str, Any]],
+    arguments: dict[str, Any],
+    look: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Resume a changed program; returns what became of its state, or the error."""
+    state = make(rank, world_size if sharded else 0)
+    before = look(state)
+    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "rng": False}
+    local = node_store() / ("nodes" if tier == "nodes" else "none")
+    with Checkpointer(state, local=local, **options) as checkpointer:
+        try:
+            first = checkpointer.resume(**arguments)
+        except CheckpointingException as error:
+            assert look(state) == before
+            return type(error).__name__, str(error)
+    return first, look(state)
+
+
+Places = tuple[Path, list[Path]]
+
+
+@pytest.fixture(params=["nodes", "shared"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[2, 3], ids=["same", "elastic"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    nodes = stores(tmp_path, 1)
+    run_ranks(_saved, 2, tmp_path / "shared", 1, True, store_per_node=nodes)
+    return tmp_path / "shared", nodes
+
+
+def _resume(
+    places: Places,
+    tier: str,
+    ranks: int,
+    make: Any,
+    arguments: dict[str, Any],
+    look: Any,
+) -> list[Any]:
+    shared, nodes = places
+    found: list[Any] = run_ranks(
+        *(_resumed, ranks, shared, tier, True, make, arguments, look), store_per_node=nodes
+    )
+    return found
+
+
+def _as_saved(rank: int, sharded: int) -> dict[str, Any]:
+    return _state(rank, 5.0, sharded=sharded)
+
+
+def _renamed(rank: int, sharded: int) -> dict[str, Any]:
+    state = _state(rank, 5.0, sharded=sharded)
+    return {"model": state.pop("net"), **state}
+
+
+def _without_optimizer(rank: int, sharded: int) -> dict[str, Any]:
+    state = _state(rank, 5.0, sharded=sharded)
+    del state["optimizer"]
+    return state
+
+
+def _with_more(rank: int, sharded: int) -> dict[str, Any]:
+    net = _net(5.0, head=True, sharded=sharded)
+    return {"net": net, "loader": _Position(1), "ema": _Position(2)}
+
+
+def _look(state: dict[str, Any]) -> list[Any]:
+    net = state.get("net", state.get("model"))
+    fills = [_fill(parameter) for parameter in net.parameters()]
+    optimizer = state.get("optimizer")
+    rate = None if optimizer is None else optimizer.param_groups[0]["lr"]
+    return [fills, rate, *(state[key].at for key in ("loader", "ema") if key in state)]
+
+
+def test_only_the_parts_that_are_named_are_loaded(places: Places, tier: str, ranks: int) -> None:
+    found = _resume(places, tier, ranks, _as_saved, {"only": ["net"]}, _look)
+
+    assert found == [(1, [[3.0, 3.0], 5.0, 100 * rank + 7]) for rank in range(ranks)]
+
+
+def test_a_part_that_is_skipped_stays_as_it_is_made(places: Places, tier: str, ranks: int) -> None:
+    arguments = {"skip": ["optimizer", "loader"]}
+
+    found = _resume(places, tier, ranks, _as_saved, arguments, _look)
+
+    assert found == [(1, [[3.0, 3.0], 5.0, 100 * rank + 7]) for rank in range(ranks)]
+
+
+def test_a_part_that_is_no_more_is_skipped_by_its_old_name(
+    places: Places, tier: str, ranks: int
+) -> None:
+    arguments = {"skip": ["optimizer", "loader"]}
+
+    found = _resume(places, tier, ranks, _without_optimizer, arguments, _look)
+
+    assert found == [(1, [[3.0, 3.0], None, 100 * rank + 7]) for rank in range(ranks)]
+
+
+def test_a_renamed_part_is_found_under_its_older_name(
+    places: Places, tier: str, ranks: int
+) -> None:
+    arguments = {"rename": {"net": "model"}, "skip": ["loader"]}
+
+    found = _resume(places, tier, ranks, _renamed, arguments, _look)
+
+    assert found == [(1, [[3.0, 3.0], 3.0, 100 * rank + 7]) for rank in range(ranks)]
+
+
+def test_in_part_new_values_stay_and_old_ones_are_let_go(
+    places: Places, tier: str, ranks: int
+) -> None:
+    arguments = {"partial": True, "skip": ["loader"]}
+
+    found = _resume(places, tier, ranks, _with_more, arguments, _look)
+
+    assert found == [(1, [[3.0, 3.0, 5.0, 5.0], None, 1, 2])] * ranks
+
+
+def test_a_changed_program_that_says_nothing_is_told_what_it_may_say(
+    places: Places, tier: str, ranks: int
+) -> None:
+    found = _resume(places, tier, ranks, _renamed, {}, _look)
+
+    for name, text in found:
+        assert name == "MismatchError"
+        assert "net" in text
+        assert "model" in text
+        assert "rename={'old': 'new'}" in text
+        assert "load()" not in text
+        assert "manager" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"skip": ["optimzer"]}, "'optimzer': neither a part of the"),
+        ({"only": ["nett"]}, "only= has 'nett', and no part of the training state is called so"),
+        ({"rename": {"net": "nett"}}, "rename= has 'nett', and no part"),
+        ({"rename": {"nett": "net"}, "partial": True}, "'nett': neither a part of the"),
+        ({"only": "net"}, "only='net': give a list of names of parts"),
+        ({"only": ["net"], "skip": ["loader"]}, "give only= or skip=, not both"),
+        ({"rename": ["net"]}, "rename=['net']: give the name of each part now"),
+        ({"step": -1}, "step=-1: give the number of a step"),
+    ],
+)
+def test_wrong_names_are_an_error_that_lists_what_is_there(
+    arguments: dict[str, Any], words: str, places: Places, tier: str
+) -> None:
+    found = _resume(places, tier, 2, _as_saved, arguments, _look)
+
+    for _, text in found:
+        assert words in text
+        if words.endswith(("neither a part of the", "called so", "no part")):
+            assert all(name in text for name in ("net", "loader", "optimizer"))
+
+
+def _differ(rank: int, world_size: int) -> str:
+    state = {"net": torch.nn.Linear(1, 1), "other": _Position(1)}
+    with (
+        Checkpointer(state, local=node_store(), timeout_s=_S) as checkpointer,
+        pytest.raises(MismatchError) as caught,
+    ):
+        checkpointer.resume(skip=["other"] if rank else [])
+    return str(caught.value)
+
+
+def test_ranks_with_other_arguments_load_nothing(tmp_path: Path) -> None:
+    texts = run_ranks(_differ, 2, store_per_node=stores(tmp_path, 1))
+
+    assert texts[0] == texts[1]
+    assert "skip is [] on rank 0 and ['other'] on rank 1" in texts[0]
+
+
+def test_what_is_let_go_is_logged_by_name(
+    tmp_path: Path, tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"shared": tmp_path / "shared", "rng": False}
+    with Checkpointer(_state(0, 3.0), local=tmp_path / "local-nodes", **options) as saver:
+        saver.resume()
+        saver.step(0)
+    state = _with_more(0, 0)
+
+    with (
+        caplog.at_level(logging.WARNING, "localckpt"),
+        Checkpointer(state, local=tmp_path / f"local-{tier}", **options) as checkpointer,
+    ):
+        assert checkpointer.resume(partial=True, only=["net", "ema"]) == 1
+
+    texts = "\n".join(caplog.messages)
+    for name in ("optimizer", "loader", "ema", "net.head.weight", "net.head.bias"):
+        assert name in texts
+
+
+# Back to an older one.
+
+
+def _loop(
+    local: Path,
+    shared: Path | None,
+    to: int,
+    *,
+    fill: float,
+    step: int | None = None,
+    save_last: bool = True,
+) -> tuple[int, float]:
+    """Resume, and save each step to both; the first step, and the value that was loaded."""
+    state = {"value": torch.nn.Linear(1, 1, bias=False)}
+    places: dict[str, Any] = {"local": local, "shared": shared, "keep_last": 4, "timeout_s": _S}
+    with Checkpointer(state, **places, save_last=save_last) as checkpointer:
+        first = checkpointer.resume(step=step)
+        loaded = float(state["value"].weight)
+        for at in range(first, to):
+            torch.nn.init.constant_(state["value"].weight, fill + at)
+            checkpointer.step(at)
+            checkpointer.save(at, shared=shared is not None and at % 2 == 0)
+    return first, loaded
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_what_the_job_went_back_from_is_not_resumed_once_it_has_gone_on(
+    with_shared: bool, tmp_path: Path
+) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared" if with_shared else None
+    _loop(local, shared, 9, fill=0)
+
+    # Nothing was saved since, so the newest is still the newest.
+    assert _loop(local, shared, 0, fill=0, step=6) == (7, 6)
+    assert _loop(local, shared, 0, fill=0) == (9, 8)
+
+    # What was saved since is on the nodes alone.
+    assert _loop(local, shared, 8, fill=100, step=6, save_last=False) == (7, 6)
+    assert _loop(local, shared, 0, fill=0) == (8, 107)
+
+
+@pytest.mark.parametrize("are_nodes_new", [False, True])
+def test_shared_storage_gives_a_step_that_the_nodes_do_not_have(
+    are_nodes_new: bool, tmp_path: Path
+) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared"
+    _loop(local, shared, 9, fill=0)
+    if are_nodes_new:
+        shutil.rmtree(local)
+
+    assert _loop(local, shared, 4, fill=100, step=2, save_last=False) == (3, 2)
+
+    # The nodes have step 3 of the new line; shared storage has step 8 of the old one.
+    assert _loop(local, shared, 5, fill=200) == (4, 103)
+    shutil.rmtree(local)
+    # Step 4 of the new line went there, too.
+    assert _loop(local, shared, 0, fill=0) == (5, 204)
+
+
+def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) -> None:
+    local, shared = tmp_path / "nodes", tmp_path / "shared"
+    _loop(local, shared, 9, fill=0)
+
+    with pytest.raises(NoReplicasAvailableError) as caught:
+        _loop(local, shared, 0, fill=0, step=7777)
+
+    assert "iteration 7777" in str(caught.value)
+    assert "can give 8, 7, 6, 5" in str(caught.value)
+    assert "has 8, 6, 4, 2, 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("to", [5, 6, 9])
+def test_a_loop_goes_back_after_a_loss_spike(to: int, tmp_path: Path) -> None:
+    state = {"value": torch.nn.Linear(1, 1, bias=False)}
+    weight = state["value"].weight
+    places: dict[str, Any] = {"local": tmp_path / "nodes", "shared": tmp_path / "shared"}
+    with Checkpointer(state, **places, keep_last=3, every=2, shared_every=3) as checkpointer:
+        for step in range(checkpointer.resume(), 6):
+            torch.nn.init.constant_(weight, step)
+            checkpointer.step(step)
+        first = checkpointer.resume(step=3)
+        assert (first, float(weight)) == (4, 3)
+        # Up to a step that was saved before.
+        for step in range(first, to):
+            torch.nn.init.constant_(weight, 100 + step)
+            checkpointer.step(step)
+
+    with Checkpointer(state, **places) as checkpointer:
+        assert (checkpointer.resume(), float(weight)) == (to, 99 + to)
+
+
+def _stop_far_back(rank: int, world_size: int) -> tuple[int, int]:
+    state = {"value": torch.nn.Linear(1, 1, bias=False)}
+    options: dict[str, Any] = {"every": 100, "keep_last": 9, "timeout_s": _S}
+    with Checkpointer(state, local=node_store(), **options) as checkpointer:
+        for step in range(checkpointer.resume(), 5000):
+            checkpointer.step(step)
+            # The ranks are about to plan what follows.
+            if step > 700 and checkpointer._pulse.is_under_way:
+                break
+        start = checkpointer.resume(step=99)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(start, 600):
+            time.sleep(0.02)
+            if checkpointer.step(step):
+                break
+    return start, step
+
+
+def test_a_stop_is_heard_at_once_after_going_far_back(tmp_path: Path) -> None:
+    (start, step), other = run_ranks(_stop_far_back, 2, store_per_node=stores(tmp_path, 1))
+
+    assert (start, step) == other
+    assert start == 100
+    assert step < 150

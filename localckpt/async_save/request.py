@@ -87,6 +87,8 @@ class AsyncCall:
         verdict_fn: Runs in the trainer with what ``judge_fn`` returned, which is the same on every
             rank, right before the request's ``finalize_fns``. It does not run in a poll with
             ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
+        is_urgent_fn: Tells by what ``judge_fn`` returned whether all ranks act in the next poll of
+            the rank that is ahead, so that polls may wait a moment; by default they act one later.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class AsyncCall:
         judge_fn: Callable[[list[Any]], Any] | None = None,
         verdict_fn: Callable[[Any], None] | None = None,
         iteration: int | None = None,
+        is_urgent_fn: Callable[[Any], bool] | None = None,
     ) -> None:
         self.function = function
         self.failure_fns = tuple(failure_fns)
@@ -115,6 +118,7 @@ class AsyncCall:
         self.judge_fn = judge_fn
         self.verdict_fn = verdict_fn
         self.iteration = iteration
+        self.is_urgent_fn = is_urgent_fn
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
@@ -132,6 +136,7 @@ class AsyncCall:
             judge_fn=self.judge_fn,
             verdict_fn=self.verdict_fn,
             iteration=self.iteration,
+            is_urgent_fn=self.is_urgent_fn,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

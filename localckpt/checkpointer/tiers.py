@@ -29,6 +29,7 @@ from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.options import PrivateRule
+from localckpt.ranks.deadline import within
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
@@ -81,6 +82,23 @@ class Failures:
             *(self._in_a_row, self._what, self._most - 1, error),
         )
 
+    def leave_out(self, waited_s: float) -> None:
+        """Count a save that was not begun, since an older one was in the way.
+
+        Args:
+            waited_s: How long that was waited for, in seconds.
+
+        Raises:
+            SaveFailedError: Too many have failed in a row.
+        """
+        self.note(
+            SaveFailedError(
+                f"the saves before this one have not been written after {waited_s:g} s: is the "
+                f"storage stuck? This save was not started. Older checkpoints are as they were"
+            )
+        )
+        self.raise_if_too_many()
+
     def raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
         if self._last is not None and self._in_a_row >= self._most:
@@ -123,6 +141,25 @@ class NodeTier:
     def is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
+
+    @property
+    def is_over_here(self) -> bool:
+        """True if no save is under way on this rank, whatever others do."""
+        return self._queue.is_over_here
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more save would not wait for an older one; asks no other rank."""
+        in_flight = self._queue.get_num_unfinalized_calls()
+        return in_flight < self.manager.store.num_buffers or self._queue.coming() is not None
+
+    def answers(self, timeout_s: float) -> bool:
+        """Return whether this node's storage answers in time; raises StorageError."""
+        try:
+            within(timeout_s, self.manager.store.probe)
+        except TimeoutError:
+            return False
+        return True
 
     def save(self, parts: Mapping[str, Any], step: int) -> None:
         """Begin a save, unless this step is saved; all ranks do so in the same step."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, overload
@@ -37,6 +38,7 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
 from localckpt.lineage import Lineage, LineageKeeper
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import Ranks
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
@@ -612,7 +614,8 @@ class GlobalCheckpointManager:
 
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""
-        begun = self._root.begin(iteration, lineage)
+        begin = partial(self._root.begin, iteration, lineage)
+        begun = answered("begin a save in", self._root.path, self.timeout, begin)
         number = self._saving.rounds
         # Drawn once, also by a rank that an interrupt keeps from the save.
         self._saving.rounds += 1

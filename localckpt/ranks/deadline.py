@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.threads import Task
 
-__all__ = ["Deadline", "begin", "needs_thread", "within"]
+__all__ = ["Deadline", "answered", "begin", "end_waits_by", "needs_thread", "within"]
 
 T = TypeVar("T")
 
@@ -30,8 +31,10 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """Make the deadline that is ``timeout_s`` from now."""
-        return cls(timeout_s, time.monotonic() + timeout_s)
+        """Make the deadline that is ``timeout_s`` from now, or that of :func:`end_waits_by`."""
+        now = time.monotonic()
+        timeout_s = max(0.0, min(timeout_s, _latest - now))
+        return cls(timeout_s, now + timeout_s)
 
     @property
     def left_s(self) -> float:
@@ -42,6 +45,21 @@ class Deadline:
     def waited_s(self) -> float:
         """Seconds that have passed of the time that was given."""
         return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
+
+
+_latest = inf
+
+
+def end_waits_by(at: float) -> None:
+    """Let no deadline that is made from now on be later than a time, in this process.
+
+    For a job that is asked to stop.
+
+    Args:
+        at: The time, by ``time.monotonic()``; infinity to let deadlines be as they are.
+    """
+    global _latest
+    _latest = at
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
@@ -55,7 +73,28 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
         CheckpointingException: No thread can be had.
     """
-    return begin(call).take_result(timeout_s)
+    return begin(call).take_result(Deadline.after(timeout_s).left_s)
+
+
+def answered(what: str, place: object, timeout_s: float, call: Callable[[], T]) -> T:
+    """Return what a call returns that waits for storage, which may never answer.
+
+    Args:
+        what: Verb for the message "could not <what> <place>".
+        place: File or directory for that message.
+        timeout_s: The longest wait, in seconds.
+        call: Called in a thread of its own; what it does after its deadline must do no harm.
+
+    Raises:
+        StorageError: It has not returned in time.
+    """
+    try:
+        return within(timeout_s, call)
+    except TimeoutError as error:
+        raise StorageError(
+            f"could not {what} {place}: the storage does not answer ({error}). Checkpoints saved "
+            f"before are as they were"
+        ) from None
 
 
 def begin(call: Callable[[], T]) -> Task[T]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
+    from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import DivergenceError as DivergenceError
@@ -130,6 +131,7 @@ _HOMES = {
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",
     "survivability": "replication.survival",
+    "worker_init_fn": "checkpointer.workers",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -26,6 +26,7 @@ from localckpt.checkpointer.arguments import (
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.last_save import LastSave
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.pulse import Plan, Pulse
@@ -283,7 +284,7 @@ class Checkpointer:
             undo.callback(self._record.stream.close)
             is_alone = self._ranks.world_size == 1
             manager, made_strategy = with_redundancy(
-                make_manager, repl_strategy, replication_factor, is_alone
+                make_manager, repl_strategy, replication_factor, timeout_s, is_alone
             )
             self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[0])
             undo.callback(self._nodes.close, is_in_step=False)
@@ -323,6 +324,7 @@ class Checkpointer:
         grace_s = timeout_s if grace_s is None else grace_s
         self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
+        self._evidence = Evidence(self._state.parts)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
@@ -443,6 +445,7 @@ class Checkpointer:
         is_save = False
         if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
             is_save = self._attend(step, metrics)
+        self._evidence.note()
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
 
@@ -569,6 +572,7 @@ class Checkpointer:
             return
         # Also in the finally block of a loop that failed.
         error = sys.exception()
+        self._save_after(error)
         if self.stopped is None:
             self._await_saves()
         self._end(lambda: self._finish_and_close(error))
@@ -612,6 +616,7 @@ class Checkpointer:
         if error is None:
             self.close()
         elif not self._is_closed:
+            self._save_after(error)
             self._end(lambda: self._leave(error))
 
     def _leave(self, error: BaseException) -> None:
@@ -657,6 +662,7 @@ class Checkpointer:
     def _follow(self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Take in what all ranks have decided; they do so in the same step."""
         self._record.steps(step, self._meter.costs())
+        self._evidence.look()
         self._stop_as_planned(plan, step, metrics)
         if self.stopped is not None:
             return
@@ -813,6 +819,25 @@ class Checkpointer:
             is_new=self._is_counted,
         )
         self._schedule.end()
+
+    def _save_after(self, error: BaseException | None) -> None:
+        """Save the last step after an error that a signal to stop has caused, if that is safe.
+
+        That is if all ranks are at the same step, and know that nothing has changed since.
+        """
+        step, is_asked = self._last_step, self._stop_requests.asked.is_set()
+        if not isinstance(error, Exception) or not is_asked or self.stopped is not None:
+            return
+        if step is None or not self._is_counted:
+            return
+        self._last_save.begin()
+        report = (step, is_of_loader(error) and self._evidence.is_unchanged())
+        try:
+            self._ranks.decide("save after an error", lambda: report, judge_ends)
+        except CheckpointingException as refused:
+            logger.error("step %d is not saved after the signal to stop: %s", step, refused)
+            return
+        self._stop(f"{self._stop_requests.why()}, and then {type(error).__name__}", step, None)
 
     def _save_last_to_shared(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it there is no such save"

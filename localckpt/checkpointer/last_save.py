@@ -62,8 +62,6 @@ class LastSave:
     ) -> bool:
         """Save the state of a step, and wait for it as long as there is time.
 
-        From here on no wait of this process, nor its exit, lasts much longer than that.
-
         Args:
             step: The step.
             begin: Begins the save to the nodes.
@@ -75,7 +73,7 @@ class LastSave:
             Whether the time was over before all was complete; the same on all ranks, unless some
             are lost.
         """
-        self._begin()
+        self.begin()
         is_late = is_shared_late = False
         if not is_new:
             return False
@@ -113,7 +111,7 @@ class LastSave:
 
     def await_in_time(self, are_over: Callable[[], bool]) -> bool:
         """Wait for saves under way as long as there is time; return whether they are over."""
-        self._begin()
+        self.begin()
         if not (ended := wait_until(are_over, self._left_s)):
             logger.error("saves under way are not over after %g s, and are given up", self._grace_s)
         return ended
@@ -133,10 +131,15 @@ class LastSave:
         """True if the time to stop in runs."""
         return self._until < inf
 
-    def _begin(self) -> None:
-        self._until = time.monotonic() + self._grace_s
-        end_waits_by(self._until + _AGREEING_S)
-        exit_by(self._until + _AGREEING_S + _CLOSING_S)
+    def begin(self) -> None:
+        """Begin to count the time to stop in. May be called twice.
+
+        From here on no wait of this process, nor its exit, lasts much longer than that.
+        """
+        if not self.has_begun:
+            self._until = time.monotonic() + self._grace_s
+            end_waits_by(self._until + _AGREEING_S)
+            exit_by(self._until + _AGREEING_S + _CLOSING_S)
 
     @property
     def _left_s(self) -> float:

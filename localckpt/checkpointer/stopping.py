@@ -131,6 +131,7 @@ class StopRequests:
         if not self._is_idle:
             self._received = f"signal {signal.Signals(number).name}"
             self.asked.set()
+            _leave_workers_to_loaders()
         self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -144,3 +145,14 @@ class StopRequests:
             # In a child, or below a handler that was set since, which calls this one.
             signal.signal(received, before)
             signal.raise_signal(received)
+
+
+def _leave_workers_to_loaders() -> None:
+    """Have the end of a data loader's worker be an error where its batch is missing only.
+
+    The signal may have ended it, too. Torch's handler raises an error wherever the trainer is, also
+    in the last save.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -350,6 +350,7 @@ def with_redundancy(
     make_manager: Callable[[ReplicationStrategy | None], NodeManager],
     repl_strategy: ReplicationStrategy | None,
     replication_factor: int | None,
+    timeout_s: float,
     is_alone: bool,
 ) -> tuple[NodeManager, ReplicationStrategy | None]:
     """Make a manager with the redundancy that was asked for, or else what the nodes allow.
@@ -359,6 +360,7 @@ def with_redundancy(
         repl_strategy: The caller's strategy; ``None`` to make one.
         replication_factor: Number of nodes that each shard is to be on; ``None`` for 2 where there
             are as many nodes.
+        timeout_s: Deadline of the waits of a strategy that is made, in seconds.
         is_alone: Whether the job has one rank.
 
     Returns:
@@ -372,7 +374,7 @@ def with_redundancy(
     if replication_factor == 1 or (replication_factor is None and is_alone):
         return make_manager(None), None
     strategy = CliqueReplicationStrategy.from_replication_params(
-        replication_factor=replication_factor or 2
+        replication_factor=replication_factor or 2, timeout_s=timeout_s
     )
     try:
         return make_manager(strategy), strategy

@@ -9,7 +9,7 @@ from localckpt.errors import PeerLostError
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.failure import Failure
 
-__all__ = ["NAMED", "Absences"]
+__all__ = ["NAMED", "Absences", "named"]
 
 NAMED = 16
 """So many ranks are named in a message."""
@@ -41,11 +41,9 @@ class Absences:
             waited_s: How long they were waited for, in seconds.
             hint: The most frequent cause, as the end of the message.
         """
-        named = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
-        named[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
-            f"{', '.join(named)} did not come. What was saved before stands. If the ranks are "
+            f"{named(late, seen)} did not come. What was saved before stands. If the ranks are "
             f"alive but slow, give the manager a longer timeout; else restart the job.{hint}"
         )
 
@@ -76,6 +74,13 @@ class Absences:
             f"saved before stands. find_latest() will tell",
             outcome_unknown=True,
         )
+
+
+def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Return ranks that have not come in words, with the call in which each was last seen."""
+    texts = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
+    texts[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
+    return ", ".join(texts)
 
 
 def _lost(text: str, **fields: bool) -> Failure:

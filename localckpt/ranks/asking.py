@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from localckpt.errors import PeerLostError
 from localckpt.ranks.deadline import needs_thread, within
+from localckpt.ranks.patience import Patience
 from localckpt.threads import KeptThread, Latch, Task, wait_for_any
 
 __all__ = [
@@ -90,6 +91,8 @@ class StoreThreads:
         stopped: Latch,
         *,
         answer_s: float,
+        patience: Patience,
+        whom: Callable[[], str],
     ) -> T | None:
         """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
@@ -100,6 +103,8 @@ class StoreThreads:
             call: What is called, in another thread, with its wait.
             stopped: Ends the wait.
             answer_s: The time that the store has to answer, in seconds.
+            patience: Says when to log that the wait is long.
+            whom: Returns whom it is for; called in this thread.
 
         Returns:
             What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
@@ -118,7 +123,9 @@ class StoreThreads:
                     if at == passed:
                         raise TimeoutError(f"not for {now - began:.1f} s")
                     passed = at if at <= now else 0.0
-                    wait_for_any([task.over, stopped], max(at - now, _LAST_LOOK_S))
+                    left_s = min(max(at - now, _LAST_LOOK_S), patience.left_s)
+                    if not wait_for_any([task.over, stopped], left_s) and not patience.left_s:
+                        patience.tell(whom())
                 if not task.done():
                     # Other ranks are to see what the call does before it waits.
                     at = min(until, wait.answers_by)

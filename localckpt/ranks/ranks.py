@@ -21,6 +21,7 @@ from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import remove_rounds
 from localckpt.ranks.verdict import Call, PerRank, Verdict
 from localckpt.threads import Latch
@@ -345,6 +346,10 @@ class Ranks:
             PeerLostError: The store cannot be reached.
         """
         self._deciding.give_up(waited_s)
+
+    def tell_attended(self, patience: Patience) -> None:
+        """Log whom an :meth:`attend` in another thread waits for."""
+        self._deciding.tell_attended(patience)
 
     def leave(self, what: str) -> None:
         """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks.

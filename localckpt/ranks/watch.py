@@ -22,6 +22,7 @@ from localckpt.ranks.asking import store_is_silent
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
@@ -264,13 +265,16 @@ class Watch:
             raise store_is_silent("agree on the async calls", why)
 
     def _news_until(self, is_there: Callable[[], bool], until: float) -> bool:
+        patience = Patience(self._ranks.global_ranks[self._ranks.rank], "finalize async calls")
         while True:
             # Before the look: what comes after that ends the wait.
             news = self._news
             if is_there():
                 return True
-            if not news.wait(until - time.monotonic()):
-                return is_there()
+            if not news.wait(min(until - time.monotonic(), patience.left_s)):
+                if time.monotonic() >= until:
+                    return is_there()
+                self._ranks.tell_attended(patience)
 
     # All that follows runs in the thread.
 

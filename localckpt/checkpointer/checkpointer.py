@@ -43,7 +43,7 @@ from localckpt.checkpointer.tiers import (
     SharedTier,
     with_redundancy,
 )
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
@@ -56,7 +56,7 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path
-from localckpt.threads import Task
+from localckpt.threads import Latch, Task, wait_for_any
 from localckpt.trust import is_orderly
 from localckpt.waiting import wait_until
 
@@ -306,7 +306,7 @@ class Checkpointer:
                 undo.callback(self._shared.close, is_in_step=False)
                 if self._state.parts:
                     self._shared.use(self._state.parts)
-            self._is_counted = False
+            self._is_counted = self._is_listening = False
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
                 self._note_signal,
@@ -317,9 +317,13 @@ class Checkpointer:
 
         def make_pulse() -> Pulse:
             asked, costs = self._stop_requests.asked, self._meter.costs
-            return Pulse(cadence, shared_cadence, timeout_s, self._why_stop, asked, costs)
+            return Pulse(cadence, shared_cadence, timeout_s, self._stop_requests.why, asked, costs)
 
         self._pulse, self._pulse_between = make_pulse(), make_pulse()
+        if self._shared is not None:
+            self._shared.manager.is_to_stop = self._is_to_stop
+        self._is_hand_raised, self._next_look = False, 0.0
+        self._closing = Latch()
         self._schedule = Schedule(cadence, shared_cadence)
         grace_s = timeout_s if grace_s is None else grace_s
         self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
@@ -671,14 +675,25 @@ class Checkpointer:
             self._shared.look()
 
     def _begin_save(self, step: int) -> None:
-        waits_s = self._ranks.timeout_s
-        # A plan that stops the job ends the wait: its last save is that of the next step.
-        wait_until(lambda: self._nodes.has_room or self._pulse.is_to_stop(), waits_s)
-        if self._nodes.has_room:
-            self._nodes.save(self._state.parts, step)
-        elif not self._pulse.is_to_stop():
+        nodes, waits_s = self._nodes, self._ranks.timeout_s
+        # A request to stop ends the wait: the last save is that of the next step.
+        wait_until(lambda: nodes.has_room or self._is_to_stop(), waits_s)
+        if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
+            nodes.save(self._state.parts, step)
+        elif not self._is_to_stop():
             self._failures[0].leave_out(waits_s)
         self._schedule.note_save(step)
+
+    def _is_to_stop(self) -> bool:
+        """Return whether some rank is asked to stop; for waits on storage, which it ends.
+
+        The plan of the next pulse, which all ranks follow, takes a step until then.
+        """
+        if not self._is_hand_raised and time.monotonic() >= self._next_look:
+            self._is_hand_raised = self._stop_requests.asked.is_set()
+            self._is_hand_raised |= self._ranks.is_hand_raised()
+            self._next_look = time.monotonic() + _AWAIT_S
+        return self._is_hand_raised
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
@@ -716,7 +731,7 @@ class Checkpointer:
         def wait() -> list[Any]:
             asked = self._stop_requests.asked
             wait_until(lambda: not shared.is_busy or asked.is_set(), _AWAIT_S)
-            return [not shared.is_busy, time.monotonic() > until, self._why_stop()]
+            return [not shared.is_busy, time.monotonic() > until, self._stop_requests.why()]
 
         # A rank that does so alone is not to keep it from what the others do next.
         kind = "save to shared storage"
@@ -751,6 +766,9 @@ class Checkpointer:
     def _count_attempt(self) -> None:
         """Count this start as one in vain until it gets on: it has made a step."""
         self._is_counted = True
+        if not self._is_listening:
+            self._is_listening = True
+            Task(self._listen).start("localckpt-stop", daemon=True)
         self._nodes.manager.count_attempt()
         if self._shared is not None:
             self._shared.manager.count_attempt()
@@ -762,11 +780,9 @@ class Checkpointer:
             self._shared.manager.take_back_attempt()
 
     def _note_signal(self, received: signal.Signals) -> None:
+        # What follows other signals is done in a thread.
         if received is signal.SIGINT:
             self._take_back_attempt()
-        # The pulse ends in a thread, which can wait for storage.
-        elif self._is_counted and not self._pulse.is_under_way:
-            self._nodes.manager.take_back_attempt()
 
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
@@ -788,14 +804,19 @@ class Checkpointer:
             "" if self._shared is None else f", or {self._shared.manager.root}",
         )
 
-    def _why_stop(self) -> str | None:
-        """Return why this rank is to stop; called in threads, too."""
-        why = self._stop_requests.why()
-        if self._stop_requests.asked.is_set():
-            # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That
-            # one has notes of its own on its node, and none on shared storage.
-            self._nodes.manager.take_back_attempt()
-        return why
+    def _listen(self) -> None:
+        """Do what follows a signal in a thread, which may wait for storage and for the store."""
+        asked = self._stop_requests.asked
+        wait_for_any([asked, self._closing])
+        if not asked.is_set():
+            return
+        try:
+            self._ranks.raise_hand()
+        except PeerLostError as error:
+            logger.warning("other ranks do not hear of a signal before the next pulse: %s", error)
+        # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
+        # has notes of its own on its node, and none on shared storage.
+        self._nodes.manager.take_back_attempt()
 
     def _stop_as_planned(
         self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None
@@ -873,6 +894,7 @@ class Checkpointer:
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
         self._is_closed = True
+        self._closing.set()
         step, self._last_step = self._last_step, None
         outcome: Outcome | None = None if error or self.stopped is None else "stopped"
         with ExitStack() as closing:

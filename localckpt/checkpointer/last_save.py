@@ -74,7 +74,7 @@ class LastSave:
             are lost.
         """
         self.begin()
-        is_late = is_shared_late = False
+        is_late = is_on_shared = False
         if not is_new:
             return False
         try:
@@ -97,7 +97,7 @@ class LastSave:
                     if not is_late:
                         begin_shared()
                         is_late = self._is_on_any_rank(not self._await_shared())
-                is_shared_late = is_late
+                        is_on_shared = not is_late and self._shared.has_saved(step)
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
             logger.error("the last save has failed: %s", error)
@@ -105,7 +105,7 @@ class LastSave:
             is_late = is_busy or isinstance(error, PeerLostError)
         if self._nodes.newest != step:
             logger.error("step %d is not safe on the nodes after %g s", step, self._grace_s)
-        if is_shared_late:
+        if self._shared is not None and not is_on_shared:
             logger.error("step %d is not on shared storage after %g s", step, self._grace_s)
         return is_late
 

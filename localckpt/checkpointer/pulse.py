@@ -186,11 +186,6 @@ class Pulse:
         self._was_mismatched = plan is not None and plan.mismatch is not None
         return plan
 
-    def is_to_stop(self) -> bool:
-        """Return whether the plan that is to come stops the job; asks no other rank."""
-        coming = self._queue.coming()
-        return coming is not None and bool(coming.value) and Plan(*coming.value).stop is not None
-
     def close(self, *, is_in_step: bool) -> None:
         """End the thread.
 

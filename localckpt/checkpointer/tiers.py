@@ -29,7 +29,7 @@ from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.options import PrivateRule
-from localckpt.ranks.deadline import within
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
@@ -153,11 +153,20 @@ class NodeTier:
         in_flight = self._queue.get_num_unfinalized_calls()
         return in_flight < self.manager.store.num_buffers or self._queue.coming() is not None
 
-    def answers(self, timeout_s: float) -> bool:
-        """Return whether this node's storage answers in time; raises StorageError."""
+    def answers(self, timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Return whether this node's storage answers in time, and does not refuse.
+
+        What a save does there at its beginning holds training up, and cannot be interrupted.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+            given_up: As for :func:`answered`.
+        """
+        store = self.manager.store
         try:
-            within(timeout_s, self.manager.store.probe)
-        except TimeoutError:
+            answered("write to", store.root, timeout_s, store.probe, given_up)
+        except StorageError as error:
+            logger.warning("%s", error)
             return False
         return True
 
@@ -282,8 +291,14 @@ class SharedTier:
     def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Begin a save, after the one before; all ranks do so in the same step."""
         self.finish()
-        self._state.save(step, metrics)
-        self._is_checked = False
+        try:
+            self._state.save(step, metrics)
+        except StorageError as error:
+            # The same on all ranks, of which none has begun.
+            self._failures.note(error)
+            self._failures.raise_if_too_many()
+        else:
+            self._is_checked = False
 
     def load(self, *, allow_dtype_change: bool) -> int:
         """Fill the state from the newest checkpoint that is not damaged; all ranks do so.
@@ -313,6 +328,10 @@ class SharedTier:
     def is_busy(self) -> bool:
         """True if a save is under way on this rank."""
         return self.manager.is_saving
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether the last save is of this step and complete; asks no other rank."""
+        return self.manager.has_saved(step)
 
     def look(self) -> None:
         """Warn of a save that has failed; waits for nothing, and asks no other rank."""

@@ -87,6 +87,8 @@ class GlobalCheckpointManager:
 
     Attributes:
         plans: Plans of the saves before; they tell what the last save sent.
+        is_to_stop: Tells whether the job is to stop, so that no save begins that has to wait for
+            storage. A training loop may set it.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class GlobalCheckpointManager:
             )
         self.session_id = session_id
         self.timeout = timeout
+        self.is_to_stop: Callable[[], bool] = lambda: False
         self._root = CheckpointRoot(
             local_path(root),
             session_id,
@@ -301,6 +304,11 @@ class GlobalCheckpointManager:
     def is_saving(self) -> bool:
         """True while the last save is under way on this rank; asks no other rank."""
         return self._save is not None and not self._save.over.is_set()
+
+    def has_saved(self, iteration: int) -> bool:
+        """Return whether the last save is of this iteration and committed; asks no other rank."""
+        save = self._save
+        return save is not None and save.iteration == iteration and save.committed
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -615,7 +623,7 @@ class GlobalCheckpointManager:
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""
         begin = partial(self._root.begin, iteration, lineage)
-        begun = answered("begin a save in", self._root.path, self.timeout, begin)
+        begun = answered("begin a save in", self._root.path, self.timeout, begin, self.is_to_stop)
         number = self._saving.rounds
         # Drawn once, also by a rank that an interrupt keeps from the save.
         self._saving.rounds += 1

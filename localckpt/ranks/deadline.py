@@ -11,10 +11,14 @@ from typing import TypeVar
 
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.threads import Task
+from localckpt.waiting import wait_until
 
 __all__ = ["Deadline", "answered", "begin", "end_waits_by", "needs_thread", "within"]
 
 T = TypeVar("T")
+
+# Storage that answers does so by then, and nobody is asked whether that is still wanted.
+_SOON_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,13 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
     return begin(call).take_result(Deadline.after(timeout_s).left_s)
 
 
-def answered(what: str, place: object, timeout_s: float, call: Callable[[], T]) -> T:
+def answered(
+    what: str,
+    place: object,
+    timeout_s: float,
+    call: Callable[[], T],
+    given_up: Callable[[], bool] = lambda: False,
+) -> T:
     """Return what a call returns that waits for storage, which may never answer.
 
     Args:
@@ -84,17 +94,20 @@ def answered(what: str, place: object, timeout_s: float, call: Callable[[], T]) 
         place: File or directory for that message.
         timeout_s: The longest wait, in seconds.
         call: Called in a thread of its own; what it does after its deadline must do no harm.
+        given_up: Tells whether nobody wants the answer any more, which ends the wait.
 
     Raises:
-        StorageError: It has not returned in time.
+        StorageError: It has not returned in time, or is given up.
     """
-    try:
-        return within(timeout_s, call)
-    except TimeoutError as error:
-        raise StorageError(
-            f"could not {what} {place}: the storage does not answer ({error}). Checkpoints saved "
-            f"before are as they were"
-        ) from None
+    task, waits_s = begin(call), Deadline.after(timeout_s).left_s
+    if not task.wait(min(waits_s, _SOON_S)):
+        wait_until(lambda: task.done() or given_up(), waits_s)
+    if task.done():
+        return task.take_result()
+    raise StorageError(
+        f"could not {what} {place}: the storage did not answer within {waits_s:g} s, or before "
+        f"the job was told to stop. Checkpoints saved before are as they were"
+    )
 
 
 def begin(call: Callable[[], T]) -> Task[T]:

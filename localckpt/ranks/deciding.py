@@ -91,6 +91,11 @@ class Deciding:
         """Return the part of the store, once all ranks have come to theirs."""
         return self._part.open(self.stopped, deadline)
 
+    def ask(self, what: str, call: Callable[[Store], T]) -> T:
+        """Call what asks the part of the store, outside of any round."""
+        store = self.open()
+        return ask_store(what, self._timeout_s, lambda: call(store))
+
     def meet(self, number: int, call: Call) -> tuple[Verdict, Exception | None]:
         """Take part in a round.
 

@@ -179,8 +179,8 @@ class Opening:
         return (
             f"waited {self._deadline().timeout_s:g} s to open {self._name!r}, and "
             f"{self._named(lost)} (last seen: not seen yet) did not come. All ranks make the same "
-            f"calls in the same order; what was saved before stands. If the ranks are alive but slow, give a longer "
-            f"timeout; else restart the job.{self._hint()}"
+            f"calls in the same order; what was saved before stands. If the ranks are alive but "
+            f"slow, give a longer timeout; else restart the job.{self._hint()}"
         )
 
     def _named(self, ranks: Sequence[int]) -> str:

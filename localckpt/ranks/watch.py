@@ -340,7 +340,7 @@ class Watch:
                 break
         return verdicts
 
-    def _promise(self, margin: int) -> int:
+    def _promise(self, margin: int = _MARGIN) -> int:
         """Fix the poll that the trainer does not pass before the verdict, so many from now.
 
         The trainer counts a poll and then looks at the limit. So if the count is below the limit

@@ -178,7 +178,12 @@ def _plan_ours(state: dict[str, Any], others: Sequence[bytes]) -> list[_Planned]
 
     def plan() -> None:
         planner = DefaultSavePlanner()
-        plan_save(ranks, state, planner, writer, tag="benchmark", begin=lambda: None)
+        plan_save(
+            *(ranks, state, planner, writer),
+            what="a save",
+            tag="benchmark",
+            begin=lambda: None,
+        )
 
     planned = []
     for _ in range(2):
@@ -245,6 +250,7 @@ class _SimulatedRanks(Ranks):
         act: Callable[[list[Any]], Any],
         *,
         kind: str = "",
+        order: int | None = None,
         timeout_s: float | None = None,
         in_vain: Callable[[], None] | None = None,
     ) -> Any:

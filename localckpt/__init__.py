@@ -80,14 +80,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncCaller": "async_save.callers",
-    "AsyncCall": "async_save.request",
     "AsyncCallsQueue": "async_save.queue",
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
-    "BasicTensorAwareStateDict": "state_dict.basic",
     "Best": "global_tier.retention",
-    "CachedMetadataFileSystemReader": "global_tier.storage_reader",
     "CheckpointingException": "errors",
     "Checkpointer": "checkpointer.checkpointer",
     "CkptID": "ids",
@@ -96,12 +92,9 @@ _HOMES = {
     "DivergenceError": "errors",
     "Elsewhere": "checkpointer.elsewhere",
     "Every": "checkpointer.cadence",
-    "ExchangePlan": "replication.exchange",
     "Explanation": "availability.explanation",
-    "FileSystemWriterAsync": "global_tier.storage_writer",
     "FormatVersionError": "errors",
     "GlobalCheckpointManager": "global_tier.manager",
-    "GroupWrapper": "replication.groups",
     "InMemoryCheckpointManager": "managers.memory",
     "LazyCliqueReplicationStrategy": "replication.strategies",
     "Lineage": "lineage",
@@ -110,24 +103,34 @@ _HOMES = {
     "NoReplicasAvailableError": "errors",
     "ParityReplicationStrategy": "replication.parity.strategy",
     "PeerLostError": "errors",
-    "PersistentAsyncCaller": "async_save.callers",
     "ReplicationStrategy": "replication.strategies",
-    "ReshardingLoadPlanner": "global_tier.load_planner",
     "RestoreError": "errors",
     "Retention": "global_tier.retention",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
-    "Scheme": "replication.survival",
     "StorageError": "errors",
+    "UnsafeGlobalError": "errors",
+    "WorkerDiedError": "errors",
+    "replicated": "managers.replicated",
+}
+# Of localckpt.megatron and localckpt.replication.survival, for code that imports them from here.
+_HOMES_BESIDE = {
+    "AsyncCaller": "async_save.callers",
+    "AsyncCall": "async_save.request",
+    "BasicTensorAwareStateDict": "state_dict.basic",
+    "CachedMetadataFileSystemReader": "global_tier.storage_reader",
+    "ExchangePlan": "replication.exchange",
+    "FileSystemWriterAsync": "global_tier.storage_writer",
+    "GroupWrapper": "replication.groups",
+    "PersistentAsyncCaller": "async_save.callers",
+    "ReshardingLoadPlanner": "global_tier.load_planner",
+    "Scheme": "replication.survival",
     "Survival": "replication.survival",
     "TemporalAsyncCaller": "async_save.callers",
     "TensorAwareStateDict": "state_dict.basic",
     "ThreadAsyncCaller": "async_save.callers",
-    "UnsafeGlobalError": "errors",
-    "WorkerDiedError": "errors",
     "loss_of_groups": "replication.survival",
     "parse_group_sequence": "replication.groups",
-    "replicated": "managers.replicated",
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",
     "survivability": "replication.survival",
@@ -140,9 +143,10 @@ __all__ = ["__version__", *sorted(_HOMES)]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        home = _HOMES.get(name) or _HOMES_BESIDE.get(name)
+        if home is None:
             raise AttributeError(f"module 'localckpt' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"localckpt.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"localckpt.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """Folders in which no other user can replace a file, made and checked by descriptor.
 
 A folder is refused if another user owns it, or can write to it. The folder that a user names may
-have the sticky bit, as ``/tmp``: nobody can then replace what others have made there.
+have the sticky bit, as ``/tmp``: nobody can then replace what others have made there. Where a team
+shares its storage, the set-group-ID bit of a folder says so: its group owns what is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 
-__all__ = ["lock_holder", "make_own_folders", "open_below", "require_own_file"]
+__all__ = [
+    "file_mode",
+    "folder_mode",
+    "lock_holder",
+    "make_own_folders",
+    "open_below",
+    "require_own_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +32,15 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make_own_folders(
-    named: Path, *below: str, mode: int = 0o700, shares: bool = False, may_be_sticky: bool = True
+    named: Path, *below: str, shares: bool = False, may_be_sticky: bool = True
 ) -> None:
     """Make the folder that a user named, and one in the other below it, and check them all.
 
     Args:
         named: The folder; a symbolic link to it is followed if it is this user's, or root's.
         below: Names of the folders below it; links in their place are refused.
-        mode: Permissions of folders that are made, which the umask may restrict.
-        shares: Whether members of this user's groups may write there, as to shared storage.
+        shares: Whether members of this user's groups may write there, as to shared storage; see
+            :func:`folder_mode`.
         may_be_sticky: Whether others may make files in the named folder, as in ``/tmp``.
 
     Raises:
@@ -42,7 +50,7 @@ def make_own_folders(
     for missing in reversed([p for p in (named, *named.parents) if not os.path.lexists(p)]):
         above = os.open(missing.parent, _OPEN)
         try:
-            _make(missing.name, mode if missing == named else 0o755, above)
+            _make(missing.name, 0o700 if missing == named else 0o755, above)
         finally:
             os.close(above)
     _check_way_to(named)
@@ -51,13 +59,27 @@ def make_own_folders(
         _check(path, folder, is_named=True, shares=shares, may_be_sticky=may_be_sticky)
         for name in below:
             path /= name
-            _make(name, mode, folder)
+            _make(name, _folder_mode(os.fstat(folder).st_mode) if shares else 0o700, folder)
             inner = _open_below(path, folder)
             os.close(folder)
             folder = inner
             _check(path, folder, is_named=False, shares=shares, may_be_sticky=False)
     finally:
         os.close(folder)
+
+
+def folder_mode(parent: Path) -> int:
+    """Return the mode of a folder to make in another one.
+
+    It is this user's alone, unless the other one has the set-group-ID bit: then its group may do
+    what it may there. The umask may take more.
+    """
+    return _folder_mode(parent.stat().st_mode)
+
+
+def file_mode(folder: Path) -> int:
+    """Return the mode of a file to make in a folder, by the rule of :func:`folder_mode`."""
+    return folder_mode(folder) & 0o666
 
 
 def open_below(folder: Path, *names: str) -> int:
@@ -82,7 +104,7 @@ def require_own_file(path: Path) -> None:
     """Check the owner of a file in a checked folder, if it is a regular file that is there.
 
     The owner of the folder counts as this user: root cleans up in stores of others, and some file
-    systems give all files one owner.
+    systems give all files one owner. So does the group of a folder with the set-group-ID bit.
 
     Raises:
         OSError: The owner cannot be seen.
@@ -92,8 +114,10 @@ def require_own_file(path: Path) -> None:
         status = path.lstat()
     except FileNotFoundError:
         return
-    mine = (os.geteuid(), 0, path.parent.stat().st_uid)
-    if stat.S_ISREG(status.st_mode) and status.st_uid not in mine:
+    folder = path.parent.stat()
+    mine = (os.geteuid(), 0, folder.st_uid)
+    is_teams = bool(folder.st_mode & stat.S_ISGID) and status.st_gid == folder.st_gid
+    if stat.S_ISREG(status.st_mode) and status.st_uid not in mine and not is_teams:
         raise StorageError(
             f"{path} is a file of user {_user(status.st_uid)}, and this is user "
             f"{_user(os.geteuid())}: give this job a directory of its own. Nothing was changed"
@@ -119,6 +143,10 @@ def lock_holder(path: Path) -> str:
                 holder = _user(os.stat(f"/proc/{pid}").st_uid)
                 return f"{owner}, and process {pid} of user {holder} holds its lock"
     return f"{owner}, and no process that can be seen from here holds its lock"
+
+
+def _folder_mode(mode_of_parent: int) -> int:
+    return 0o700 | (mode_of_parent & 0o070 if mode_of_parent & stat.S_ISGID else 0)
 
 
 def _make(name: str, mode: int, within: int) -> None:
@@ -163,7 +191,8 @@ def _check(path: Path, folder: int, *, is_named: bool, shares: bool, may_be_stic
     status, mine = os.fstat(folder), os.geteuid()
     mode, is_in_group = status.st_mode, shares and status.st_gid in (os.getegid(), *os.getgroups())
     writers = mode & (stat.S_IWOTH if is_in_group else stat.S_IWOTH | stat.S_IWGRP)
-    is_ours = status.st_uid == mine or (is_named and status.st_uid == 0)
+    is_teams = is_in_group and bool(mode & stat.S_ISGID)
+    is_ours = status.st_uid == mine or (is_named and status.st_uid == 0) or is_teams
     if not writers and (is_ours or _makes_files_of(status.st_uid, folder)):
         return
     if may_be_sticky and is_ours and mode & stat.S_ISVTX:

@@ -68,6 +68,9 @@ _ARROWS = {
         *("own_folders", "availability", "global_tier", "events", "report", "failure_texts"),
     },
     "report": {"events"},
+    "megatron": {
+        *("errors", "ids", "state_dict", "replication", "async_save", "managers", "global_tier"),
+    },
     "integrations": {
         *("errors", "ids", "ranks", "state_dict", "storage", "replication", "async_save"),
         *("managers", "global_tier", "checkpointer"),
@@ -96,7 +99,7 @@ def _imports(module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} line {node.lineno}: relative import"
             for alias in node.names:
-                home = localckpt._HOMES.get(alias.name) if node.module == "localckpt" else None
+                home = _ALL_HOMES.get(alias.name) if node.module == "localckpt" else None
                 yield f"localckpt.{home}" if home else f"{node.module}.{alias.name}"
 
 
@@ -179,14 +182,17 @@ def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     assert _run_python(f"import {module}, sys; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("name", sorted(localckpt._HOMES))
+_ALL_HOMES = localckpt._HOMES | localckpt._HOMES_BESIDE
+
+
+@pytest.mark.parametrize("name", sorted(_ALL_HOMES))
 def test_every_public_name_is_importable_from_the_package(name: str) -> None:
-    home = importlib.import_module(f"localckpt.{localckpt._HOMES[name]}")
+    home = importlib.import_module(f"localckpt.{_ALL_HOMES[name]}")
 
     value = getattr(localckpt, name)
 
     assert value is getattr(home, name)
-    assert name in dir(localckpt)
+    assert (name in dir(localckpt)) == (name in localckpt._HOMES)
     assert value.__doc__, f"{name} has no docstring"
 
 
@@ -205,7 +211,18 @@ def test_type_checkers_see_the_names_that_are_importable() -> None:
         for alias in node.names
     }
 
-    assert seen == localckpt._HOMES
+    assert seen == _ALL_HOMES
+
+
+def test_names_that_the_package_does_not_list_are_those_of_two_modules() -> None:
+    megatron = importlib.import_module("localckpt.megatron")
+    survival = importlib.import_module("localckpt.replication.survival")
+
+    beside = set(megatron.__all__) - set(localckpt._HOMES) | set(survival.__all__)
+
+    assert beside >= set(localckpt._HOMES_BESIDE)
+    for name in megatron.__all__:
+        assert getattr(megatron, name) is getattr(localckpt, name)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -216,3 +233,37 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("module", _MODULES)
 def test_every_module_says_what_it_is(module: str) -> None:
     assert ast.get_docstring(_tree(module))
+
+
+# Whatever is read may be a stranger's: each of these runs what it is given.
+_RUN_WHAT_THEY_READ = {
+    *(
+        "pickle.load",
+        "pickle.loads",
+        "marshal.load",
+        "marshal.loads",
+        "shelve.open",
+        "eval",
+        "exec",
+    ),
+    *("dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads", "yaml.load"),
+}
+
+# A pipe to a process of their own; what a loader of this process has just pickled.
+_READ_THEIR_OWN = {
+    *("localckpt.async_save.worker", "localckpt.async_save.processes"),
+    "localckpt.integrations.torchtitan",
+}
+
+
+@pytest.mark.parametrize("module", sorted(_MODULES.keys() - _READ_THEIR_OWN))
+def test_nothing_is_read_by_what_runs_code(module: str) -> None:
+    calls = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call)]
+
+    called = {ast.unparse(call.func) for call in calls}
+    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+
+    assert called & _RUN_WHAT_THEY_READ == set()
+    for load in loads:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}
+        assert given.get("weights_only") == "True", f"{module} line {load.lineno}"

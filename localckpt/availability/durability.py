@@ -83,7 +83,7 @@ class SaveVerdict:
         divergence: Sets of ranks whose replicas differ; ``None`` if there are none, or the save did
             not compare them.
         parts_fit: Whether the ranks that divide tensors have them alike.
-        is_mismatched: Whether ranks saved different iterations.
+        is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
     """
 
     problems: tuple[str, ...]
@@ -121,9 +121,10 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
     reached = None if problems else durability_saved(outcomes[0].iteration, outcomes)
     generation = max(outcome.generation for outcome in outcomes)
     iterations = {outcome.iteration for outcome in outcomes}
-    is_mismatched = len(iterations) > 1
+    is_mismatched = len({(outcome.iteration, outcome.generation) for outcome in outcomes}) > 1
     if is_mismatched:
-        problems = (f"{problems[0]} (was save({min(iterations)}) called on every rank?)",)
+        asked = f"save({min(iterations)})" if len(iterations) > 1 else "each save so far"
+        problems = (f"{problems[0]} (was {asked} called on every rank?)",)
         # The rank that saved alone counts more saves than the others.
         generation = generation.beyond()
     divergence = compare_replicas([outcome.replicas for outcome in outcomes])

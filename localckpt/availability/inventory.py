@@ -35,6 +35,8 @@ KeyT = TypeVar("KeyT", int, Piece)
 # Every number in a report is below this.
 _LIMIT = 10**MOST_DIGITS
 _SHOWN = 80
+# Of the reports of all nodes, as JSON.
+_MOST_NBYTES = 64 << 20
 # In a large job, only the shards of this many ranks, or up to twice as many, report the lineage of
 # their epoch.
 _TELLING_RANKS = 64
@@ -157,8 +159,22 @@ def packed(reports: Sequence[Any]) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Undo :func:`packed`."""
-    return json.loads(zlib.decompress(base64.b85decode(text)))
+    """Undo :func:`packed`.
+
+    Raises:
+        MismatchError: It is no such text, or would take more memory than any has.
+    """
+    inflater = zlib.decompressobj()
+    try:
+        reports = inflater.decompress(base64.b85decode(text), _MOST_NBYTES)
+        if inflater.unconsumed_tail:
+            raise ValueError(f"they take more than {_MOST_NBYTES} bytes")
+        return json.loads(reports)
+    except (ValueError, RecursionError, zlib.error) as error:
+        raise MismatchError(
+            f"what the nodes hold cannot be read from the job's store: {error}. Does another "
+            f"program write to that store?"
+        ) from error
 
 
 def ranks_by_node(nodes: Sequence[NodeT]) -> dict[NodeT, list[int]]:

@@ -45,9 +45,9 @@ class ChromeTrace:
             StorageError: It is as large as it may be.
         """
         if self._file is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
             path = self._folder / f"{file_name(event)}.trace.json"
-            self._file = AppendedFile(path, 0o664)
+            self._file = AppendedFile(path, 0o600)
             self._file.append(b"[\n" + _lines(track_entries(event)))
         if self._file.nbytes >= self._most_nbytes:
             raise StorageError(f"the trace in {self._folder} has {self._file.nbytes} bytes")

@@ -29,6 +29,8 @@ _ENDING = ".jsonl"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # A job that fails at once, again and again, leaves files that are nearly empty.
 _MOST_FILES = 1000
+# No event is as long; who writes to the folder may be a stranger.
+_LONGEST_NBYTES = 1 << 20
 
 
 class JsonLines:
@@ -188,16 +190,21 @@ class RecordReader:
         place = self._places.get(file, _Place())
         with file.open("rb") as stream:
             stream.seek(place.nbytes)
-            # What is behind the last end of a line is empty, torn, or not all there yet.
-            whole, end, _ = stream.read().rpartition(b"\n")
-        lines = whole.split(b"\n") if end else []
-        for number, line in enumerate(lines, place.lines + 1):
-            event = _event(line, file, number)
-            if (key := (event.run, event.number)) not in self._seen:
-                self._seen.add(key)
-                yield event
-        nbytes = place.nbytes + len(whole) + len(end)
-        self._places[file] = _Place(nbytes, place.lines + len(lines))
+            nbytes, number = place.nbytes, place.lines
+            while line := stream.readline(_LONGEST_NBYTES):
+                if not line.endswith(b"\n"):
+                    if len(line) == _LONGEST_NBYTES:
+                        raise CheckpointingException(
+                            f"{file}, line {number + 1}: no event takes {_LONGEST_NBYTES} bytes"
+                        )
+                    # Torn, or not all there yet.
+                    break
+                nbytes, number = nbytes + len(line), number + 1
+                event = _event(line, file, number)
+                if (key := (event.run, event.number)) not in self._seen:
+                    self._seen.add(key)
+                    yield event
+        self._places[file] = _Place(nbytes, number)
 
 
 class _Place(NamedTuple):
@@ -213,5 +220,5 @@ def _event(line: bytes, file: Path, number: int) -> Event:
         if not isinstance(fields, dict):
             raise CheckpointingException("this is no event of localckpt: it is no object")
         return Event.from_json(fields)
-    except (ValueError, CheckpointingException) as error:
+    except (ValueError, RecursionError, CheckpointingException) as error:
         raise CheckpointingException(f"{file}, line {number}: {error}") from error

@@ -44,9 +44,10 @@ from localckpt.global_tier.drain_plan import (
     unsettled,
 )
 from localckpt.global_tier.drain_shard import DrainedShard
+from localckpt.global_tier.messages import Written, pack, unpack
 from localckpt.global_tier.metadata import FORMAT_VERSION
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import Written, require_same
+from localckpt.global_tier.save_plan import require_same
 from localckpt.global_tier.staging import item_nbytes
 from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
@@ -54,6 +55,7 @@ from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.kept_shard import KeptShard
@@ -112,7 +114,8 @@ class Drain:
         self._rate_limit = rate_limit
         self._ranks = ranks
         self._root = root
-        self._objects = ItemReader(safe_globals)
+        allowed = tuple(safe_globals)
+        self._objects, self._allowed = ItemReader(allowed), SafeGlobals(allowed)
         self._events = events
         self._pacer = Pacer(rate_limit)
         self._stopped = Latch()
@@ -320,7 +323,9 @@ class Drain:
         )
         common, part = planned
         if common is None:
-            asked: dict[int, list[MetadataIndex]] = {} if part is None else pickle.loads(part.data)
+            asked: dict[int, list[MetadataIndex]] = {}
+            if part is not None:
+                asked = unpack(part.data, dict, self._allowed)
             planned = ranks.act(
                 f"compare parts of one name in iteration {self.iteration}",
                 lambda: self._compare(shards, asked),
@@ -335,8 +340,7 @@ class Drain:
             return
         if not ranks.is_root:
             self._drain = self._root.drain(self.iteration, epoch, save_id)
-        with collection_paused():
-            plans: dict[int, SavePlan] = pickle.loads(part.data)
+        plans: dict[int, SavePlan] = unpack(part.data, dict, self._allowed)
         # Ranks write different numbers of bytes, at one rate.
         slower_s = 0.0 if self._rate_limit is None else _SLOWER * nbytes / self._rate_limit
         ranks.act(
@@ -354,13 +358,18 @@ class Drain:
     def _plan(self, shards: dict[int, DrainedShard]) -> Message:
         plans = {owner: shard.plan(self._check) for owner, shard in shards.items()}
         lineage = shards[0].lineage if 0 in shards else None
-        with collection_paused():
-            return Message(None, pickle.dumps((plans, lineage)))
+        return Message(None if lineage is None else lineage.to_json(), pack(plans))
 
     @collection_paused()
     def _merge(self, reports: list[Message]) -> PerRank:
         """On the first rank: ask for what must be compared, or divide what is to be written."""
-        self._told = [pickle.loads(report.data) for report in reports]
+        self._told = [
+            (
+                unpack(report.data, dict, self._allowed),
+                None if report.record is None else Lineage.from_json(report.record),
+            )
+            for report in reports
+        ]
         by_owner = self._plans_by_owner()
         lacking = unsettled(by_owner)
         if not lacking:
@@ -369,19 +378,19 @@ class Drain:
             rank: {owner: lacking[owner] for owner in plans if owner in lacking}
             for rank, (plans, _) in enumerate(self._told)
         }
-        return PerRank(None, {r: Message(None, pickle.dumps(of)) for r, of in asked.items() if of})
+        return PerRank(None, {r: Message(None, pack(of)) for r, of in asked.items() if of})
 
     def _compare(
         self, shards: dict[int, DrainedShard], asked: dict[int, list[MetadataIndex]]
     ) -> Message:
         digests = {o: shards[o].digests(indices, self._check) for o, indices in asked.items()}
-        return Message(None, pickle.dumps(digests))
+        return Message(None, pack(digests))
 
     def _merge_compared(self, reports: list[Message]) -> PerRank:
         """On the first rank: as :meth:`_merge`, once ranks have told what it asked for."""
         by_owner = self._plans_by_owner()
         for report in reports:
-            for owner, digests in pickle.loads(report.data).items():
+            for owner, digests in unpack(report.data, dict, self._allowed).items():
                 by_owner[owner].digests.update(digests)
         return self._divide(by_owner)
 
@@ -413,7 +422,7 @@ class Drain:
             logger.info("%s is there: nothing is drained", drain.folder.path)
             return PerRank(common, {})
         self._drain, self._merged = drain, merged
-        return PerRank(common, {r: Message(None, pickle.dumps(p)) for r, p in parts.items()})
+        return PerRank(common, {r: Message(None, pack(p)) for r, p in parts.items()})
 
     # Written.
 
@@ -434,7 +443,7 @@ class Drain:
             "drained to %s: wrote %.3f GB in %.3f s, %.3f GB were there",
             *(self._drain.path, self.written_nbytes / 1e9, seconds, self.kept_nbytes / 1e9),
         )
-        return Message(None, pickle.dumps(written))
+        return Message(None, pack(written))
 
     def _before_write(self, nbytes: int) -> None:
         self._check()
@@ -455,7 +464,9 @@ class Drain:
         """On the first rank: make it a checkpoint."""
         assert self._merged is not None, "it is planned"
         assert self._drain is not None, "it is planned"
-        written: list[Written] = [part for report in reports for part in pickle.loads(report.data)]
+        written: list[Written] = [
+            part for report in reports for part in unpack(report.data, list, self._allowed)
+        ]
         metadata = self._merged.metadata
         metadata.version = FORMAT_VERSION
         metadata.storage_data = {

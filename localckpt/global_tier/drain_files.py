@@ -26,6 +26,7 @@ from localckpt.global_tier.trailer import (
 )
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher
 from localckpt.memory.host_memory import PAGE_NBYTES, address_of
+from localckpt.own_folders import file_mode
 from localckpt.storage.buffers import Buffer, PrivateBuffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import OpenFile, open_owned
@@ -186,7 +187,7 @@ class DrainFiles:
         path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
         # The umask says who may read it: it outlives the job, and others load it.
-        file = open_owned(path, flags, 0o664)
+        file = open_owned(path, flags, file_mode(path.parent))
         try:
             with file:
                 identity = FileIdentity(path.name, self._save_id)

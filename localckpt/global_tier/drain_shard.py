@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from localckpt.global_tier.drain_files import DrainFiles, lay_out_in_order
 from localckpt.global_tier.drain_items import ImageItems, RankPlan
 from localckpt.global_tier.drain_plan import own_key
+from localckpt.global_tier.messages import Written
 from localckpt.global_tier.metadata import StorageInfo
-from localckpt.global_tier.save_plan import Written
 from localckpt.global_tier.staging import FileLayout, Slot
 from localckpt.global_tier.write_items import ItemReader, frame_of
 from localckpt.lineage import Lineage

@@ -212,7 +212,7 @@ class GlobalCheckpointManager:
         """
         self._require_writable()
         self._require_usable()
-        planner, planned = self._plan(state_dict, "warm up", lambda: None)
+        planner, planned = self._plan(state_dict, "saves ahead", lambda: None)
         try:
             self._writer.warm_up(planner.finish_plan(planned.plan), planner)
         except Exception as error:  # noqa: BLE001 - on this rank alone; the save itself tells all
@@ -602,6 +602,8 @@ class GlobalCheckpointManager:
                 state_dict if callable(state_dict) else without_markers(state_dict),
                 planner,
                 self._writer,
+                what=what if isinstance(what, str) else f"the save of iteration {what}",
+                order=what if isinstance(what, int) else None,
                 tag=[self.session_id, what],
                 check=check,
                 begin=begin,

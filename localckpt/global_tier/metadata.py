@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -113,10 +114,21 @@ class PickledObjects:
     Args:
         allowed: Names the classes that the user allows beside torch's; these are called as any
             unpickler calls them.
+        more: Fields of further classes, each with the classes of its values; ``object`` for any.
+            A class that has none is called, as an enumeration is with a value.
     """
 
-    def __init__(self, allowed: SafeGlobals) -> None:
+    def __init__(
+        self,
+        allowed: SafeGlobals,
+        more: Mapping[type, Mapping[str, tuple[type, ...]]] = MappingProxyType({}),
+    ) -> None:
         self._allowed = allowed
+        self._fields = {**_FIELDS, **more}
+        self._names = _NAMES | {
+            _full_name(kind): _Name(kind=kind) if fields else _Name(make=kind)
+            for kind, fields in more.items()
+        }
         # Objects that have been made, and not yet given their state, by id; the stack or the memo
         # of the reader keeps them alive.
         self._unbuilt: dict[int, Any] = {}
@@ -124,16 +136,16 @@ class PickledObjects:
     def named(self, module: str, name: str) -> Any:
         """The constant, class or function that the pickle names."""
         full_name = f"{module}.{name}"
-        if full_name in _NAMES:
-            return _NAMES[full_name]
+        if full_name in self._names:
+            return self._names[full_name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         found = self._allowed.added(module, name)
         if found is None:
             raise UnsafeGlobalError(
                 f"the metadata of the checkpoint refers to {full_name}, which may not be loaded "
-                f"from a file. If you trust it, pass safe_globals=[{name}], or call "
-                f"torch.serialization.add_safe_globals([{name}])"
+                f"from a file, or from other ranks. If you trust it, pass safe_globals=[{name}], "
+                f"or call torch.serialization.add_safe_globals([{name}])"
             )
         return _Name(found if isinstance(found, type) else None, found)
 
@@ -157,10 +169,11 @@ class PickledObjects:
             # It is a class of this process, an object that others share, or one with a state.
             raise CorruptShardError("it gives a state to what it has not made")
         kind = type(made)
-        if kind in _FIELDS:
-            fields = _FIELDS[kind]
+        if kind in self._fields:
+            fields = self._fields[kind]
             for name, value in _fields(state).items():
-                if type(name) is not str or type(value) not in fields.get(name, _PLAIN):
+                kinds = fields.get(name, _PLAIN)
+                if type(name) is not str or (type(value) not in kinds and object not in kinds):
                     raise CorruptShardError(
                         f"{name!r:.100} of a {kind.__name__} is a {type(value).__name__}"
                     )

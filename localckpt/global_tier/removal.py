@@ -11,6 +11,7 @@ from pathlib import Path
 
 from localckpt.errors import StorageError
 from localckpt.global_tier.folders import PIN_NAME, RECORD_NAME, Folder, is_there
+from localckpt.own_folders import file_mode
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import replace_file, sync_folder
 
@@ -81,7 +82,7 @@ def pin(folder: Folder) -> None:
         StorageError: The file system refused, or a job is removing the checkpoint just now.
     """
     with storage_errors("pin", folder.path):
-        replace_file(folder.path / PIN_NAME, b"pinned\n", 0o664)
+        replace_file(folder.path / PIN_NAME, b"pinned\n", file_mode(folder.path))
         sync_folder(folder.path)
     if not (folder.is_pinned and folder.has_record):
         raise StorageError(

@@ -33,6 +33,7 @@ from localckpt.global_tier.retention import Candidate, Retention, reasons_to_kee
 from localckpt.global_tier.root_lock import RootLock
 from localckpt.global_tier.write_files import write_durably
 from localckpt.lineage import EpochId, Lineage, Origin, Resumed, begin_lineage
+from localckpt.own_folders import folder_mode
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.write import sync_folder
 
@@ -129,7 +130,7 @@ class CheckpointRoot:
             if begun.path.exists() and not begun.folder.has_record:
                 # What a save of this number has left that failed.
                 try_to_remove(begun.path)
-            begun.path.mkdir(0o775)
+            begun.path.mkdir(folder_mode(begun.path.parent))
             try:
                 sync_folder(self.path)
             except BaseException:
@@ -211,7 +212,7 @@ class CheckpointRoot:
                 if drain.path.exists():
                     # Without renames: of a save that failed, or of a drain.
                     try_to_remove(drain.path)
-                drain.path.mkdir(0o775)
+                drain.path.mkdir(folder_mode(drain.path.parent))
             sync_folder(self.path)
 
     def _require_newest(self, drain: BegunSave, folders: Sequence[Folder]) -> None:

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from localckpt.errors import StorageError
 from localckpt.global_tier.folders import LOCK_NAME
-from localckpt.own_folders import lock_holder, make_own_folders, require_own_file
+from localckpt.own_folders import file_mode, lock_holder, make_own_folders, require_own_file
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.owner import Owner
 from localckpt.storage.write import replace_file
@@ -52,7 +52,7 @@ class RootLock:
         if self._lock is not None:
             return
         self.require_own()
-        lock = FileLock(self._root / LOCK_NAME, mode=0o660, thread_local=False)
+        lock = FileLock(self._root / LOCK_NAME, mode=file_mode(self._root), thread_local=False)
         try:
             try:
                 lock.acquire(timeout=0)
@@ -80,7 +80,7 @@ class RootLock:
             try:
                 with storage_errors("write to", self._root):
                     text = f"process {Owner.me()} on {socket.gethostname()}"
-                    replace_file(self._root / _OWNER_NAME, text.encode(), 0o664)
+                    replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
             except BaseException:
                 # Else it lives as long as the error does.
                 lock.release()
@@ -97,7 +97,6 @@ class RootLock:
             make_own_folders(
                 self._named,
                 *self._below,
-                mode=0o775,
                 shares=True,
                 may_be_sticky=bool(self._below),
             )

@@ -26,10 +26,11 @@ from torch.profiler import record_function
 from localckpt.errors import CheckpointingException, PeerLostError
 from localckpt.events.saves import SaveRecord
 from localckpt.events.stream import EventStream
+from localckpt.global_tier.messages import Written
 from localckpt.global_tier.metadata import FORMAT_VERSION
 from localckpt.global_tier.replicas import CommonValues, differing, judge_differing
 from localckpt.global_tier.root import BegunSave, CheckpointRoot
-from localckpt.global_tier.save_plan import PlannedSave, Written, plan_save
+from localckpt.global_tier.save_plan import PlannedSave, plan_save
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.global_tier.write_files import FileWrite, write_files
 from localckpt.ranks.ranks import Ranks
@@ -352,6 +353,7 @@ def save_state_dict_async_plan(
             state_dict,
             planner,
             storage_writer,
+            what=f"the save to {storage_writer.path}",
             tag=str(storage_writer.path),
             begin=lambda: storage_writer.save_id,
             prepare=storage_writer.prepare_local_plan,

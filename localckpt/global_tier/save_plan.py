@@ -9,40 +9,36 @@ coordinator goes on from it, and the others do not. So the plans are torch's, an
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.global_tier.messages import Written, pack, unpack
 from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
+from localckpt.state_dict.safe_globals import SafeGlobals
 
 if TYPE_CHECKING:
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 
-__all__ = ["PlanCache", "PlannedSave", "Written", "plan_save", "require_same"]
-
-
-class Written(NamedTuple):
-    """Places of one rank's items, and the bytes of each of its files."""
-
-    results: list[WriteResult]
-    files: dict[str, int]
+__all__ = ["PlanCache", "PlannedSave", "plan_save", "require_same"]
 
 
 class PlanCache:
     """Plans of a job's last save, as this rank knows them.
+
+    Args:
+        allowed: Classes that plans of a user's planner may name beside torch's; none by default.
 
     Attributes:
         bytes_gathered: Bytes of the plans and results that the ranks sent to the coordinator for
@@ -50,7 +46,8 @@ class PlanCache:
         common: This rank's items that other ranks plan, too, by the number of a set of ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: SafeGlobals | None = None) -> None:
+        self.allowed = allowed or SafeGlobals()
         self.bytes_gathered = 0
         self.local: SavePlan | None = None
         self.final: SavePlan | None = None
@@ -81,17 +78,21 @@ class PlanCache:
         if written == self._last_report:
             return Message(record)
         self._last_report = written
-        return Message(record, pickle.dumps(written))
+        return Message(record, pack(written))
 
     def merge_written(self, reports: list[Message]) -> tuple[list[Written], bool]:
         """Merge the reports on the coordinator; returns also whether all is as it was before."""
         parts = [message.data for message in reports]
         self.bytes_gathered += sum(map(len, parts))
         if self._last_reports is None:
-            _require_all(parts)
+            if not all(parts):
+                raise MismatchError(
+                    "some ranks count on what the coordinator has forgotten: save again, and "
+                    "everything is planned anew"
+                )
             self._last_reports = [Written([], {}) for _ in parts]
         self._last_reports = [
-            pickle.loads(part) if part else last
+            unpack(part, Written, self.allowed) if part else last
             for part, last in zip(parts, self._last_reports, strict=True)
         ]
         return self._last_reports, not any(parts)
@@ -128,6 +129,8 @@ def plan_save(
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
     *,
+    what: str,
+    order: int | None = None,
     tag: Any,
     check: Callable[[], None] = lambda: None,
     begin: Callable[[], Any],
@@ -143,6 +146,8 @@ def plan_save(
             it, whose errors are raised on all ranks.
         planner: Made for this save; torch's own, or a user's.
         writer: Keeps what was planned before, and says where this rank writes.
+        what: Name of the save, for messages.
+        order: Its iteration, where it has one; see :meth:`Ranks.agree`.
         tag: What must be the same on all ranks, as the number of the checkpoint.
         check: Called on each rank before anything is planned; what it raises is raised on all.
         begin: Called on the coordinator when all have planned; gives what all ranks return, or
@@ -175,14 +180,20 @@ def plan_save(
                 "the planner keeps plans itself: make it with enable_plan_caching=False; they are "
                 "kept here"
             )
-        return Message(tag, b"" if local == cache.local else pickle.dumps(local))
+        return report()
 
-    def global_step(reports: list[Message]) -> PerRank:
+    def report() -> Message:
+        return Message(tag, b"" if local == cache.local else pack(local))
+
+    def global_step(reports: list[Message]) -> PerRank | None:
         nonlocal pending
         plans = [message.data for message in reports]
         cache.bytes_gathered = sum(map(len, plans))
         require_same([message.record for message in reports], ranks.global_ranks)
         before = cache.coordinated
+        if before is None and not all(plans):
+            # A save that failed here alone has made the coordinator forget the plans.
+            return None
         if before is not None and not any(plans):
             pending = before
             return PerRank(begin(), {})
@@ -195,19 +206,28 @@ def plan_save(
             else list(zip(before.final, before.common, strict=True))
         )
         changed = {
-            rank: Message(None, pickle.dumps(part))
+            rank: Message(None, pack(part))
             for rank, (part, last) in enumerate(zip(parts, parts_before, strict=True))
             if part != last or plans[rank]
         }
         return PerRank(begin(), changed)
 
     with cache.kept_if_all_is_well():
-        planned: Any = ranks.act("plan the save", local_step, global_step)
+        planned: Any = ranks.act(
+            f"plan {what}", local_step, global_step, kind="plan the save", order=order
+        )
+        if planned is None:
+            cache.clear()
+            planned = ranks.act(f"plan {what} anew", report, global_step, kind="plan anew")
         begun, changed = planned
     cache.local, cache.coordinated = local, pending
     if changed is not None:
-        cache.final, cache.common = pickle.loads(changed.data)
-    assert cache.final is not None, "a rank for which nothing changed has a plan"
+        cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
+    if cache.final is None:
+        raise MismatchError(
+            f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
+            f"one. Does another program write to that store? Nothing was saved"
+        )
     return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
 
 
@@ -234,22 +254,12 @@ def _coordinate(
     planner: SavePlanner,
     writer: FileSystemWriterAsync,
 ) -> _Coordinated:
-    if before is None:
-        _require_all(plans)
     local = [
-        pickle.loads(plan) if plan else before.local[rank]  # type: ignore[union-attr]
+        unpack(plan, SavePlan, writer.plans.allowed) if plan else before.local[rank]  # type: ignore[union-attr]
         for rank, plan in enumerate(plans)
     ]
     final, metadata = planner.create_global_plan(local)
     return _Coordinated(local, writer.prepare_global_plan(final), metadata, common_items(local))
-
-
-def _require_all(reports: Sequence[bytes]) -> None:
-    if not all(reports):
-        raise MismatchError(
-            "some ranks count on what the coordinator has forgotten: save again, and everything "
-            "is planned anew"
-        )
 
 
 def require_same(tags: Sequence[Any], ranks: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from localckpt.errors import CheckpointingException, CorruptShardError, PeerLostError
 from localckpt.global_tier.metadata import METADATA_NAME, StorageInfo
-from localckpt.global_tier.metadata_pickle import read_metadata
+from localckpt.global_tier.plain_pickle import read_metadata
 from localckpt.global_tier.read_files import FileReads
 from localckpt.global_tier.read_items import ItemRead, LoadContext, add_runs
 from localckpt.memory.gpu_copies import await_training

@@ -49,6 +49,7 @@ from localckpt.global_tier.write_files import (
     write_preloaded_data_multiproc,
 )
 from localckpt.global_tier.write_items import ItemReader
+from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import local_path
 
@@ -114,10 +115,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
         self.separation_hint = separation_hint
         self.save_id = uuid.uuid4().hex
-        self.plans = PlanCache()
+        allowed = tuple(safe_globals)
+        self.plans = PlanCache(SafeGlobals(allowed))
         self._kind = writer
         self._own_folders = _own_folders
-        self._items = ItemReader(safe_globals)
+        self._items = ItemReader(allowed)
         self._staging = Staging(writer, staging_threads, timeout_s)
         # A writer that is made for one checkpoint only is often left, not closed.
         weakref.finalize(self, _close, self._staging, os.getpid())

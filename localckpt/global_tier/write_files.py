@@ -25,6 +25,7 @@ from localckpt.global_tier.trailer import FileIdentity, Trailer, trailer_nbytes
 from localckpt.memory.copying import Copier
 from localckpt.memory.digests import BLOCK_NBYTES, DIGEST_NBYTES, BlockHasher, digests_nbytes
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
+from localckpt.own_folders import file_mode, folder_mode
 from localckpt.storage.buffers import Buffer
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.open_file import open_owned
@@ -138,7 +139,7 @@ def _write(
     write.path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag
     # The umask says who may read it: it outlives the job, and others load it.
-    file = open_owned(write.path, flags, 0o664)
+    file = open_owned(write.path, flags, file_mode(write.path.parent))
     try:
         with file:
             streams = put(file.fileno(), write)
@@ -213,7 +214,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """
     with storage_errors("write", path):
         # The umask says who may read it.
-        replace_file(path, data, 0o664)
+        replace_file(path, data, file_mode(path.parent))
         sync_folder(path.parent)
 
 
@@ -226,8 +227,7 @@ def make_folder(path: Path) -> None:
     with storage_errors("make", path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
-            # Never for all users to write to, whatever the umask says.
-            folder.mkdir(0o775, exist_ok=True)
+            folder.mkdir(folder_mode(folder.parent), exist_ok=True)
             sync_folder(folder.parent)
 
 

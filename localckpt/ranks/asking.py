@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from localckpt.errors import PeerLostError
+from localckpt.errors import MismatchError, PeerLostError
+from localckpt.failure_texts import short
 from localckpt.ranks.deadline import needs_thread, within
 from localckpt.ranks.patience import Patience
 from localckpt.threads import KeptThread, Latch, Task, wait_for_any
@@ -28,6 +29,8 @@ T = TypeVar("T")
 _LAST_LOOK_S = 0.5
 # A thread that waits for nothing ends at once, unless the machine is busy.
 _ENDING_S = 1.0
+# Errors of whoever takes apart what is no report, no verdict and no name.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 class StoreWait:
@@ -165,11 +168,21 @@ class StoreThreads:
 
 @contextmanager
 def store_errors(phase: str, limit_s: float = 0.0) -> Iterator[None]:
-    """Raise errors of the job's store as a :class:`PeerLostError`; see :func:`ask_store`."""
+    """Raise errors of the job's store as a :class:`PeerLostError`; see :func:`ask_store`.
+
+    What is there and cannot be read, since no rank has put it there, is a :class:`MismatchError`.
+    """
     try:
         yield
     except (TimeoutError, dist.DistError) as error:
         raise store_is_silent(phase, str(error) or f"not for {limit_s:g} s") from error
+    except _UNREADABLE as error:
+        raise MismatchError(
+            f"could not {phase}: a value in the job's key-value store is none that a rank puts "
+            f"there ({type(error).__name__}: {short(str(error))}). Does another program write to "
+            f"that store, or run the ranks different versions of localckpt? What was saved before "
+            f"stands"
+        ) from error
 
 
 def store_is_silent(phase: str, why: str) -> PeerLostError:

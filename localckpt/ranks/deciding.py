@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from localckpt.errors import PeerLostError
+from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
@@ -181,6 +181,9 @@ class Deciding:
                 verdict = collected
             else:
                 verdict, cause = judge_reports(call, collected, data, self._ranks, self._root)
+        except MismatchError as error:
+            # What a rank has reported cannot be read.
+            verdict = Verdict(failure=Failure.of(error))
         except BaseException as error:
             if call.acts and not isinstance(error, Exception) and not self._part.is_fork:
                 # The others wait for a verdict.

@@ -40,7 +40,11 @@ class Failure:
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> Failure:
-        return cls(*fields)
+        kind, text, attributes = fields
+        if kind not in errors.__all__ or type(text) is not str:
+            raise ValueError(f"{kind!r:.100} is no error of localckpt")
+        plain = {k: v for k, v in attributes.items() if k.isidentifier() and isinstance(v, _PLAIN)}
+        return cls(kind, text, {k: v for k, v in plain.items() if not k.startswith("_")})
 
     def to_json(self) -> list[Any]:
         return [self.kind, self.text, self.fields]

@@ -208,7 +208,8 @@ class Ranks:
             result: Result of this rank's work, if it succeeded.
             kind: What all ranks must do alike, where that is less than ``what``.
             order: Iteration of the call, where there is one. Calls of one kind for another fail on
-                the ranks that are behind, which made theirs alone; the others wait for them.
+                the ranks that are behind, which made theirs alone; the others wait for them, if
+                they are at least half of all.
         """
         return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind, order=order)
 
@@ -257,6 +258,7 @@ class Ranks:
         act: Callable[[list[T]], V],
         *,
         kind: str = "",
+        order: int | None = None,
         timeout_s: float | None = None,
         in_vain: Callable[[], None] | None = None,
     ) -> V:
@@ -271,7 +273,7 @@ class Ranks:
             what, work: As for :meth:`decide`.
             act: Called on the root with the results in rank order, once all are there. What it
                 returns is JSON, or :class:`PerRank`.
-            kind: As for :meth:`agree`.
+            kind, order: As for :meth:`agree`.
             timeout_s: Time that the other ranks get once this one has done its part, in seconds;
                 ``None`` for :attr:`timeout_s`.
             in_vain: For work that waits long: called in another thread once some rank has failed,
@@ -304,7 +306,9 @@ class Ranks:
             # With a verdict there is nothing to report.
             attempt.failure = None if hearing.has_verdict else hearing.error or attempt.failure
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
-        verdict: V = self._agree(what, attempt, result, act, deadline, 0.0, acts=True, kind=kind)
+        verdict: V = self._agree(
+            *(what, attempt, result, act, deadline, 0.0), acts=True, kind=kind, order=order
+        )
         return verdict
 
     def see_off(self) -> None:

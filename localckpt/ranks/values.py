@@ -24,6 +24,7 @@ __all__ = [
 
 # A store takes values of 8 MiB at most (libuv's part of torch's TCPStore).
 _PART_NBYTES = 4 << 20
+_MOST_PARTS = 1024
 _ABSENT = "\0absent"
 
 
@@ -110,7 +111,7 @@ def delete(store: Store, key: str) -> None:
     """Delete what :func:`put` has set, if it is there."""
     head = if_there(store, key)
     if head is not None:
-        for i in range(int.from_bytes(head[:4], "little")):
+        for i in range(min(int.from_bytes(head[:4], "little"), _MOST_PARTS)):
             store.delete_key(f"{key}.{i}")
         store.delete_key(key)
 
@@ -132,5 +133,7 @@ def _set_all(store: Store, values: Mapping[str, bytes]) -> None:
 
 
 def _whole(store: Store, key: str, head: bytes) -> bytes:
-    more = range(int.from_bytes(head[:4], "little"))
-    return b"".join([head[4:], *(store.get(f"{key}.{i}") for i in more)])
+    more = int.from_bytes(head[:4], "little")
+    if len(head) < 4 or more > _MOST_PARTS:
+        raise ValueError(f"{key} is said to have {more} further parts")
+    return b"".join([head[4:], *(store.get(f"{key}.{i}") for i in range(more))])

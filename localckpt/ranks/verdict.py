@@ -148,8 +148,11 @@ def judge_reports(
         )
         ahead: list[int] = []
         if len(kinds) == 1:
-            # They wait in the next round for those that are behind.
             ahead = [r for r, order in zip(ranks, orders, strict=True) if order == max(orders)]
+        if 2 * len(ahead) < len(ranks):
+            # No few ranks have made a call alone: the ranks are at variance.
+            ahead = []
+        # Those ahead wait in the next round for the others.
         return Verdict(failure=Failure(MismatchError.__name__, text), late=tuple(ahead)), None
     if (failure := joint_failure(call.what, reports, ranks)) is not None:
         return Verdict(failure=failure), None

@@ -34,7 +34,7 @@ _MARGIN = 1
 # The root gives up first, so that it is the one to say who did not come.
 _AFTER_ROOT = 1.1
 _LAST_WAIT_S = 3.0
-_AGREE = "agree on async call"
+_AGREE = "agree on the ends of async calls"
 _LEAVING_S = 1.0
 
 
@@ -76,6 +76,13 @@ class Watched:
     since: int = 0
     may_stand: bool = False
 
+    @property
+    def what(self) -> str:
+        """Name of the agreement on the call: ranks that are at another one let this one pass."""
+        if self.iteration is None:
+            return f"agree on async call {self.number}"
+        return f"agree on the save of iteration {self.iteration}"
+
     def end(self, offset: int = 0) -> CallEnd:
         """Return the end of the call on this rank, whose number is counted from ``offset``."""
         return CallEnd.of(
@@ -95,8 +102,8 @@ class Verdict:
         is_ahead: The others are at an earlier call, which failed; this one is still to come.
         is_lost: The ranks did not come together.
         is_own: No other rank was asked, so nothing was judged.
-        is_mismatched: Ranks saved different iterations: some rank made a call alone, and no call
-            that any rank has made so far can be matched.
+        is_mismatched: Ranks saved different iterations, or one by different numbers: some rank made
+            a call alone, and no call that any rank has made so far can be matched.
     """
 
     number: int
@@ -245,7 +252,7 @@ class Watch:
         """
         self._has_left = True
         if calls := (*self._calls, *not_followed):
-            self._ranks.leave(f"{_AGREE} {calls[0].number}")
+            self._ranks.leave(calls[0].what)
 
     def close(self) -> None:
         """End the thread. No rank watches anything any more, or this one has left."""
@@ -292,7 +299,7 @@ class Watch:
         """Agree on the calls that are over on all ranks; on one at least."""
         over = list(takewhile(lambda call: call.ending.done(), tuple(self._calls)))
         # The numbers are compared by the judge.
-        what, since = f"{_AGREE} {over[0].number}", over[0].since
+        what, since = over[0].what, over[0].since
         try:
             ends = [call.end(self._offset).to_json() for call in over]
             judged = self._ranks.attend(
@@ -333,7 +340,10 @@ class Watch:
             ends = [CallEnd.from_json(fields) for fields in fields_by_rank]
             failure, value = judge_ends(call, ends, self._ranks.global_ranks)
             oldest = min(end.number for end in ends)
-            is_mismatched = len({end.iteration for end in ends}) > 1
+            iterations = {end.iteration for end in ends}
+            # The same save by another number: a rank has missed a call that it knows nothing of.
+            is_missed = iterations != {None} and any(end.number > oldest for end in ends)
+            is_mismatched = len(iterations) > 1 or is_missed
             judged = [oldest, None if failure is None else failure.to_json(), value, is_mismatched]
             verdicts.append(judged)
             if is_mismatched or any(end.number > oldest for end in ends):

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_NBYTES = 12
 _HELLO = struct.Struct(f"<Q{_TOKEN_NBYTES}s")
+# Process, user and group of the other end, as the kernel noted them when the two connected.
+_CREDENTIALS = struct.Struct("3i")
 # What a rank says of itself is there when it is accepted; a stranger may say nothing.
 _HELLO_S = 1.0
 # The kernel's own limit, net.core.somaxconn.
@@ -48,7 +50,8 @@ class Links:
         self.address = ""
         self._listening: socket.socket | None = None
         name = secrets.token_hex(_TOKEN_NBYTES)
-        # Every user of the host can see the name. What connects has to know the token, too.
+        # Every user of the host can see the name, and every process of this user may connect. A
+        # rank knows the token, too.
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
         try:
             # The kernel may forbid the memory that is shared over links.
@@ -80,6 +83,8 @@ class Links:
                 self.outgoing[peer] = link
                 link.settimeout(deadline.left_s)
                 link.connect(_path(name))
+                if not _is_this_users(link):
+                    raise PermissionError("it listens as another user")
                 link.sendall(_HELLO.pack(self._rank, bytes.fromhex(token)))
             except OSError as error:
                 logger.info("rank %d has no link to rank %d: %s", self._rank, peer, error)
@@ -112,6 +117,8 @@ class Links:
 
     def _identify(self, link: socket.socket) -> int:
         """Return the rank that has connected; -1 for a stranger."""
+        if not _is_this_users(link):
+            return -1
         link.settimeout(_HELLO_S)
         try:
             hello = link.recv(_HELLO.size)
@@ -138,6 +145,13 @@ class Links:
         self.drop()
         if self._listening is not None:
             self._listening.close()
+
+
+def _is_this_users(link: socket.socket) -> bool:
+    """Return whether the process at the other end runs as the user of this one."""
+    packed = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(packed)
+    return bool(uid == os.geteuid())
 
 
 def _path(name: str) -> str:

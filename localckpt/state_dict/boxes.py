@@ -28,7 +28,8 @@ Run = tuple[int, int]
 _LIMIT = 10**MOST_DIGITS
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots, since its pickle is read field by field.
+@dataclass(frozen=True)
 class RankSet:
     """Set of ranks, as lattices in ascending order: small however many ranks it has.
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -198,6 +199,11 @@ class RankFolder(SeenFolder):
         if not path.exists():
             # The lock of the store is held, so no other process writes a name.
             write_note(path, secrets.token_hex(16))
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StorageError(
+                f"other users can write to {path}, which names the node: run chmod 600 on it if "
+                f"you trust what it says, or remove it if no job uses {self._root}"
+            )
         token = read_note(path).strip()
         if not re.fullmatch(r"[0-9a-f]{32}", token):
             raise StorageError(

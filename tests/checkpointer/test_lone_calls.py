@@ -15,6 +15,7 @@ from localckpt import (
     AsyncCallsQueue,
     Checkpointer,
     CheckpointingException,
+    CliqueReplicationStrategy,
     Every,
     GlobalCheckpointManager,
     LocalCheckpointManager,
@@ -144,3 +145,66 @@ def test_ranks_that_poll_by_themselves_save_together_again(tmp_path: Path) -> No
     ended = run_ranks(_save, 2, store_per_node=stores(tmp_path, 1))
 
     assert ended == [[True, 39]] * 2
+
+
+def _save_by_hand_to_shared_storage(
+    rank: int, world_size: int, lone: int, is_async: bool, meets: bool, shared: Path
+) -> tuple[list[str], list[int]]:
+    """Save with a manager, one iteration on one rank alone; returns errors, and what is there."""
+    failed = []
+    with GlobalCheckpointManager(shared, timeout=5.0 if meets else 2.0) as manager:
+        for step in range(4, 40, 5):
+            state = {"value": torch.full((4,), float(step))}
+            if step == 14 and rank == lone:
+                save = partial(manager.save, state, 11, is_async=is_async)
+                failed.append(error_of(save, CheckpointingException))
+            if not meets:
+                dist.barrier()
+            manager.save(state, step, is_async=is_async)
+            manager.wait_until_finished()
+        return failed, manager.all_iterations()
+
+
+@pytest.mark.parametrize("meets", [False, True], ids=["waits", "meets"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("lone", [0, 1])
+def test_a_managers_lone_save_to_shared_storage_fails_alone(
+    lone: int, is_async: bool, meets: bool, tmp_path: Path
+) -> None:
+    ended = run_ranks(_save_by_hand_to_shared_storage, 2, lone, is_async, meets, tmp_path)
+
+    assert [len(errors) for errors, _ in ended] == [1 - lone, lone]
+    assert "iteration 11" in ended[lone][0][0]
+    assert ended[0][1] == ended[1][1] == list(range(39, 0, -5))
+
+
+def _drop_a_request(rank: int, world_size: int, lone: int) -> tuple[int, int]:
+    """Save by hand, one request on one rank alone, which is dropped; returns failures, newest."""
+    failed, state = 0, {"value": torch.ones(4)}
+    redundancy = CliqueReplicationStrategy.from_replication_params(1, 2)
+    with (
+        LocalCheckpointManager(node_store(), repl_strategy=redundancy, timeout=5.0) as manager,
+        AsyncCallsQueue(timeout_s=4.0) as queue,
+    ):
+        for step in range(4, 60, 5):
+            if step == 14 and rank == lone:
+                manager.save(state, 11, is_async=True)
+            dist.barrier()
+            try:
+                queue.schedule_async_request(manager.save(state, step, is_async=True))
+                queue.maybe_finalize_async_calls(blocking=True)
+            except CheckpointingException:
+                failed += 1
+        return failed, manager.find_latest()
+
+
+@pytest.mark.parametrize("lone", [0, 1])
+def test_after_a_request_that_one_rank_makes_alone_and_drops_the_ranks_save_together_again(
+    lone: int, tmp_path: Path
+) -> None:
+    ended = run_ranks(_drop_a_request, 2, lone, store_per_node=stores(tmp_path, 2))
+
+    for failed, newest in ended:
+        # The save that one rank refuses, and the next, in which they find themselves apart.
+        assert failed == 2
+        assert newest == 59

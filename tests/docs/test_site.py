@@ -20,10 +20,14 @@ def test_the_reference_has_every_public_name_once() -> None:
     pages = [page.read_text() for page in (_DOCS / "api").glob("*.md")]
 
     named = [
-        name for page in pages for name in re.findall(r"^::: localckpt\.(\w+)$", page, re.MULTILINE)
+        *re.findall(
+            r"^::: localckpt\.(?:megatron\.|replication\.survival\.)?(\w+)$",
+            "\n".join(pages),
+            re.MULTILINE,
+        )
     ]
 
-    assert sorted(named) == sorted(set(localckpt.__all__) - {"__version__"})
+    assert sorted(named) == sorted({*localckpt.__all__, *localckpt._HOMES_BESIDE} - {"__version__"})
 
 
 def test_the_navigation_has_every_page_once() -> None:

@@ -195,3 +195,16 @@ def test_what_is_new_in_records_that_grow_is_read_once(tmp_path: Path) -> None:
     assert len(list(whole.iterdir())) > 2
     assert numbers == list(range(20))
     assert reader.read() == []
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000 + b"\n", b'"' + b"x" * (3 << 20)], ids=["nested", "long"]
+)
+def test_a_line_that_would_take_all_of_the_stack_or_memory_is_refused(
+    line: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "rank0.jsonl"
+    file.write_bytes(line)
+
+    with pytest.raises(CheckpointingException, match=r"rank0\.jsonl, line 1"):
+        read_events([file])

@@ -142,6 +142,10 @@ FAULTS = {
         "a file made to run code, exhaust memory, or reach out of its store",
         "refused before anything is allocated or followed",
     ),
+    "hostile-store": (
+        "a stranger writes into the job's key-value store",
+        "an error of ours on all ranks; nothing of it is run",
+    ),
     "random-sequence": (
         "random sequences of the above",
         "all guarantees hold; a failing seed is printed",

@@ -64,9 +64,11 @@ def _make(tier: str, root: Path, **options: Any) -> Any:
     return make_manager(tier, root, "job", timeout=2.0, **options)
 
 
-def _save_and_load(rank: int, world_size: int, uid: int, tier: str, root: Path, saves: int) -> str:
+def _save_and_load(
+    rank: int, world_size: int, uid: int, tier: str, root: Path, saves: int, umask: int
+) -> str:
     """Run a job as a user; the error that it ends with."""
-    os.umask(0)
+    os.umask(umask)
     _become(uid)
     try:
         with _make(tier, root, keep_last=1) as manager:
@@ -80,8 +82,8 @@ def _save_and_load(rank: int, world_size: int, uid: int, tier: str, root: Path, 
     return ""
 
 
-def _job(tier: str, root: Path, uid: int = _USER, saves: int = 3) -> str:
-    (error,) = run_ranks(_save_and_load, 1, uid, tier, root, saves, init_group=False)
+def _job(tier: str, root: Path, uid: int = _USER, saves: int = 3, umask: int = 0) -> str:
+    (error,) = run_ranks(_save_and_load, 1, uid, tier, root, saves, umask, init_group=False)
     return str(error)
 
 
@@ -90,6 +92,58 @@ def _below(root: Path) -> dict[str, tuple[int, int]]:
 
 
 # Folders.
+
+
+def _in_a_team(rank: int, world_size: int, uid: int, groups: list[int], root: Path) -> str:
+    """Load what is there and save one more, as a user in some groups; the error, if any."""
+    os.umask(0o022)
+    os.setgroups(groups)
+    os.setgid(uid)
+    os.setuid(uid)
+    try:
+        with manager_on(root) as manager:
+            newest, state = manager.find_latest(), {"w": torch.zeros(64)}
+            if newest >= 0:
+                manager.load(into=state)
+                assert (state["w"] == newest).all()
+            manager.save({"w": torch.full((64,), float(newest + 1))}, newest + 1)
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["shared"])
+def test_a_root_with_the_set_group_id_bit_is_its_groups(tier: str, place: Path) -> None:
+    root, team = place / "team", 54_400
+    root.mkdir()
+    os.chown(root, _USER, team)
+    root.chmod(0o2770)
+    in_team = [(_USER, [team]), (_OTHER, [team]), (_OTHER + 1, [team])]
+
+    errors = [
+        run_ranks(_in_a_team, 1, uid, groups, root, init_group=False)[0]
+        for uid, groups in [*in_team, (_OTHER + 2, [])]
+    ]
+
+    assert errors[:3] == [""] * 3
+    assert str(root) in errors[3]
+    assert {mode & 0o7 for mode, _ in _below(root).values()} == {0}
+
+
+@only_root
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_what_is_saved_is_the_users_alone(tier: str, place: Path, umask: int) -> None:
+    root = place / "store"
+    root.mkdir()
+    os.chown(root, _USER, _USER)
+    root.chmod(0o755)
+
+    assert _job(tier, root, umask=umask) == ""
+
+    left = {path: mode & 0o077 for path, (mode, _) in _below(root).items()}
+    assert len(left) > 2
+    assert set(left.values()) == {0}, left
 
 
 @only_root
@@ -133,18 +187,20 @@ def test_a_root_that_others_can_write_to_is_refused_with_the_cure(
 
 
 @only_root
+@pytest.mark.parametrize("mode", [0o775, 0o2775])
 @pytest.mark.parametrize("owner", [_USER, 0, _OTHER])
-def test_shared_storage_of_the_user_or_root_may_be_written_to_by_the_users_groups(
-    place: Path, tier: str, owner: int
+def test_shared_storage_may_be_written_to_by_the_users_groups(
+    place: Path, tier: str, owner: int, mode: int
 ) -> None:
     root = place / "store"
     root.mkdir()
-    root.chmod(0o2775)
     os.chown(root, owner, _USER)
+    root.chmod(mode)
 
     error = _job(tier, root)
 
-    assert (error == "") == (tier == "shared" and owner != _OTHER)
+    is_of_team = owner != _OTHER or mode == 0o2775
+    assert (error == "") == (tier == "shared" and is_of_team)
 
 
 @only_root

@@ -208,9 +208,9 @@ def _come_late(rank: int, world_size: int, root: Path) -> str:
 def test_a_rank_that_comes_late_to_a_save_is_named_on_all(tmp_path: Path) -> None:
     told = run_ranks(_come_late, 3, tmp_path)
 
-    assert "rank 1 came too late to plan the save" in told.pop(1)
+    assert "rank 1 came too late to plan the save of iteration 2" in told.pop(1)
     for text in told:
-        assert " to plan the save, and rank 1 (last seen: " in text
+        assert " to plan the save of iteration 2, and rank 1 (last seen: " in text
     assert len(checkpoints_in(tmp_path)) == 2
 
 

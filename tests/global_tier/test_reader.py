@@ -26,7 +26,7 @@ from localckpt import (
     UnsafeGlobalError,
 )
 from localckpt.global_tier.load_planner import ReshardingLoadPlanner
-from localckpt.global_tier.metadata_pickle import read_metadata
+from localckpt.global_tier.plain_pickle import read_metadata
 from localckpt.global_tier.read_files import FileReads, Run
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync

@@ -6,6 +6,8 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -264,3 +266,70 @@ def test_a_message_that_is_not_in_memory_is_refused(
     for fd in fds:
         os.close(fd)
     assert _files() == before
+
+
+_STRANGER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+name, hello, count = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+links = []
+for _ in range(count):
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.connect("\\0localckpt-" + name)
+    link.sendall(hello)
+    links.append(link)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("knows", ["nothing", "the token"])
+def test_processes_of_another_user_are_turned_away_at_once(
+    links: tuple[Links, Links], knows: str
+) -> None:
+    sender, receiver = links
+    name, _, token = receiver.address.partition(".")
+    hello = struct.pack("<Q12s", 0, bytes.fromhex(token)) if knows == "the token" else b""
+    command = [sys.executable, "-c", _STRANGER, name, hello.hex(), "400"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        assert sender.connect({1: receiver.address}, Deadline.after(_S))
+
+        # Far from the seconds for which each of them may be silent.
+        receiver.accept([0], Deadline.after(_S))
+
+        stranger.communicate("")
+    sender.outgoing[1].sendall(b"true")
+    assert receiver.incoming[0].recv(4) == b"true"
+
+
+_LISTENER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listening.bind("\\0localckpt-" + sys.argv[1])
+listening.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_listener_of_another_user_gets_no_link() -> None:
+    name = f"{os.getpid():024x}"
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", _LISTENER, name]
+    with (
+        closing(Links(0)) as sender,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as stranger,
+    ):
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "listening\n"
+
+        is_reached = sender.connect({1: f"{name}.{'00' * 12}"}, Deadline.after(_S))
+
+        stranger.communicate("")
+    assert not is_reached

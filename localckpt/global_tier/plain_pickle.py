@@ -1,9 +1,10 @@
-"""Reader of the pickle of a checkpoint's metadata, without Python's unpickler.
+"""Reader of pickles of torch's descriptions of a checkpoint, without Python's unpickler.
 
-Anybody who may write to shared storage may forge ``.metadata``. Python's unpickler can be made to
-change a class of the process, to take memory that no file is worth, or to run out of C stack; the
-reader here takes the instructions that picklers write, and makes nothing but plain values and
-torch's descriptions of a checkpoint, field by field.
+Anybody who may write to shared storage may forge ``.metadata``, and anybody who reaches the job's
+store what ranks send each other there. Python's unpickler can be made to change a class of the
+process, to take memory that no file is worth, or to run out of C stack; the reader here takes the
+instructions that picklers write, and makes nothing but plain values and torch's descriptions of a
+checkpoint, field by field.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from localckpt.global_tier.metadata import PickledObjects, require_sound
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
 
-__all__ = ["read_metadata"]
+__all__ = ["read_metadata", "read_plain"]
 
 # Their hashes take no recursion, and no time that a file may choose.
 _KEYS = frozenset({str, int, float, bool, bytes, type(None), MetadataIndex, torch.Size})
@@ -82,7 +83,7 @@ def read_metadata(data: bytes, allowed: SafeGlobals) -> Metadata:
     """
     try:
         with collection_paused():
-            return require_sound(_read(data, PickledObjects(allowed)))
+            return require_sound(read_plain(data, PickledObjects(allowed)))
     except CheckpointingException:
         raise
     except Exception as error:
@@ -90,8 +91,13 @@ def read_metadata(data: bytes, allowed: SafeGlobals) -> Metadata:
         raise CorruptShardError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(data: bytes, objects: PickledObjects) -> Any:
-    """Carry out the instructions of a pickle in one pass; returns its value."""
+def read_plain(data: bytes, objects: PickledObjects) -> Any:
+    """Carry out the instructions of a pickle in one pass; returns its value.
+
+    Raises:
+        UnsafeGlobalError, CorruptShardError: As :func:`read_metadata`.
+        Exception: It is damaged; damage can end anywhere.
+    """
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []

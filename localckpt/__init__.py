@@ -112,6 +112,7 @@ _HOMES = {
     "UnsafeGlobalError": "errors",
     "WorkerDiedError": "errors",
     "replicated": "managers.replicated",
+    "worker_init_fn": "checkpointer.workers",
 }
 # Of localckpt.megatron and localckpt.replication.survival, for code that imports them from here.
 _HOMES_BESIDE = {
@@ -134,7 +135,6 @@ _HOMES_BESIDE = {
     "save_state_dict_async_finalize": "global_tier.save",
     "save_state_dict_async_plan": "global_tier.save",
     "survivability": "replication.survival",
-    "worker_init_fn": "checkpointer.workers",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

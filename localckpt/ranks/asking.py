@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
 from localckpt.ranks.deadline import needs_thread, within
-from localckpt.ranks.patience import Patience
 from localckpt.threads import KeptThread, Latch, Task, wait_for_any
 
 __all__ = [
@@ -94,8 +94,7 @@ class StoreThreads:
         stopped: Latch,
         *,
         answer_s: float,
-        patience: Patience,
-        whom: Callable[[], str],
+        tell: Callable[[], float] = lambda: inf,
     ) -> T | None:
         """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
@@ -106,8 +105,8 @@ class StoreThreads:
             call: What is called, in another thread, with its wait.
             stopped: Ends the wait.
             answer_s: The time that the store has to answer, in seconds.
-            patience: Says when to log that the wait is long.
-            whom: Returns whom it is for; called in this thread.
+            tell: Logs whom the wait is for if it is long, and returns when to call it again, in
+                seconds; called in this thread.
 
         Returns:
             What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
@@ -126,9 +125,7 @@ class StoreThreads:
                     if at == passed:
                         raise TimeoutError(f"not for {now - began:.1f} s")
                     passed = at if at <= now else 0.0
-                    left_s = min(max(at - now, _LAST_LOOK_S), patience.left_s)
-                    if not wait_for_any([task.over, stopped], left_s) and not patience.left_s:
-                        patience.tell(whom())
+                    wait_for_any([task.over, stopped], min(max(at - now, _LAST_LOOK_S), tell()))
                 if not task.done():
                     # Other ranks are to see what the call does before it waits.
                     at = min(until, wait.answers_by)

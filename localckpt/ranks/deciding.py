@@ -374,10 +374,10 @@ class Deciding:
             failure = self._absences.late(what, missing, seen, waited_s, self._hint())
         return Verdict(failure=failure, late=missing, given_up=what)
 
-    def tell_attended(self, patience: Patience) -> None:
-        """Log whom an :meth:`attend` in another thread waits for."""
+    def attended_awaits(self) -> str:
+        """Return in words which ranks an :meth:`attend` in another thread waits for."""
         attended = self._attended
-        patience.tell("its own calls" if attended is None else self._awaited(attended[0]))
+        return "its own calls" if attended is None else self._awaited(attended[0])
 
     def _awaited(self, number: int) -> str:
         """Return in words which ranks a round waits for: on the root all, else whether it does.
@@ -428,14 +428,14 @@ class Deciding:
         # Behind training a wait holds nothing up.
         is_training = threading.current_thread() is threading.main_thread()
         level = logging.WARNING if is_training else logging.INFO
+        patience = Patience(self._absences.me, what, level)
         return self._threads.ask_until_stopped(
             what,
             answer_s + waits_s,
             lambda wait: call(self._round(store, number, wait)),
             stopped,
             answer_s=answer_s,
-            patience=Patience(self._absences.me, what, level),
-            whom=lambda: self._awaited(number),
+            tell=lambda: patience.left_s(lambda: self._awaited(number)),
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

@@ -150,8 +150,8 @@ class Opening:
         def is_over() -> bool:
             nonlocal found
             found = self._is_given_up() or is_there()
-            if not found and not self._patience.left_s:
-                self._patience.tell(f"{self._describe_awaited()}.{self._hint()}")
+            if not found:
+                self._patience.left_s(lambda: f"{self._describe_awaited()}.{self._hint()}")
             return found or self._deadline().left_s <= 0
 
         wait_until(is_over, self._deadline().left_s, longest_s=longest_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 __all__ = ["Patience"]
 
@@ -26,21 +27,18 @@ class Patience:
         self._began = time.monotonic()
         self._next_s = _SILENT_S
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the next message is due; 0 once it is."""
-        return max(0.0, self._began + self._next_s - time.monotonic())
-
-    def tell(self, whom: str) -> None:
-        """Log the wait.
+    def left_s(self, whom: Callable[[], str]) -> float:
+        """Log the wait if it is time; return the seconds until the next message.
 
         Args:
-            whom: The ranks that are waited for, in words.
+            whom: Returns the ranks that are waited for, in words.
         """
         waited_s = time.monotonic() - self._began
-        self._next_s = 2 * waited_s
-        logger.log(
-            self._level,
-            "rank %d has waited %.0f s to %s, for %s",
-            *(self._rank, waited_s, self._what, whom),
-        )
+        if waited_s >= self._next_s:
+            self._next_s = 2 * waited_s
+            logger.log(
+                self._level,
+                "rank %d has waited %.0f s to %s, for %s",
+                *(self._rank, waited_s, self._what, whom()),
+            )
+        return self._next_s - waited_s

@@ -21,7 +21,6 @@ from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND, remove_rounds
 from localckpt.ranks.verdict import Call, PerRank, Verdict
 from localckpt.threads import Latch
@@ -370,9 +369,9 @@ class Ranks:
             return False
         return self._deciding.ask("look for a hand", lambda store: bool(store.check([HAND])))
 
-    def tell_attended(self, patience: Patience) -> None:
-        """Log whom an :meth:`attend` in another thread waits for."""
-        self._deciding.tell_attended(patience)
+    def attended_awaits(self) -> str:
+        """Return in words which ranks an :meth:`attend` in another thread waits for."""
+        return self._deciding.attended_awaits()
 
     def leave(self, what: str) -> None:
         """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks.

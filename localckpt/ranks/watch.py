@@ -278,10 +278,9 @@ class Watch:
             news = self._news
             if is_there():
                 return True
-            if not news.wait(min(until - time.monotonic(), patience.left_s)):
-                if time.monotonic() >= until:
-                    return is_there()
-                self._ranks.tell_attended(patience)
+            next_s = patience.left_s(self._ranks.attended_awaits)
+            if not news.wait(min(until - time.monotonic(), next_s)) and time.monotonic() >= until:
+                return is_there()
 
     # All that follows runs in the thread.
 

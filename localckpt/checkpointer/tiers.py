@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -154,7 +154,7 @@ class NodeTier:
         return in_flight < self.manager.store.num_buffers or self._queue.coming() is not None
 
     def answers(self, timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Return whether this node's storage answers in time, and does not refuse.
+        """Return whether this node's storage answers in time.
 
         What a save does there at its beginning holds training up, and cannot be interrupted.
 
@@ -163,8 +163,14 @@ class NodeTier:
             given_up: As for :func:`answered`.
         """
         store = self.manager.store
+
+        def probe() -> None:
+            # A refusal is an answer, of which the save tells all ranks.
+            with suppress(StorageError):
+                store.probe()
+
         try:
-            answered("write to", store.root, timeout_s, store.probe, given_up)
+            answered("write to", store.root, timeout_s, probe, given_up)
         except StorageError as error:
             logger.warning("%s", error)
             return False

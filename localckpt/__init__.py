@@ -7,7 +7,11 @@ import torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform != "linux":
+    raise ImportError(f"localckpt runs on Linux only, and this is {sys.platform}")
 
 if TYPE_CHECKING:
     from localckpt.async_save.callers import AsyncCaller as AsyncCaller

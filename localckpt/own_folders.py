@@ -47,6 +47,12 @@ def make_own_folders(
         OSError: A folder cannot be made or opened.
         StorageError: Another user can replace what is in one of them. Nothing was made in it.
     """
+    for path in (named, *named.parents):
+        if path.is_symlink() and not path.exists():
+            raise StorageError(
+                f"{path} is a link to {os.readlink(path)}, which is not there: make that, or "
+                f"remove the link. Nothing was changed"
+            )
     for missing in reversed([p for p in (named, *named.parents) if not os.path.lexists(p)]):
         above = os.open(missing.parent, _OPEN)
         try:

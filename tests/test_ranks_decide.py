@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from tests.managers.jobs import error_of
-from tests.ranks import run_ranks
+from tests.ranks import init_group_with_store_on, run_ranks
 
 
 def _come_late(rank: int, world_size: int) -> list[str]:
@@ -161,3 +162,43 @@ def test_of_calls_for_several_iterations_the_earlier_fails_and_the_ranks_meet_at
 
     assert "rank 0: save 7; ranks 1 and 2: save 9" in alone
     assert first == second == third == [[9, 9, 9], [10, 10, 10]]
+
+
+def _fail_and_leave(rank: int, world_size: int) -> str:
+    """Rank 0 judges, hosts the store, and is gone as soon as it knows what failed."""
+    init_group_with_store_on(0, rank, world_size)
+    ranks = Ranks("leaving", None, timeout_s=20.0)
+
+    def refuse() -> None:
+        if rank == 1:
+            raise MismatchError("it does not fit")
+
+    told = error_of(lambda: ranks.decide("load", refuse, len), MismatchError)
+    if rank == 0:
+        os._exit(1)
+    return told
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_failure_reaches_all_ranks_before_the_one_with_the_store_ends(turn: int) -> None:
+    _, *told = run_ranks(_fail_and_leave, 4, init_group=False, expect_dead=[0])
+
+    assert told == ["MismatchError: could not load: rank 1: it does not fit"] * 3
+
+
+def _lose_the_store(rank: int, world_size: int) -> str:
+    init_group_with_store_on(0, rank, world_size)
+    ranks = Ranks("losing", None, timeout_s=2.0)
+    ranks.gather("meet", rank)
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    return error_of(lambda: ranks.gather("meet again", rank), PeerLostError)
+
+
+def test_a_lost_store_is_told_without_the_frames_of_torchs_code() -> None:
+    _, told = run_ranks(_lose_the_store, 2, init_group=False, expect_dead=[0])
+
+    assert "the job's key-value store does not answer" in told
+    assert "\n" not in told
+    assert "frame #" not in told

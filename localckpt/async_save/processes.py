@@ -42,6 +42,9 @@ _LEAVE_S = 5.0
 _REAPED_S = 1.0
 _LARGEST_OUTPUT = 1 << 20
 _TAIL = 4000
+# A child that is forked while another process is started keeps the pipe open at whose end that
+# start waits. Reentrant: the forked child holds it, too.
+_STARTING = threading.RLock()
 # Modules of a script that is run: another process has its own, or none.
 _SCRIPTS = ("__main__", "__mp_main__")
 _HINTS = {"SIGKILL": "SIGKILL: out of memory?", "SIGBUS": "SIGBUS: shared memory full?"}
@@ -111,14 +114,15 @@ class WorkerProcess:
         self._output, self._output_read = os.memfd_create("localckpt-worker-output"), 0
         try:
             fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _program(), *map(str, (os.getpid(), requests, replies))],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=(requests, replies),
-                start_new_session=True,
-            )
+            with _STARTING:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _program(), *map(str, (os.getpid(), requests, replies))],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    pass_fds=(requests, replies),
+                    start_new_session=True,
+                )
         except BaseException:
             _close_all(self._requests, self._replies, self._output)
             raise
@@ -212,7 +216,7 @@ class ForkedProcess:
             self._process = multiprocessing.get_context("fork").Process(
                 target=_serve_once, args=(os.getpid(), theirs, ours, work)
             )
-            with warnings.catch_warnings():
+            with _STARTING, warnings.catch_warnings():
                 # The warning is about threads whose locks the child inherits; a fork is what is
                 # left for a call that cannot be sent, and the child touches only its own call.
                 warnings.simplefilter("ignore", DeprecationWarning)

@@ -44,7 +44,7 @@ __all__ = ["AsyncCallsQueue"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     request: AsyncRequest
     call: PendingCall
@@ -244,7 +244,8 @@ class AsyncCallsQueue:
         """Finalize all calls, then end the worker and the threads. May be called twice.
 
         Args:
-            abort: Give up what is in flight and ask no other rank; the failure functions run.
+            abort: Give up what is in flight and ask no other rank; the failure functions run. Also
+                from another thread while a poll waits, which ends with an error.
 
         Raises:
             CheckpointingException: As :meth:`maybe_finalize_async_calls`; everything is closed
@@ -252,7 +253,7 @@ class AsyncCallsQueue:
         """
         if self._closed or os.getpid() != self._owner:
             return
-        if self._agreement.is_under_way:
+        if self._agreement.is_under_way and not abort:
             self._leave()
             self._check_in_step()
         self._closed = True
@@ -270,8 +271,9 @@ class AsyncCallsQueue:
         for caller in self._callers:
             caller.close(abort)
         self._agreement.close()
-        while self._entries:
-            entry = self._entries.popleft()
+        for entry in tuple(self._entries):
+            if not self._take_out(entry):
+                continue
             why = f"{entry.name} was given up when its queue was closed"
             cause = raised or CheckpointingException(why)
             if entry.watched.may_stand:
@@ -378,9 +380,9 @@ class AsyncCallsQueue:
                 entry.finalize_fns.popleft()
         except Exception:
             # One that raises stops no later call.
-            self._entries.popleft()
+            self._take_out(entry)
             raise
-        self._entries.popleft()
+        self._take_out(entry)
         return True
 
     def _check_in_step(self) -> None:
@@ -398,11 +400,12 @@ class AsyncCallsQueue:
     def _raise_failure(self, entry: _Entry, verdict: Verdict) -> None:
         if verdict.failure is None:
             return
-        self._agreement.has_lost_ranks = verdict.is_lost
         failed = verdict.failure.error()
         # A rank that is ahead keeps its call: the others drop the one that it does not have.
-        if not verdict.is_ahead:
-            self._drop(entry, failed)
+        if verdict.is_ahead or self._take_out(entry):
+            self._agreement.has_lost_ranks = verdict.is_lost
+            if not verdict.is_ahead:
+                run_failure_fns(entry.request, failed)
         try:
             raise failed from entry.call.error
         finally:
@@ -437,6 +440,10 @@ class AsyncCallsQueue:
         for entry in dropped:
             run_failure_fns(entry.request, CheckpointingException(why))
 
-    def _drop(self, entry: _Entry, error: BaseException) -> None:
-        self._entries.popleft()
-        run_failure_fns(entry.request, error)
+    def _take_out(self, entry: _Entry) -> bool:
+        """Take a call out of the queue; False if another thread that aborts has done so."""
+        try:
+            self._entries.remove(entry)
+        except ValueError:
+            return False
+        return True

@@ -78,8 +78,8 @@ class Failures:
         # Else the images that the failed calls had would stay until the next save succeeds.
         forget_frames(error)
         logger.warning(
-            "save %d in a row to %s failed, of %d that may: %s",
-            *(self._in_a_row, self._what, self._most - 1, error),
+            "a save to %s failed, %d in a row of the %d that end training: %s",
+            *(self._what, self._in_a_row, self._most, error),
         )
 
     def leave_out(self, waited_s: float) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.cli.output import writing
+from localckpt.errors import CheckpointingException
 
 __all__ = ["PlotOption", "picture"]
 
@@ -43,9 +44,5 @@ def picture(path: Path) -> Iterator[Any]:
         ) from error
     figure = figure_module.Figure(figsize=(12, 5), layout="constrained")
     yield figure
-    try:
+    with writing("picture", path):
         figure.savefig(path, format="png", dpi=110)
-    except OSError as error:
-        raise StorageError(
-            f"the picture cannot be written to {path}: {error.strerror or error}"
-        ) from error

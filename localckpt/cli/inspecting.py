@@ -38,6 +38,7 @@ __all__ = ["inspect"]
 # No header may be longer, and no table of tensors is.
 _MAX_NBYTES = 100_000_000
 _SHOWN_RANKS = 64
+_WIDTH = 120
 # How much of a damaged header is searched for what is intact.
 _SALVAGED_NBYTES = 8 << 20
 _FORMAT = re.compile(r"localckpt-\d+")
@@ -360,7 +361,7 @@ def _say(seen: _Seen) -> None:
             for tensor in seen.tensors
         ]
         say("")
-        say_table(names, rows, right=("offset", "bytes", "views"))
+        say_table(names, rows, ("offset", "bytes", "views"), _WIDTH)
     parts = [f"{counted(len(seen.tensors), 'tensor')} of {size(seen.tensors_nbytes)}"]
     if seen.skeleton is not None:
         parts.append(f"the object around them {size(seen.skeleton.nbytes)}")

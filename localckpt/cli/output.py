@@ -34,10 +34,13 @@ __all__ = [
     "stores_argument",
     "table_lines",
     "warn",
+    "writing",
 ]
 
 BAD = 1
 """Exit status: something that was looked at is bad."""
+_FOLD = "    "
+
 REFUSED = 2
 """Exit status: the command is used wrongly, or cannot read what it was given."""
 
@@ -74,15 +77,24 @@ def say(*lines: str, bold: bool = False, red: bool = False) -> None:
         typer.secho(printable(line), bold=bold or None, fg="red" if red else None)
 
 
-def say_table(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def say_table(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    width: int | None = None,
+) -> None:
     """Print a table; arguments as of :func:`table_lines`."""
-    head, *lines = table_lines(names, rows, right)
-    say(head, bold=True)
-    say(*lines)
+    lines = table_lines(names, rows, right, width)
+    heads = len(lines) // (len(rows) + 1)
+    say(*lines[:heads], bold=True)
+    say(*lines[heads:])
 
 
 def table_lines(
-    names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    width: int | None = None,
 ) -> list[str]:
     """Lay out a table.
 
@@ -90,15 +102,28 @@ def table_lines(
         names: What stands above the columns.
         rows: Their text.
         right: Names of the columns that hold figures.
+        width: Width from which on the columns that are left stand on a line of their own, below;
+            ``None`` for a table of any width.
     """
     table = [names, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(names, row, widths, strict=True)
-        ).rstrip()
+    folds, used = [0], 0
+    for number, of_column in enumerate(widths):
+        used += of_column + 2
+        if width is not None and number and used - 2 > width:
+            folds.append(number)
+            used = len(_FOLD) + of_column + 2
+    cells = [
+        [
+            cell.rjust(of_column) if name in right else cell.ljust(of_column)
+            for name, cell, of_column in zip(names, row, widths, strict=True)
+        ]
         for row in table
+    ]
+    return [
+        f"{_FOLD if first else ''}{'  '.join(row[first:end])}".rstrip()
+        for row in cells
+        for first, end in zip(folds, [*folds[1:], len(names)], strict=True)
     ]
 
 
@@ -166,6 +191,18 @@ def store_or_default(given: Path | None) -> Path:
     if not usual.is_dir():
         raise StorageError(f"give a directory: this user has no store in memory ({usual})")
     return usual
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Raise what keeps a file that was asked for from being written as a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        if not path.absolute().parent.is_dir():
+            why = f"there is no folder {path.absolute().parent}. Make it, or give another file"
+        raise StorageError(f"the {what} cannot be written to {path}: {why}") from error
 
 
 @contextmanager

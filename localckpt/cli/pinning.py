@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from localckpt.cli.output import counted, one_line_errors, say
+from localckpt.cli.output import JsonOption, counted, one_line_errors, say, say_json
 from localckpt.errors import StorageError
 from localckpt.global_tier.catalog import SharedCheckpoint, find_shared_sessions
 from localckpt.global_tier.folders import Folder
@@ -31,7 +31,12 @@ SessionOption = Annotated[
 ]
 
 
-def pin(directory: RootArgument, step: StepArgument, session: SessionOption = None) -> None:
+def pin(
+    directory: RootArgument,
+    step: StepArgument,
+    session: SessionOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Keep a checkpoint on shared storage until it is unpinned.
 
     Every job that saves there keeps it, whatever its own rules are. A running job sees the pin at
@@ -41,16 +46,21 @@ def pin(directory: RootArgument, step: StepArgument, session: SessionOption = No
         newest = _find(directory, step, session)[0]
         if newest.problem is not None:
             raise newest.problem
-        _change([newest.folder], pin_folder, "pinned")
+        _change([newest.folder], pin_folder, "pinned", as_json)
 
 
-def unpin(directory: RootArgument, step: StepArgument, session: SessionOption = None) -> None:
+def unpin(
+    directory: RootArgument,
+    step: StepArgument,
+    session: SessionOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Leave a checkpoint to the rules of the jobs that save there again."""
     with one_line_errors():
         pinned = [known.folder for known in _find(directory, step, session) if known.is_pinned]
-        if not pinned:
+        if not pinned and not as_json:
             say(f"iteration {step} is not pinned")
-        _change(pinned, unpin_folder, "unpinned")
+        _change(pinned, unpin_folder, "unpinned", as_json)
 
 
 def _find(directory: Path, step: int, session: str | None) -> list[SharedCheckpoint]:
@@ -87,7 +97,12 @@ def _find(directory: Path, step: int, session: str | None) -> list[SharedCheckpo
     return next(iter(found.values()))
 
 
-def _change(folders: list[Folder], change: Callable[[Folder], None], done: str) -> None:
+def _change(
+    folders: list[Folder], change: Callable[[Folder], None], done: str, as_json: bool
+) -> None:
     for folder in folders:
         change(folder)
-        say(f"{done} {folder.path}")
+        if not as_json:
+            say(f"{done} {folder.path}")
+    if as_json:
+        say_json({done: [str(folder.path) for folder in folders]})

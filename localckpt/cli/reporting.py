@@ -55,7 +55,7 @@ _COLOURS: dict[Kind, str] = {
     "down": "#9aa5b1",
 }
 _FAILURES = ("killed", "failed")
-_MOST_COLUMNS = 100
+_WIDTH = 80
 
 
 def report(
@@ -166,7 +166,8 @@ def _say_starts(restarts: Sequence[Restart]) -> None:
         )
         for number, restart in enumerate(restarts, 1)
     ]
-    say_table(names, rows, right=("start", "ranks", "last step", "saved", "waited", "degraded"))
+    right = ("start", "ranks", "last step", "saved", "waited", "degraded")
+    say_table(names, rows, right, _WIDTH)
 
 
 def _resumed(restart: Restart) -> str:
@@ -213,7 +214,7 @@ def _say_restarts(restarts: Sequence[Restart]) -> None:
         for number, restart in enumerate(restarts, 1)
         if restart.lost_steps is not None
     ]
-    say_table(names, rows, right=names)
+    say_table(names, rows, names, _WIDTH)
 
 
 def _say_kinds(told: Account) -> None:
@@ -232,7 +233,7 @@ def _timeline(told: Account) -> list[str]:
     """A line with a letter for each part of the time, and one that points at failures."""
     if not told.stretches:
         return []
-    width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 2
+    width = min(_WIDTH, shutil.get_terminal_size().columns) - 2
     kinds = cells(told.stretches, width)
     points = [" "] * width
     for failure in _failures(told):

@@ -8,10 +8,17 @@ from typing import Annotated
 
 import typer
 
-from localckpt.cli.output import counted, one_line_errors, say, size
+from localckpt.cli.output import (
+    JsonOption,
+    counted,
+    one_line_errors,
+    say,
+    say_json,
+    size,
+    writing,
+)
 from localckpt.cli.records import RecordsArgument, SessionOption, read_records
 from localckpt.report.trace import trace_of
-from localckpt.storage.failures import storage_errors
 
 __all__ = ["trace"]
 
@@ -23,6 +30,7 @@ def trace(
         typer.Option(metavar="FILE.json", readable=False, help="The file, which is overwritten."),
     ] = Path("localckpt.trace.json"),
     session: SessionOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the record of a job as a trace, for https://ui.perfetto.dev.
 
@@ -32,6 +40,9 @@ def trace(
     with one_line_errors():
         events = read_records(directories, session)
         text = json.dumps(trace_of(events))
-        with storage_errors("write", out):
+        with writing("trace", out):
             out.write_text(text)
+    if as_json:
+        say_json({"path": str(out), "events": len(events), "nbytes": len(text)})
+        return
     say(f"{out}: {counted(len(events), 'event')}, {size(len(text))}")

@@ -13,7 +13,6 @@ from localckpt.global_tier.folders import CommitRecord, Folder, folders_in
 from localckpt.global_tier.removal import pin, unpin
 from localckpt.lineage import Lineage
 from localckpt.resuming import Resuming
-from localckpt.storage.failures import storage_errors
 from localckpt.storage.trust_notes import TrustNotes
 from localckpt.trust import choose
 
@@ -51,8 +50,8 @@ class Committed:
         path: Directory of the session.
         session_id: Its name.
         max_attempts: As for :class:`GlobalCheckpointManager`.
-        require_own: Raises StorageError if others can write to the directory; ``None`` for a
-            manager that only reads.
+        check: Raises StorageError if others can write to the directory, or it is gone; it does
+            nothing for a manager that only reads.
 
     Attributes:
         resuming: Counts starts of the job in vain; on the first rank.
@@ -63,10 +62,10 @@ class Committed:
         path: Path,
         session_id: str,
         max_attempts: int | None,
-        require_own: Callable[[], None] | None,
+        check: Callable[[], None],
     ) -> None:
         self.path = path
-        self._require_own = require_own
+        self._check = check
         self._session_id = session_id
         self._notes = TrustNotes(path)
         self.resuming = Resuming(self._notes, max_attempts)
@@ -85,7 +84,7 @@ class Committed:
             StorageError: The root cannot be read.
             CorruptShardError: The record of the one that is asked for is damaged.
         """
-        self._check_folder()
+        self._check()
         listed: list[Folder] | None = None
         while True:
             before, (listed, _) = listed, folders_in(self.path)
@@ -108,15 +107,9 @@ class Committed:
             NoReplicasAvailableError: All that there is was given up.
             StorageError: The root cannot be read.
         """
-        self._check_folder()
+        self._check()
         usable = self._usable([folder for folder, _ in self.complete()])
         return list(dict.fromkeys(folder.iteration for folder in usable))
-
-    def _check_folder(self) -> None:
-        with storage_errors("read", self.path):
-            is_made = self.path.exists()
-        if self._require_own is not None and is_made:
-            self._require_own()
 
     def _usable(self, folders: Sequence[Folder]) -> list[Folder]:
         """The directories that the job was not resumed from in vain too often."""

@@ -40,6 +40,7 @@ from localckpt.ids import CkptID
 from localckpt.lineage import Lineage, LineageKeeper
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import refused_together
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
 from localckpt.storage.names import local_path
@@ -111,72 +112,75 @@ class GlobalCheckpointManager:
         events: EventStream | None = None,
         max_attempts: int | None = None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointingException(f"keep_last is {keep_last}; it must be above 0, or None")
-        if keep_last is not None and retention is not None:
-            raise CheckpointingException(
-                f"give keep_last= or retention=, not both: retention=Retention(last={keep_last}, "
-                f"...) has all rules"
-            )
-        if timeout <= 0:
-            raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
-        if concurrent_bytes < 1:
-            raise CheckpointingException(
-                f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
-            )
-        if max_attempts is not None and (max_attempts < 1 or read_only):
-            raise CheckpointingException(
-                f"max_attempts is {max_attempts}; it must be above 0, or None, and with "
-                f"read_only=True None: such a manager notes nothing"
-            )
-        self.session_id = session_id
-        self.timeout = timeout
-        self.is_to_stop: Callable[[], bool] = lambda: False
-        self._root = CheckpointRoot(
-            local_path(root),
-            session_id,
-            retention=retention or Retention(last=keep_last),
-            atomic_rename=atomic_rename,
-            timeout_s=timeout,
-            max_attempts=max_attempts,
-            is_read_only=read_only,
-        )
-        allowed = tuple(safe_globals)
-        self._ranks = Ranks("global manager", process_group, timeout)
-        # Saves end behind training, whatever is called meanwhile.
-        self._saving = Ranks("global saves", process_group, timeout)
-        draining = Ranks("global drains", process_group, timeout)
-        self._writer = FileSystemWriterAsync(
-            self._root.path,
-            thread_count=thread_count,
-            separation_hint=separation_hint,
-            writer="thread",
-            staging_threads=staging_threads,
-            timeout_s=timeout,
-            safe_globals=allowed,
-            _own_folders=True,
-        )
-        self._local = local
-        self._events = events or EventStream()
-        self._drains = Drains(draining, self._root, allowed, self._events)
-        self.read_only = read_only
-        self._newest_iteration = -1
-        self._save: Save | None = None
-
-        def open_reader(found: Found) -> CachedMetadataFileSystemReader:
-            return CachedMetadataFileSystemReader(
-                found.folder.path,
-                concurrent_bytes=concurrent_bytes,
-                process_group=process_group,
-                safe_globals=allowed,
-                save_id=found.save_id,
-                metadata_digest=found.metadata_digest,
+        with refused_together("global manager", process_group, timeout):
+            if keep_last is not None and keep_last < 1:
+                raise CheckpointingException(
+                    f"keep_last is {keep_last}; it must be above 0, or None"
+                )
+            if keep_last is not None and retention is not None:
+                raise CheckpointingException(
+                    f"give keep_last= or retention=, not both: "
+                    f"retention=Retention(last={keep_last}, ...) has all rules"
+                )
+            if timeout <= 0:
+                raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
+            if concurrent_bytes < 1:
+                raise CheckpointingException(
+                    f"concurrent_bytes is {concurrent_bytes}; it must be above 0"
+                )
+            if max_attempts is not None and (max_attempts < 1 or read_only):
+                raise CheckpointingException(
+                    f"max_attempts is {max_attempts}; it must be above 0, or None, and with "
+                    f"read_only=True None: such a manager notes nothing"
+                )
+            self.session_id = session_id
+            self.timeout = timeout
+            self.is_to_stop: Callable[[], bool] = lambda: False
+            self._root = CheckpointRoot(
+                local_path(root),
+                session_id,
+                retention=retention or Retention(last=keep_last),
+                atomic_rename=atomic_rename,
                 timeout_s=timeout,
+                max_attempts=max_attempts,
+                is_read_only=read_only,
             )
+            allowed = tuple(safe_globals)
+            self._ranks = Ranks("global manager", process_group, timeout)
+            # Saves end behind training, whatever is called meanwhile.
+            self._saving = Ranks("global saves", process_group, timeout)
+            draining = Ranks("global drains", process_group, timeout)
+            self._writer = FileSystemWriterAsync(
+                self._root.path,
+                thread_count=thread_count,
+                separation_hint=separation_hint,
+                writer="thread",
+                staging_threads=staging_threads,
+                timeout_s=timeout,
+                safe_globals=allowed,
+                _own_folders=True,
+            )
+            self._local = local
+            self._events = events or EventStream()
+            self._drains = Drains(draining, self._root, allowed, self._events)
+            self.read_only = read_only
+            self._newest_iteration = -1
+            self._save: Save | None = None
 
-        self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
-        self._process = os.getpid()
-        self._closed = False
+            def open_reader(found: Found) -> CachedMetadataFileSystemReader:
+                return CachedMetadataFileSystemReader(
+                    found.folder.path,
+                    concurrent_bytes=concurrent_bytes,
+                    process_group=process_group,
+                    safe_globals=allowed,
+                    save_id=found.save_id,
+                    metadata_digest=found.metadata_digest,
+                    timeout_s=timeout,
+                )
+
+            self._loads = Loads(session_id, self._root.committed, self._ranks, open_reader)
+            self._process = os.getpid()
+            self._closed = False
 
     @property
     def rank(self) -> int:

@@ -92,7 +92,8 @@ class CheckpointRoot:
         below = self.path.relative_to(root).parts
         self._lock = RootLock(root, *below)
         self.committed = Committed(
-            self.path, session_id, max_attempts, None if is_read_only else self._lock.require_own
+            *(self.path, session_id, max_attempts),
+            (lambda: None) if is_read_only else self._lock.look,
         )
         self._session_id = session_id
         self._retention = retention

@@ -40,6 +40,9 @@ class RootLock:
         self._named, self._below = named, below
         self._root = named.joinpath(*below)
         self._lock: FileLock | None = None
+        self._was_there = False
+        # What this process has noted beside the lock that it has; empty without.
+        self._noted = ""
 
     def take(self, timeout_s: float) -> None:
         """Take it, if this process has not.
@@ -47,8 +50,9 @@ class RootLock:
         Where the file system has no locks there is none to take, which is logged.
 
         Raises:
-            StorageError: Another job has it; the message names the process.
+            StorageError: Another job has it; the message names the process. Or as :meth:`look`.
         """
+        self.look()
         if self._lock is not None:
             return
         self.require_own()
@@ -81,11 +85,32 @@ class RootLock:
                 with storage_errors("write to", self._root):
                     text = f"process {Owner.me()} on {socket.gethostname()}"
                     replace_file(self._root / _OWNER_NAME, text.encode(), file_mode(self._root))
+                    self._noted = text
             except BaseException:
                 # Else it lives as long as the error does.
                 lock.release()
                 raise
-        self._lock = lock
+        self._lock, self._was_there = lock, True
+
+    def look(self) -> None:
+        """Check the directories, if they are there; once they were, they must be there still.
+
+        Raises:
+            StorageError: They are not, as on nodes without the mount: what is saved or begun anew
+                there would be lost. Or other users can write there.
+        """
+        with storage_errors("read", self._root):
+            is_there = self._root.exists()
+            noted = self._root / _OWNER_NAME
+            is_kept = not self._noted or (noted.exists() and noted.read_text() == self._noted)
+        if self._was_there and not (is_there and is_kept):
+            raise StorageError(
+                f"{self._root} was removed, emptied or unmounted while the job ran: mount it "
+                f"again, or restart the job if it is to begin anew there. Nothing was changed"
+            )
+        self._was_there = is_there
+        if is_there:
+            self.require_own()
 
     def require_own(self) -> None:
         """Make the directories, and check that only this user and its groups can write there.
@@ -112,6 +137,7 @@ class RootLock:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+            self._noted = ""
 
     def _owner(self) -> str:
         try:

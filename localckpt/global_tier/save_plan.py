@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -27,6 +28,7 @@ from localckpt.global_tier.replicas import CommonItems, common_items
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
+from localckpt.state_dict.sharded import is_sharded
 
 if TYPE_CHECKING:
     from localckpt.global_tier.storage_writer import FileSystemWriterAsync
@@ -237,9 +239,15 @@ def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_described(planner: SavePlanner) -> None:
-    """Refuse DTensors whose parts would be described as other ones."""
+    """Refuse DTensors whose parts would be described as other ones, and what has no description."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     for key, value in state.items():
+        # A ShardedTensor refuses to be asked.
+        if isinstance(value, torch.Tensor) and not is_sharded(value) and value.is_nested:
+            raise CheckpointingException(
+                f"{key} is a nested tensor, whose parts cannot be loaded: save the list that its "
+                f"unbind() gives. Nothing was saved, and older checkpoints stand"
+            )
         if isinstance(value, DTensor) and (why := why_misdescribed(value)) is not None:
             raise MismatchError(
                 f"{key} is a DTensor of which torch.distributed.checkpoint would describe another "

@@ -36,6 +36,7 @@ from localckpt.managers.save import Save
 from localckpt.options import OnDivergence, SaveOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.replication.survival import LossChance, chances_of_loss
 from localckpt.state_dict.basic import give_states, unwrapped
@@ -100,11 +101,13 @@ class BaseCheckpointManager(Hooks):
         check_replicas: int | None = None,
         on_divergence: OnDivergence = "error",
     ) -> None:
-        self._set_up(session_id, repl_strategy, SaveOptions.of(locals()))
-        parts = self._parts
-        parts.strategy.require_states(type(self).__name__)
-        rank, world_size = self.rank, self.world_size
-        parts.open(lambda: HookStore(self, session_id, rank, world_size, parts.allowed))
+        arguments = locals()
+        with refused_together(MANAGER, process_group, timeout):
+            self._set_up(session_id, repl_strategy, SaveOptions.of(arguments))
+            parts = self._parts
+            parts.strategy.require_states(type(self).__name__)
+            rank, world_size = self.rank, self.world_size
+            parts.open(lambda: HookStore(self, session_id, rank, world_size, parts.allowed))
 
     def _set_up(
         self, session_id: str, repl_strategy: ReplicationStrategy | None, options: SaveOptions

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import DiskStore, ReadOnlyStore
@@ -107,7 +108,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
         on_divergence: OnDivergence = "error",
         divide_replicated: bool = False,
     ) -> None:
-        options = SaveOptions.of(locals())
+        with refused_together(MANAGER, process_group, timeout):
+            options = SaveOptions.of(locals())
 
         def open_store() -> DirectoryStore:
             if read_only:

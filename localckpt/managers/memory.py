@@ -14,6 +14,7 @@ from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import ReadOnlyStore
@@ -78,13 +79,15 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         on_divergence: OnDivergence = "error",
         divide_replicated: bool = False,
     ) -> None:
-        options = SaveOptions.of(locals())
-        if root is None and not session_id:
-            if read_only:
+        names_itself = root is None and not session_id
+        with refused_together("session" if names_itself else MANAGER, process_group, timeout):
+            options = SaveOptions.of(locals())
+            if names_itself and read_only:
                 raise CheckpointingException(
                     f"read_only=True in {default_root()}: give the session_id of the job whose "
                     f"checkpoints are to be loaded (localckpt ls shows them)"
                 )
+        if names_itself:
             ranks = Ranks("session", process_group, timeout)
             try:
                 session_id = agreed_session(ranks)

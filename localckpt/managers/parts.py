@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TypeVar
 
-from localckpt.errors import PeerLostError
 from localckpt.events.stream import EventStream
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.epoch import Epoch
@@ -14,13 +13,13 @@ from localckpt.managers.handed_over import ForeignQueues
 from localckpt.managers.in_flight import InFlight
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.managers.promotion import Promotion
-from localckpt.managers.rendezvous import RENDEZVOUS
 from localckpt.managers.replica_check import ReplicaCheck
 from localckpt.managers.replicator import Replicator
 from localckpt.managers.reprotection import Reprotection
 from localckpt.managers.space import SpaceCheck
 from localckpt.options import SaveOptions
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER
 from localckpt.replication.strategies import NoReplication, ReplicationStrategy
 from localckpt.resuming import Resuming
 from localckpt.state_dict.global_view import Job
@@ -82,7 +81,7 @@ class Parts:
         self.hooks = hooks
         self.events = options.events or EventStream()
         # Without the session in its name: ranks with different ones must meet, to learn of it.
-        self.ranks = Ranks("manager", options.process_group, options.timeout, hint=hint)
+        self.ranks = Ranks(MANAGER, options.process_group, options.timeout, hint=hint)
         self._is_protected = repl_strategy is not None
         self.strategy = repl_strategy or NoReplication(options.timeout, options.process_group)
         self.allowed = SafeGlobals(options.safe_globals)
@@ -95,14 +94,7 @@ class Parts:
 
     def open(self, open_store: Callable[[], StoreT]) -> StoreT:
         """Open the store, and make the parts that need it; returns the store."""
-        try:
-            store = open_store()
-        except Exception as error:
-            # If it cannot be reported, the other ranks end at their deadline; what matters is why.
-            with suppress(PeerLostError):
-                self.ranks.post_failure(RENDEZVOUS, error)
-            raise
-        self.store = store
+        store = self.store = open_store()
         self.epoch = Epoch(
             *(self.ranks, store, self.strategy, self.session_id, self.checkpoints, self.events),
             is_elastic=self.options.elastic,

@@ -27,8 +27,13 @@ def replicated(obj: Any, group: dist.ProcessGroup | None = None) -> Any:
         group: The ranks on which the part is equal; ``None`` for all.
 
     Raises:
-        CheckpointingException: This rank is not in the group.
+        CheckpointingException: This rank is not in the group, or the part is marked already.
     """
+    if isinstance(obj, Replicated):
+        raise CheckpointingException(
+            "replicated() was given a part that is marked by replicated() already: mark each part "
+            "once, with the ranks that have it in common"
+        )
     if not dist.is_available() or not dist.is_initialized():
         return Replicated(obj, range(1))
     if group is not None and dist.get_rank(group) < 0:

@@ -46,7 +46,11 @@ __all__ = ["Save"]
 
 logger = logging.getLogger(__name__)
 
-_KEPT = "Older checkpoints are as they were; training can go on and save again"
+
+def _with_kept(text: str) -> str:
+    """End the text of a failure with what is kept, which the text of a rank may say already."""
+    kept = "T" if "are as they were" in text else "Older checkpoints are as they were; t"
+    return f"{text}. {kept}raining can go on and save again"
 
 
 class Save:
@@ -171,7 +175,7 @@ class Save:
         except CheckpointingException as error:
             self.roll_back(error)
             failure = Failure.of(error)
-            raise replace(failure, text=f"{failure.text}. {_KEPT}").error() from error.__cause__
+            raise replace(failure, text=_with_kept(failure.text)).error() from error.__cause__
         finally:
             self._record.note_blocking()
 
@@ -327,8 +331,9 @@ class Save:
         """Make the error of a save that failed, or whose replicas differ; ``None`` for neither."""
         iteration, check = self.identity.iteration, self._parts.replica_check
         if verdict.reached is None:
+            problems = "; ".join(verdict.problems)
             return SaveFailedError(
-                f"the save of iteration {iteration} failed: {'; '.join(verdict.problems)}. {_KEPT}"
+                _with_kept(f"the save of iteration {iteration} failed: {problems}")
             )
         if self._compares_replicas:
             check.note(verdict.divergence)

@@ -24,6 +24,7 @@ from localckpt.managers.restoring import LoadOptions, restore
 from localckpt.managers.space import SpaceCheck, plan_memory
 from localckpt.options import SaveOptions
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from localckpt.state_dict.basic import wrapped
 from localckpt.storage.directory import DirectoryStore
@@ -47,25 +48,26 @@ class StoreCheckpointManager(BaseCheckpointManager):
         open_store: Callable[[], DirectoryStore],
     ) -> None:
         """Set the manager up, and open its store; called once, by the constructor."""
-        if (
-            options.async_worker == "process"
-            and type(self)._save is not StoreCheckpointManager._save
-        ):
-            raise CheckpointingException(
-                f"{type(self).__name__} has a _save of its own, which the built-in worker process "
-                f"would not call: use async_worker='thread'"
-            )
-        # Before anything can fail, so that all ranks have made as many.
-        self._reprotecting = Ranks("redundancy", options.process_group, options.timeout)
-        self.read_only = options.read_only
-        self._set_up(session_id, repl_strategy, options)
-        parts = self._parts
-        self.store = parts.open(open_store)
-        self.store.on_quarantine = self._note_quarantined
-        parts.in_flight = LimitedInFlight(self.store, parts.ranks, options)
-        parts.space = SpaceCheck(self.store, options.keep_last)
-        if not self.read_only:
-            parts.reprotection = Reprotection(parts, self.store, self._reprotecting)
+        with refused_together(MANAGER, options.process_group, options.timeout):
+            if (
+                options.async_worker == "process"
+                and type(self)._save is not StoreCheckpointManager._save
+            ):
+                raise CheckpointingException(
+                    f"{type(self).__name__} has a _save of its own, which the built-in worker "
+                    f"process would not call: use async_worker='thread'"
+                )
+            # Before anything can fail, so that all ranks have made as many.
+            self._reprotecting = Ranks("redundancy", options.process_group, options.timeout)
+            self.read_only = options.read_only
+            self._set_up(session_id, repl_strategy, options)
+            parts = self._parts
+            self.store = parts.open(open_store)
+            self.store.on_quarantine = self._note_quarantined
+            parts.in_flight = LimitedInFlight(self.store, parts.ranks, options)
+            parts.space = SpaceCheck(self.store, options.keep_last)
+            if not self.read_only:
+                parts.reprotection = Reprotection(parts, self.store, self._reprotecting)
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
         if self.repl_strategy is not None and not lazy:
             # A placement that protects from nothing is an error now, not at the first save.

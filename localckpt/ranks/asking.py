@@ -172,7 +172,9 @@ def store_errors(phase: str, limit_s: float = 0.0) -> Iterator[None]:
     try:
         yield
     except (TimeoutError, dist.DistError) as error:
-        raise store_is_silent(phase, str(error) or f"not for {limit_s:g} s") from error
+        # torch's text goes on with the frames of its C++ code.
+        why = str(error).partition("\n")[0]
+        raise store_is_silent(phase, why or f"not for {limit_s:g} s") from error
     except _UNREADABLE as error:
         raise MismatchError(
             f"could not {phase}: a value in the job's key-value store is none that a rank puts "

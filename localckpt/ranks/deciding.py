@@ -264,7 +264,7 @@ class Deciding:
         return self._ended(round_, call, Verdict.received(given, round_.part))
 
     def _ended(self, round_: Round, call: Call, verdict: Verdict) -> Verdict:
-        if call.acts:
+        if call.acts or verdict.failure is not None:
             round_.count_reader()
         if verdict.failure is not None and call.data:
             round_.drop_data(len(call.data))

@@ -311,7 +311,7 @@ class Ranks:
         return verdict
 
     def see_off(self) -> None:
-        """On the root, after :meth:`act`: return once all ranks have read the verdict, or soon.
+        """On the root, after :meth:`act` or a failure: return once all have read it, or soon.
 
         The job's store may live in this process, and end with it.
         """
@@ -416,6 +416,9 @@ class Ranks:
         verdict, cause = self._deciding.meet(self._next_round(call.deadline), call)
         while self._deciding.is_for_others(call.what, verdict):
             verdict, cause = self._deciding.meet(self._next_round(call.deadline), call)
+        if verdict.failure is not None and not verdict.late:
+            # An error may end this process, and with it the store.
+            self.see_off()
         try:
             self._raise_failure(call.what, verdict, cause)
         finally:

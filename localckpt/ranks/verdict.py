@@ -16,7 +16,10 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.values import Message
 
-__all__ = ["Call", "PerRank", "Verdict", "joint_failure", "judge_reports"]
+__all__ = ["REFUSED", "Call", "PerRank", "Verdict", "joint_failure", "judge_reports"]
+
+REFUSED = "refused"
+"""Kind of the call of a rank that could not make its part: it fails whatever the others call."""
 
 # Texts in a larger report are cut; one that still takes more cannot be sent.
 _LARGE_NBYTES, _MOST_NBYTES = 1 << 20, 16 << 20
@@ -139,6 +142,8 @@ def judge_reports(
         The verdict, and the error of ``call.judge`` if it raised one.
     """
     orders, kinds = [order for *_, order in reports], {kind for *_, kind, _ in reports}
+    if REFUSED in kinds and (failure := joint_failure(call.what, reports, ranks)) is not None:
+        return Verdict(failure=failure), None
     is_apart = len(set(orders)) > 1 and None not in orders
     if len(kinds) > 1 or is_apart:
         at = said_by({rank: report[0] for rank, report in zip(ranks, reports, strict=True)})

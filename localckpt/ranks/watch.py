@@ -247,10 +247,13 @@ class Watch:
     def leave(self, not_followed: Sequence[Watched] = ()) -> None:
         """Take part in nothing any more; who waits for this rank, or will, gets an error.
 
+        So does the trainer, where another thread calls this while a poll waits.
+
         Args:
             not_followed: Calls that other ranks may agree on, and this one does not yet.
         """
         self._has_left = True
+        self._wake()
         if calls := (*self._calls, *not_followed):
             self._ranks.leave(calls[0].what)
 
@@ -278,6 +281,8 @@ class Watch:
             news = self._news
             if is_there():
                 return True
+            if self._has_left:
+                raise PeerLostError("this rank has given up its async calls: its queue was aborted")
             next_s = patience.left_s(self._ranks.attended_awaits)
             if not news.wait(min(until - time.monotonic(), next_s)) and time.monotonic() >= until:
                 return is_there()
@@ -368,5 +373,8 @@ class Watch:
                     self._calls.popleft()
             self._verdicts.extend(verdicts)
             self._limit = _NEVER
+        self._wake()
+
+    def _wake(self) -> None:
         news, self._news = self._news, Latch()
         news.set()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,16 +23,19 @@ from localckpt.errors import (
 )
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.job_store import group_ranks
+from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import MANAGER, refused_together
 
 __all__ = [
     "GroupWrapper",
     "check_failure_domains",
+    "check_replication_params",
     "default_replication_jump",
     "parse_group_sequence",
     "require_same",
 ]
 
-_NAMED_AT_MOST = 8
+_NAMED_AT_MOST, _SAID_AT_MOST = 8, 200
 
 
 class GroupWrapper:
@@ -57,9 +61,10 @@ class GroupWrapper:
             self.group = group if group is not None else dist.group.WORLD
             self.my_global_rank = dist.get_rank()
             if self.group is None or dist.get_rank(self.group) < 0:
-                raise MismatchError(
+                self._refuse(
                     f"rank {self.my_global_rank} is not a member of the process group it was given"
                 )
+                return
             self.ranks = group_ranks(self.group)
             self.backend = dist.get_backend_config(self.group)
         elif group is not None:
@@ -68,6 +73,11 @@ class GroupWrapper:
             )
         self.supported_devices = _devices_of(self.backend)
         """Device types whose memory can be sent point to point."""
+
+    def _refuse(self, why: str) -> None:
+        # The others go on to make their manager.
+        with refused_together(MANAGER):
+            raise MismatchError(why)
 
     @classmethod
     def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
@@ -112,11 +122,19 @@ class GroupWrapper:
                 "groups of ranks can be made once torch.distributed is initialised; "
                 "call torch.distributed.init_process_group() first"
             )
-        _require_partition(groups, dist.get_world_size())
+        ranks = Ranks("groups", timeout_s=timeout_s)
+        try:
+            ranks.decide(
+                "make groups of ranks",
+                lambda: _checked_partition(groups, ranks.world_size),
+                lambda said: require_same("groups", dict(enumerate(said))),
+            )
+        finally:
+            ranks.close()
         mine: dist.ProcessGroup | None = None
-        for ranks in sorted(map(list, groups)):
-            group = dist.new_group(ranks, timedelta(seconds=timeout_s), backend)
-            if dist.get_rank() in ranks:
+        for members in sorted(map(list, groups)):
+            group = dist.new_group(members, timedelta(seconds=timeout_s), backend)
+            if dist.get_rank() in members:
                 mine = group
         return cls(mine)
 
@@ -180,14 +198,8 @@ def parse_group_sequence(
         CheckpointingException: An argument is out of range.
         MismatchError: The job has too few ranks. It says which values would do.
     """
-    _require_integer("replication_jump", replication_jump, 1)
-    _require_integer("replication_factor", replication_factor, 1)
+    check_replication_params(replication_jump, replication_factor)
     _require_integer("world_size", world_size, 1)
-    if replication_factor == 1:
-        raise CheckpointingException(
-            "replication_factor=1 keeps no replica of any shard; use 2 or more, "
-            "or pass repl_strategy=None to save without replication"
-        )
     if world_size // replication_jump < replication_factor:
         raise MismatchError(
             f"replication_jump={replication_jump} with replication_factor={replication_factor} "
@@ -205,6 +217,17 @@ def parse_group_sequence(
             cliques.append(lane[start:stop])
             start = stop
     return sorted(cliques)
+
+
+def check_replication_params(replication_jump: int, replication_factor: int) -> None:
+    """Refuse numbers that no job can have; raises CheckpointingException."""
+    _require_integer("replication_jump", replication_jump, 1)
+    _require_integer("replication_factor", replication_factor, 1)
+    if replication_factor == 1:
+        raise CheckpointingException(
+            "replication_factor=1 keeps no replica of any shard; use 2 or more, "
+            "or pass repl_strategy=None to save without replication"
+        )
 
 
 def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[str]) -> None:
@@ -226,7 +249,7 @@ def check_failure_domains(cliques: Sequence[Sequence[int]], domains: Sequence[st
         named[_NAMED_AT_MOST:] = [f"and {len(named) - _NAMED_AT_MOST} more"]
     raise SameMachineReplicationException(
         f"replicas would be lost together with the shards they copy, since these share a failure "
-        f"domain: {'; '.join(named)}. {_cure(min(map(len, cliques)), domains)}"
+        f"domain: {'; '.join(named)}. {_cure(min(n for n in map(len, cliques) if n > 1), domains)}"
     )
 
 
@@ -278,7 +301,8 @@ def _require_integer(name: str, value: object, least: int) -> None:
         )
 
 
-def _require_partition(groups: Sequence[Sequence[int]], world_size: int) -> None:
+def _checked_partition(groups: Sequence[Sequence[int]], world_size: int) -> str:
+    """Check that groups hold each rank once; return them in words, or a digest of many."""
     times = Counter(rank for ranks in groups for rank in ranks)
     faults = {
         "in no group": [rank for rank in range(world_size) if not times[rank]],
@@ -291,6 +315,8 @@ def _require_partition(groups: Sequence[Sequence[int]], world_size: int) -> None
             f"the groups must hold each of the job's {world_size} ranks once; "
             f"ranks {'; ranks '.join(wrong)}"
         )
+    said = repr(sorted(map(list, groups)))
+    return said if len(said) < _SAID_AT_MOST else hashlib.sha256(said.encode()).hexdigest()
 
 
 def _devices_of(config: str) -> frozenset[str]:

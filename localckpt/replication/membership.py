@@ -6,6 +6,7 @@ What the members then do together is not decided here.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import MismatchError
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.groups import (
     GroupWrapper,
@@ -26,6 +27,8 @@ from localckpt.replication.groups import (
 from localckpt.replication.placement import keepers_in, place_cliques
 
 __all__ = ["FAILURE_DOMAIN_VARIABLE", "Membership"]
+
+logger = logging.getLogger(__name__)
 
 Place = Callable[[Sequence[str], Sequence[str] | None], list[list[int]]]
 
@@ -240,9 +243,10 @@ class Membership:
 
     def _use(self, group: GroupWrapper, timeout_s: float) -> None:
         if group.world_size == 1:
-            raise CheckpointingException(
-                f"the clique of rank {group.my_global_rank} has no other member, so its shard "
-                f"would have no replica; pass repl_strategy=None to save without replication"
+            logger.warning(
+                "the clique of rank %d has no other member: its shard has no replica, and the "
+                "nodes lose every checkpoint with the node of this rank",
+                group.my_global_rank,
             )
         self._coordinator = Ranks("clique", None, timeout_s, ranks=group.ranks)
         self.keepers_here = {

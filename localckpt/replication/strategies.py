@@ -19,8 +19,9 @@ from localckpt.ids import Checkpoint, CkptID, Group
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import GRACE_S
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.base import Accept, ReplicationStrategy
-from localckpt.replication.groups import GroupWrapper
+from localckpt.replication.groups import GroupWrapper, check_replication_params
 from localckpt.replication.in_common import InCommon, Offer
 from localckpt.replication.member_strategy import (
     Announcement,
@@ -110,17 +111,22 @@ class CliqueReplicationStrategy(MemberStrategy):
         chunk_nbytes: int = CHUNK_NBYTES,
         rate_limit: float | None = None,
     ) -> None:
-        self._local_group = None if local_group is None else GroupWrapper.wrap(local_group)
-        self._jump, self._factor = replication_jump, replication_factor
-        self._failure_domain = failure_domain
-        self._device: Transport | None = None
-        super().__init__(
-            timeout_s,
-            process_group,
-            target_device,
-            chunk_nbytes=chunk_nbytes,
-            rate_limit=rate_limit,
-        )
+        with refused_together(MANAGER, process_group, timeout_s):
+            self._local_group = None if local_group is None else GroupWrapper.wrap(local_group)
+            if local_group is None:
+                check_replication_params(
+                    1 if replication_jump is None else replication_jump, replication_factor
+                )
+            self._jump, self._factor = replication_jump, replication_factor
+            self._failure_domain = failure_domain
+            self._device: Transport | None = None
+            super().__init__(
+                timeout_s,
+                process_group,
+                target_device,
+                chunk_nbytes=chunk_nbytes,
+                rate_limit=rate_limit,
+            )
 
     @classmethod
     def from_replication_params(
@@ -151,15 +157,17 @@ class CliqueReplicationStrategy(MemberStrategy):
                 "replication needs torch.distributed: call init_process_group() first, or use "
                 "LazyCliqueReplicationStrategy, which is built at its first use"
             )
-        strategy = cls(
-            target_device=target_device,
-            timeout_s=timeout_s,
-            replication_jump=replication_jump,
-            replication_factor=replication_factor,
-            failure_domain=failure_domain,
-            chunk_nbytes=chunk_nbytes,
-            rate_limit=rate_limit,
-        )
+        # The others meet at once.
+        with refused_together("retrieval", None, timeout_s):
+            strategy = cls(
+                target_device=target_device,
+                timeout_s=timeout_s,
+                replication_jump=replication_jump,
+                replication_factor=replication_factor,
+                failure_domain=failure_domain,
+                chunk_nbytes=chunk_nbytes,
+                rate_limit=rate_limit,
+            )
         strategy._members.agree()
         return strategy
 
@@ -207,7 +215,7 @@ class CliqueReplicationStrategy(MemberStrategy):
         clique.agree(f"make room for replicas of {what}", accepting, deadline=deadline)
 
         started = time.monotonic()
-        over_device = all(offer.on_gpu for offer in offers)
+        over_device = bool(senders) and all(offer.on_gpu for offer in offers)
         with Attempt() as exchanging:
             assert source is not None
             rooms = iter(pairs[p.rank].room(v) for p, v in zip(senders, views, strict=True))

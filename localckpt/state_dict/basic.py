@@ -9,7 +9,7 @@ a *stateful* value (a model, an optimizer, a data loader: anything with ``state_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,10 @@ class TensorAwareStateDict(ABC):
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """Move each tensor back to the device that it was copied from."""
+
+    def values(self) -> ValuesView[Any]:
+        """Return the values of this object's attributes, as NVRx's class does."""
+        return vars(self).values()
 
 
 @dataclass(frozen=True, slots=True)

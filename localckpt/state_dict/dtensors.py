@@ -11,6 +11,8 @@ import pickle
 import sys
 from typing import Any
 
+from localckpt.errors import CheckpointingException
+
 __all__ = ["EqualParts"]
 
 _PROTOCOL = 5
@@ -41,7 +43,16 @@ class EqualParts:
         self._by_id: dict[int, tuple[Any, Any]] = {}
 
     def reduce_dtensor(self, tensor: Any) -> Any:
-        """Reduce a DTensor, as ``__reduce__`` does, with shared shapes, strides and dtypes."""
+        """Reduce a DTensor, as ``__reduce__`` does, with shared shapes, strides and dtypes.
+
+        Raises:
+            CheckpointingException: torch would pickle it in a form that cannot be loaded.
+        """
+        if tensor.storage_offset():
+            raise CheckpointingException(
+                "its local part is a view at an offset in a larger tensor; make it of a copy, "
+                "local.clone()"
+            )
         reduced = tensor.__reduce_ex__(_PROTOCOL)
         match reduced:
             case rebuild, (make, kind, tuple(arguments), state):

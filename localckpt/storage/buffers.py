@@ -36,6 +36,12 @@ __all__ = ["Buffer", "PrivateBuffer", "SharedBuffer", "map_shared"]
 
 logger = logging.getLogger(__name__)
 
+FULL = (
+    "it is full: free or enlarge it, since a worker process gets what it saves through shared "
+    "memory, or have a thread save"
+)
+"""What to do when a staging buffer for a worker process does not fit."""
+
 
 class Buffer(ABC):
     """Page-aligned memory of a fixed size that saves reserve and give back."""
@@ -224,7 +230,9 @@ def _remove(process: int, path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) -> memoryview:
+def map_shared(
+    path: Path, nbytes: int, *, create: bool, to_read: bool = False, full: str = FULL
+) -> memoryview:
     """Map a file in shared memory, and reserve all its pages.
 
     Args:
@@ -233,12 +241,13 @@ def map_shared(path: Path, nbytes: int, *, create: bool, to_read: bool = False) 
         create: True to make the file, which must not exist.
         to_read: True to map pages as they are read, which is cheaper than to fault in all of them
             for writing.
+        full: What to do if shared memory is full.
 
     Raises:
         StorageError: There is no room, or the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
-    with storage_errors("map shared memory in", path):
+    with storage_errors("map shared memory in", path, full):
         file = open_owned(path, flags)
         try:
             with file:

@@ -100,6 +100,7 @@ class DirectoryStore(Store):
         self._closed = False
         self._shards: dict[ShardIdentity, Path] = {}
         self._sizes: dict[Piece, int] = {}
+        self._times_restored = 0
         self.on_quarantine: Callable[[Path, Problem], None] | None = None
         claim = self._take_folder(timeout_s)
         super().__init__(claim.token, claim)
@@ -119,10 +120,22 @@ class DirectoryStore(Store):
     def reserve(
         self, identity: ShardIdentity, nbytes: int, timeout_s: float, *, is_kept: bool = True
     ) -> Slot:
+        self._restore()
         slot = super().reserve(identity, nbytes, timeout_s, is_kept=is_kept)
         if is_kept:
             self._sizes[identity.piece] = nbytes
         return slot
+
+    @one_at_a_time
+    def _restore(self) -> None:
+        """Make this rank's folder again if it was removed, and forget the files that it held."""
+        self.claim.restore()
+        if self._times_restored != self.claim.times_restored:
+            self._times_restored = self.claim.times_restored
+            self._forget_files()
+
+    def _forget_files(self) -> None:
+        self._shards = {i: path for i, path in self._shards.items() if path.exists()}
 
     def limit_buffers(self, count: int) -> None:
         self.num_buffers = min(self.num_buffers, count)
@@ -212,6 +225,7 @@ class DirectoryStore(Store):
 
         A damaged file is put in quarantine; files in quarantine are listed with their problem.
         """
+        self._restore()
         with storage_errors("read", self._session):
             os.scandir(self._session).close()
         session = SessionFolder(self._session)

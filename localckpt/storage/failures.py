@@ -33,13 +33,15 @@ class storage_errors:
     Args:
         what: Verb for the message "could not <what> <path>".
         path: File or directory for that message.
+        full: What to do if it is full.
     """
 
-    __slots__ = ("_path", "_what")
+    __slots__ = ("_full", "_path", "_what")
 
-    def __init__(self, what: str, path: str | Path) -> None:
+    def __init__(self, what: str, path: str | Path, full: str = _ADVICE[errno.ENOSPC]) -> None:
         self._what = what
         self._path = path
+        self._full = full
 
     def __enter__(self) -> None:
         pass
@@ -47,6 +49,8 @@ class storage_errors:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, OSError):
             advice = _ADVICE.get(error.errno or 0, "see the system's error above")
+            if error.errno == errno.ENOSPC:
+                advice = self._full
             raise StorageError(
                 f"could not {self._what} {self._path}: {error.strerror or error} - {advice}. "
                 f"Checkpoints saved before are as they were"

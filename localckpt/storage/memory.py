@@ -38,6 +38,7 @@ __all__ = ["MemoryStore", "default_root", "default_session"]
 logger = logging.getLogger(__name__)
 
 _PREPARING_S = 60.0
+_FULL = "it is full: free space, lower keep_last, or enlarge it (shared memory)"
 
 
 def default_root() -> Path:
@@ -174,6 +175,16 @@ class MemoryStore(DirectoryStore):
                 self._staged.pop(slot.identity, None)
             buffer.close()
 
+    def _forget_files(self) -> None:
+        super()._forget_files()
+        # Those of saves under way are given back with their slots.
+        kept = {slot.identity for slot in self._slots}
+        gone = {i: buffer for i, buffer in self._staged.items() if i not in kept}
+        self._staged = {i: buffer for i, buffer in self._staged.items() if i in kept}
+        for buffer in (*gone.values(), *self._recycled.values()):
+            buffer.close()
+        self._recycled.clear()
+
     @one_at_a_time
     def _drop_memory(self, slot: Slot) -> None:
         if not slot.is_kept:
@@ -272,7 +283,7 @@ class _MappedFile(Buffer):
             self._unpin()
         self._path, self._nbytes = path, nbytes
         with (
-            storage_errors("reserve shared memory in", path),
+            storage_errors("reserve shared memory in", path, _FULL),
             open_owned(path, os.O_RDWR | os.O_NOFOLLOW) as file,
         ):
             if nbytes > before:
@@ -294,10 +305,12 @@ class _MappedFile(Buffer):
             check_memory(nbytes - path.stat().st_size)
         self._path, self._nbytes = path, nbytes
         # Whole pages, so that a slightly larger image fits the next time.
-        mapped = map_shared(path, round_up(nbytes, PAGE_NBYTES), create=create, to_read=to_read)
+        mapped = map_shared(
+            *(path, round_up(nbytes, PAGE_NBYTES)), create=create, to_read=to_read, full=_FULL
+        )
         self._map, self._view = mapped, mapped[:nbytes]
         try:
-            with storage_errors("reserve shared memory in", path):
+            with storage_errors("reserve shared memory in", path, _FULL):
                 os.truncate(path, nbytes)
         except BaseException:
             if create:

@@ -74,6 +74,12 @@ class SeenFolder(Claim):
         """True if this process has claimed the folder, and no other claim has replaced that."""
         return False
 
+    times_restored = 0
+    """Number of times that the folder was made again by :meth:`restore`."""
+
+    def restore(self) -> None:
+        """Make the folder again if it was removed; a view leaves that to whoever writes there."""
+
     def leave(self) -> None:
         """Release the folder for others."""
 
@@ -134,6 +140,7 @@ class RankFolder(SeenFolder):
 
     def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._noted: tuple[int, Lineage | None] | None = None
         super().__init__(root, session_id, rank)
 
     @property
@@ -143,11 +150,41 @@ class RankFolder(SeenFolder):
     def leave(self) -> None:
         (self.path / OWNER_NAME).unlink()
 
+    def restore(self) -> None:
+        """Make the folder again, which holds nothing then, if it was removed under this process.
+
+        Raises:
+            StorageError: It cannot be made, or another node's store is in the place of this one.
+        """
+        # What each claim, and each epoch, leaves in the folder as long as it is there.
+        mark = self.path / (EPOCH_NAME if self._noted else OWNER_NAME)
+        with storage_errors("make again", self.path):
+            if os.path.lexists(mark):
+                return
+            make_own_folders(self._root, self.session.name, self.path.name)
+            with lock_store(self._root, self._timeout_s):
+                found = self._read_token(self.token)
+                if found != self.token:
+                    raise StorageError(
+                        f"{self._root} is the store of another node now: was another disk mounted "
+                        f"there? Restart the job. Nothing was changed"
+                    )
+                write_note(self.path / OWNER_NAME, self._claim)
+        logger.warning(
+            "%s was removed or emptied while the job ran, and is made again: checkpoints lack what "
+            "it held",
+            self.path,
+        )
+        self.times_restored += 1
+        if self._noted is not None:
+            self._write_epoch(*self._noted)
+
     def begin_epoch(self, epoch: int, owners: Collection[str], timeout_s: float) -> None:
         """Note durably that an epoch has begun; see :class:`Claim`.
 
         The lineage of the previous epoch stays in the note until the new epoch has one.
         """
+        self.restore()
         with storage_errors("read", self.session):
             for rank in sorted(self.ranks()):
                 folder = self.session / str(rank)
@@ -159,6 +196,7 @@ class RankFolder(SeenFolder):
         self._note(lineage.epoch.number, lineage)
 
     def note_resume(self, resumes: Resumes) -> None:
+        self.restore()
         TrustNotes(self.path).note_resume(resumes)
 
     def take_back_resume(self, resumes: Resumes) -> None:
@@ -170,12 +208,19 @@ class RankFolder(SeenFolder):
             TrustNotes(self.session / str(rank)).forget_resumes()
 
     def note_mark(self, mark: Mark) -> None:
+        self.restore()
         TrustNotes(self.path).note_mark(mark)
 
     def note_drained(self, drained: Collection[Checkpoint]) -> None:
+        self.restore()
         TrustNotes(self.path).note_drained(drained)
 
     def _note(self, epoch: int, lineage: Lineage | None) -> None:
+        self.restore()
+        self._write_epoch(epoch, lineage)
+        self._noted = epoch, lineage
+
+    def _write_epoch(self, epoch: int, lineage: Lineage | None) -> None:
         note = self.path / EPOCH_NAME
         lineage_json = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
         with storage_errors("write", note):
@@ -190,15 +235,15 @@ class RankFolder(SeenFolder):
             make_own_folders(self._root, self.session.name, self.path.name)
             require_own_file(self._root / TOKEN_NAME)
             with lock_store(self._root, self._timeout_s):
-                token = self._read_token()
+                token = self._read_token(secrets.token_hex(16))
                 self._take(self._timeout_s)
                 return token
 
-    def _read_token(self) -> str:
+    def _read_token(self, new: str) -> str:
         path = self._root / TOKEN_NAME
         if not path.exists():
             # The lock of the store is held, so no other process writes a name.
-            write_note(path, secrets.token_hex(16))
+            write_note(path, new)
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StorageError(
                 f"other users can write to {path}, which names the node: run chmod 600 on it if "

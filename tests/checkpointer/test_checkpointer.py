@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from localckpt import Checkpointer, CheckpointingException, Every, SameMachineReplicationException
 from tests.checkpointer.loops import stores
-from tests.managers.jobs import iterations_on
+from tests.managers.jobs import iterations_on, put_back, take_away
 from tests.ranks import node_store, run_ranks
 
 
@@ -243,16 +243,15 @@ def _train_while_the_store_is_away(
 ) -> tuple[list[int], int, str]:
     """Steps of which the store was there, the saves that failed, and what was raised."""
     root = node_store()
-    away = root.with_name(f"{root.name} away")
     told, steps = "", []
     options: dict[str, Any] = {"every": Every(steps=1), "max_failures": max_failures}
     with Checkpointer(_state(), local=root, timeout_s=60.0, **options) as checkpointer:
         checkpointer.resume()
         for step in range(6):
             if rank == 1 and step == 2:
-                root.rename(away)
+                take_away(root)
             if rank == 1 and step == 4:
-                away.rename(root)
+                put_back(root)
             try:
                 checkpointer.step(step)
                 checkpointer.wait_until_finished()
@@ -260,17 +259,24 @@ def _train_while_the_store_is_away(
                 told = str(error)
                 break
             steps.append(step)
-        if rank == 1 and away.exists():
-            away.rename(root)
+        if rank == 1 and root.is_file():
+            put_back(root)
         return steps, checkpointer.failed_saves, told
 
 
 @pytest.mark.fault("unusable-store")
-def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(tmp_path: Path) -> None:
+def test_training_goes_on_when_saves_fail_and_ends_when_too_many_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     nodes = stores(tmp_path / "goes on", 2)
     went_on = run_ranks(_train_while_the_store_is_away, 2, 3, store_per_node=nodes)
 
     assert went_on == [([0, 1, 2, 3, 4, 5], 2, "")] * 2
+    warned = capfd.readouterr().out
+    for count in (1, 2):
+        assert (
+            f"a save to the nodes failed, {count} in a row of the 3 that end training: " in warned
+        )
     for node in nodes:
         assert 5 in iterations_on(node)
     nodes = stores(tmp_path / "ends", 2)
@@ -300,7 +306,7 @@ def test_a_measured_cadence_saves_first_to_know_what_a_save_costs_then_seldom(
 
 def _stop_while_the_store_is_away(rank: int, world_size: int) -> tuple[int, int]:
     """The step after which the job was stopped, and the saves that failed before."""
-    root, away = node_store(), node_store().with_name(f"{node_store().name} away")
+    root = node_store()
     file = root.parent / "stop"
     with Checkpointer(
         _state(), local=root, every=Every(steps=10**6), stop_file=file, timeout_s=60.0
@@ -308,13 +314,13 @@ def _stop_while_the_store_is_away(rank: int, world_size: int) -> tuple[int, int]
         checkpointer.resume()
         checkpointer.step(0)
         if rank == 1:
-            root.rename(away)
+            take_away(root)
         # Fails behind training, and is heard of when the job is stopped.
         checkpointer.save(0)
         dist.barrier()
         time.sleep(0.5)
         if rank == 1:
-            away.rename(root)
+            put_back(root)
             file.touch()
         dist.barrier()
         for step in range(1, 10**6):

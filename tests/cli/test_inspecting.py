@@ -265,3 +265,17 @@ def test_what_is_no_file_is_one_line_and_status_2(store: Path) -> None:
         assert answer.err == f"localckpt: {path} is no regular file\n"
     loop = call("inspect", store / "loop")
     assert (loop.status, loop.err.count("\n")) == (2, 1)
+
+
+def test_no_row_of_tensors_is_wider_than_120_columns(tmp_path: Path) -> None:
+    name = "module." + "layers." * 8 + "attention.projection.weight"
+    state = {"model": {name: torch.ones(3, 4), "b": torch.ones(2)}}
+    path = _shard(tmp_path, state)
+
+    lines = call("inspect", path).out.splitlines()
+
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("tensor")]
+    assert max(map(len, lines[first:])) <= 120
+    assert any(name in line for line in lines)
+    # The figures that are left stand below.
+    assert lines[first + 1].startswith("    ")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,12 @@ def test_what_failures_have_cost_is_said(store: Path) -> None:
     answer = call("report", store)
 
     assert (answer.status, answer.err) == (0, "")
-    rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
+    # What is too wide for a line goes on in the next one.
+    lines = [line.strip() for line in answer.out.splitlines()]
+    rows = [re.split(r"  +", line) for line in lines]
+    rows += [re.split(r"  +", f"{line}  {more}") for line, more in pairwise(lines)]
     assert "session 'run': 3 starts in 6 min 18 s, goodput 65.57 %" in answer.out
-    assert [row[2:] for row in rows if row[0] in "123" and len(row) == 10] == [
+    assert [row[2:] for row in rows if row[0] in ("1", "2", "3") and len(row) == 10] == [
         ["4", "the beginning", "106", "1", "400 bytes", "0.50 s", "-", "killed: ranks 0 to 3"],
         ["4", "99 (local)", "132", "1, 1 failed", "400 bytes", "0.75 s", "-", _FAILED],
         ["4", "119 (local)", "123", "0", "0 bytes", "0.00 s", "-", "no end recorded"],
@@ -190,4 +194,23 @@ def test_a_trace_that_cannot_be_written_is_told_instead(store: Path) -> None:
     answer = call("trace", store, "--out", store / "gone" / "job.json")
 
     assert (answer.status, answer.out) == (2, "")
-    assert "could not write" in answer.err
+    assert f"there is no folder {store / 'gone'}. Make it" in answer.err
+
+
+def test_no_table_is_wider_than_a_terminal(store: Path) -> None:
+    tables = call("report", store).out.partition("|")[0].splitlines()
+
+    assert max(map(len, tables)) <= 80
+
+
+def test_a_trace_is_told_to_programs_as_well(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "job.json"
+
+    told = call("trace", store, "--out", out, "--json").json()
+
+    assert told == {
+        "path": str(out),
+        "events": told["events"],
+        "nbytes": out.stat().st_size,
+    }
+    assert f"{told['events']} events" in call("trace", store, "--out", out).out

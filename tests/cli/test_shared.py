@@ -254,7 +254,12 @@ def test_a_pin_of_the_command_line_holds_in_a_job_until_it_is_taken_away(tmp_pat
         late = _kept(call("ls", tmp_path))
         manager.save({"w": torch.ones(9)}, 4)
         gone = call("pin", tmp_path, "1")
+        to_programs = [
+            call(command, tmp_path, "4", "--json").json() for command in ("pin", "unpin", "unpin")
+        ]
 
+    path = str(_checkpoint(tmp_path / "session-run", 4))
+    assert to_programs == [{"pinned": [path]}, {"unpinned": [path]}, {"unpinned": []}]
     assert listed == {"3": "newest, last 1", "1": "pinned"}
     assert (unpinned.status, again.out) == (0, "iteration 1 is not pinned\n")
     assert late == {"3": "newest, last 1", "1": "until the next save"}

@@ -180,7 +180,7 @@ def test_a_picture_that_cannot_be_written_is_told_instead(tmp_path: Path) -> Non
     answer = call(*_JOB, "--plot", tmp_path / "missing" / "told.png")
 
     assert (answer.status, answer.out) == (2, "")
-    assert "told.png: No such file or directory" in answer.err
+    assert "told.png: there is no folder" in answer.err
 
 
 def test_without_matplotlib_a_picture_is_refused_and_all_else_works(tmp_path: Path) -> None:

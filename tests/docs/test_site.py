@@ -77,3 +77,9 @@ def test_roles_of_docstrings_are_dropped() -> None:
     shown = _HOOKS["on_page_content"]("as for :class:<code>Every</code>, :meth:<code>save</code>")
 
     assert shown == "as for <code>Every</code>, <code>save</code>"
+
+
+def test_what_python_leaves_in_the_folder_is_not_in_the_site() -> None:
+    left_out = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["exclude_docs"].split()
+
+    assert {"site_hooks.py", "__pycache__/"} == set(left_out)

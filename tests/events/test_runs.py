@@ -18,7 +18,7 @@ from localckpt.events.event import Event
 from localckpt.events.jsonl import read_events
 from tests.checkpointer.loops import stores
 from tests.events.sinks import Kept
-from tests.managers.jobs import damage
+from tests.managers.jobs import damage, put_back, take_away
 from tests.ranks import node_store, run_ranks
 
 _NBYTES = 40_000
@@ -121,14 +121,14 @@ def test_a_save_that_fails_and_a_run_that_does_are_recorded(tmp_path: Path) -> N
                 checkpointer.step(step)
                 checkpointer.wait_until_finished()
                 if step == 0:
-                    (local / "session-" / "0").rename(tmp_path / "away")
+                    take_away(local / "session-")
 
     with pytest.raises(CheckpointingException):
         train()
 
     failed = [event for event in sink.named("save") if event.outcome == "failed"]
-    assert [(event.step, event.error_class) for event in failed] == [(1, "StorageError")]
-    assert "was the directory removed" in failed[0].details["error"]
+    assert [(event.step, event.error_class) for event in failed] == [(1, "SaveFailedError")]
+    assert "could not make again" in failed[0].details["error"]
     assert (sink.events[-1].name, sink.events[-1].outcome) == ("run_ended", "failed")
 
 
@@ -234,10 +234,10 @@ def test_a_save_that_cannot_begin_is_recorded(tmp_path: Path) -> None:
     with Checkpointer(_state(), local=local, events=[sink]) as checkpointer:
         checkpointer.resume()
         checkpointer.step(0)
-        (local / "session-" / "0").rename(tmp_path / "away")
+        take_away(local / "session-")
         checkpointer.save(0)
         assert checkpointer.failed_saves == 1
-        (tmp_path / "away").rename(local / "session-" / "0")
+        put_back(local / "session-")
 
     (save,) = sink.named("save")
     assert (save.step, save.outcome, save.error_class) == (0, "failed", "StorageError")

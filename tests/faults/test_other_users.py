@@ -204,6 +204,19 @@ def test_shared_storage_may_be_written_to_by_the_users_groups(
 
 
 @only_root
+def test_a_nodes_name_that_others_can_write_to_is_refused(place: Path, tier: str) -> None:
+    if tier == "shared":
+        pytest.skip("shared storage is no node")
+    assert _job(tier, place / "store") == ""
+    (place / "store" / "node-token").chmod(0o666)
+
+    error = _job(tier, place / "store")
+
+    assert error.startswith("StorageError: other users can write to")
+    assert "node-token" in error
+
+
+@only_root
 def test_a_root_below_a_sticky_folder_is_made_for_the_user_alone(place: Path, tier: str) -> None:
     assert _job(tier, place / "new" / "store") == ""
 

@@ -288,3 +288,60 @@ def test_a_fork_that_lives_on_does_not_keep_the_root_from_the_next_job(
         finally:
             first.announce("end")
             first.join(expect_dead={0} if how == "killed" else ())
+
+
+# Roots that are gone while a job runs.
+
+
+def _lose_the_root(rank: int, world_size: int, root: Path, session: str, emptied: bool) -> set[str]:
+    told, away = set(), root.with_name("away")
+    with manager_on(root, session) as manager:
+        manager.save(state_of(1, rank), 1)
+        for _ in range(2):
+            assert manager.find_latest() == 1
+            dist.barrier()
+            if rank == 0:
+                root.rename(away)
+                if emptied:
+                    root.mkdir()
+            dist.barrier()
+            told.add(error_of(manager.find_latest, StorageError).partition("rank 0: ")[2])
+            told.add(error_of(lambda: manager.save(state_of(2, rank), 2), StorageError))
+            dist.barrier()
+            assert not _tree(root)
+            dist.barrier()
+            if rank == 0:
+                if emptied:
+                    root.rmdir()
+                away.rename(root)
+            dist.barrier()
+        assert_loads(manager, rank, 1)
+        manager.save(state_of(2, rank), 2)
+        assert_loads(manager, rank, 2)
+    return {text.rpartition("rank 0: ")[2] for text in told}
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("session", ["", "job"])
+def test_a_root_that_is_gone_while_a_job_runs_is_an_error_until_it_is_there_again(
+    tmp_path: Path, session: str, emptied: bool
+) -> None:
+    (told,), also_told = run_ranks(_lose_the_root, 2, tmp_path / "root", session, emptied)
+
+    assert also_told == {told}
+    assert "was removed, emptied or unmounted while the job ran" in told
+
+
+def test_a_root_that_is_gone_before_the_first_save_of_a_start_is_an_error(tmp_path: Path) -> None:
+    with manager_on(tmp_path / "root") as manager:
+        manager.save(state_of(1, 0), 1)
+    with manager_on(tmp_path / "root") as manager:
+        assert manager.find_latest() == 1
+        (tmp_path / "root").rename(tmp_path / "away")
+
+        told = error_of(lambda: manager.save(state_of(2, 0), 2), StorageError)
+        assert "was removed, emptied or unmounted" in told
+        assert not (tmp_path / "root").exists()
+        (tmp_path / "away").rename(tmp_path / "root")
+        manager.save(state_of(2, 0), 2)
+        assert_loads(manager, 0, 2)

@@ -172,6 +172,18 @@ def test_all_that_differs_from_a_checkpoint_of_torch_is_where_things_are(
         assert info.transform_descriptors is None
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_when_it_is_planned(
+    layout: torch.layout, tmp_path: Path, make_writer: MakeWriter
+) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+
+    with pytest.raises(CheckpointingException, match=r"inner\.x is a nested tensor.*unbind\(\)"):
+        save(make_writer(tmp_path), {"inner": {"x": nested}, "dense": torch.ones(2)})
+
+    assert not (tmp_path / ".metadata").exists()
+
+
 def test_a_sparse_tensor_is_refused_when_it_is_saved(
     tmp_path: Path, make_writer: MakeWriter
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import random
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 
 from tests.integrations.kills import run_both
 from tests.ranks import announce, node_store, run_ranks, start_ranks
-from tests.upstream.environment import UPSTREAM, import_upstream, needs
+from tests.upstream.environment import UPSTREAM, import_upstream, needs, unused_port
 
 Dirs = Callable[[int], list[Path]]
 _Seen = tuple[list[str], str, str]
@@ -113,15 +111,7 @@ def _torchrun(world_size: int) -> list[str]:
 
 def _deepspeed(world_size: int) -> list[str]:
     launcher = [f"{UPSTREAM}/bin/deepspeed", f"--num_gpus={world_size}", "--no_local_rank"]
-    return [*launcher, f"--master_port={_unused_port()}", "--module"]
-
-
-def _unused_port() -> int:
-    # Not one of those that the kernel gives to others meanwhile.
-    for port in random.sample(range(20_000, 30_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("of 100 ports, each is in use")
+    return [*launcher, f"--master_port={unused_port()}", "--module"]
 
 
 @pytest.mark.long

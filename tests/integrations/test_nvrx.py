@@ -16,7 +16,7 @@ import torch
 import localckpt
 from localckpt.integrations.nvrx.names import MODULES, VERSION
 from tests.integrations.kills import END, run_both
-from tests.managers.jobs import assert_same, files, state_of
+from tests.managers.jobs import assert_same, error_of, files, state_of
 from tests.ranks import node_store, run_ranks
 
 Dirs = Callable[[int], list[Path]]
@@ -249,6 +249,41 @@ def test_tensors_of_all_members_are_gathered_whatever_each_has() -> None:
         [[[1.0, 1.0], [1.0, 1.0]], [0.0, 1.0, 2.0]],
     ]
     assert_same(gathered, also_gathered)
+
+
+def _wrap_a_group_of_others(rank: int, world_size: int) -> str:
+    groups = _nvrx("local.replication.group_utils")
+    strategies = _nvrx("local.replication.strategies")
+    group = groups.GroupWrapper(torch.distributed.new_group([0]))
+    assert not hasattr(group, "no_such_name")
+    if rank == 0:
+        return f"{group.my_group_rank} of {group.world_size}"
+    uses = (
+        lambda: group.my_group_rank,
+        lambda: group.world_size,
+        lambda: group.ranks,
+        lambda: group.all_gather_object(rank),
+        lambda: group.all_gather_batch([]),
+        lambda: strategies.CliqueReplicationStrategy(group),
+    )
+    (told,) = {error_of(use, localckpt.MismatchError) for use in uses}
+    return told
+
+
+def test_a_rank_outside_of_a_group_may_wrap_it_and_not_use_it() -> None:
+    inside, outside = run_ranks(_wrap_a_group_of_others, 2)
+
+    assert inside == "0 of 1"
+    assert "rank 1 is not a member of the process group" in outside
+
+
+def test_a_state_of_their_class_has_its_values() -> None:
+    base = _nvrx("local.base_state_dict").TensorAwareStateDict
+    methods = dict.fromkeys(base.__abstractmethods__, lambda self: None)
+    state = type("State", (base,), methods)()
+    state.a, state.b = torch.ones(1), "b"
+
+    assert list(state.values()) == [state.a, "b"]
 
 
 def test_every_module_has_a_package_above_it() -> None:

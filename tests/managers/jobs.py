@@ -29,10 +29,12 @@ __all__ = [
     "make_manager",
     "our_children",
     "our_threads",
+    "put_back",
     "reads_fail",
     "resume",
     "save",
     "state_of",
+    "take_away",
 ]
 
 KINDS = ("disk", "memory")
@@ -192,3 +194,15 @@ def reads_fail(path: Path) -> Iterator[None]:
     finally:
         tracer.terminate()
         tracer.wait(MAX_S)
+
+
+def take_away(folder: Path) -> None:
+    """Move a folder, and put a file in its place, so that no folder can be made there."""
+    folder.rename(folder.with_name(f"{folder.name} away"))
+    folder.write_text("in the way")
+
+
+def put_back(folder: Path) -> None:
+    """Undo :func:`take_away`."""
+    folder.unlink()
+    folder.with_name(f"{folder.name} away").rename(folder)

@@ -147,6 +147,11 @@ def _tell_of_marks(rank: int, line: DeviceMesh) -> None:
         text = error_of(lambda: manager.save({"model": localckpt.replicated({"w": sharded})}, 1))
         assert "'model.w' is marked by replicated()" in text
         assert manager.find_latest() == -1
+        inner = {"w": localckpt.replicated({"v": torch.ones(2)})}
+        text = error_of(lambda: manager.save({"model": localckpt.replicated(inner)}, 1))
+        assert "'model.w' is marked by replicated() inside of a part that is marked" in text
+    with pytest.raises(CheckpointingException, match="given a part that is marked by replicated"):
+        localckpt.replicated(localckpt.replicated(model))
     with pytest.raises(CheckpointingException, match=f"rank {rank} with a group that it is not in"):
         localckpt.replicated(model, (other, pair)[rank % 2])
 

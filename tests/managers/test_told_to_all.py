@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,10 @@ from tests.managers.jobs import (
     error_of,
     files,
     make_manager,
+    put_back,
     resume,
     state_of,
+    take_away,
 )
 from tests.managers.own_managers import DictManager
 from tests.ranks import node_store, run_ranks
@@ -73,12 +74,11 @@ def _lose_the_directory(rank: int, world_size: int) -> list[str]:
         manager.save(state_of(rank, 1), 1)
         session = node_store() / "session-job"
         if rank == 1:
-            session.rename(session.with_name("gone"))
+            take_away(session)
         told.append(_told_at_once(manager.find_latest, StorageError))
-        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), StorageError))
+        told.append(_told_at_once(lambda: manager.save(state_of(rank, 2), 2), SaveFailedError))
         if rank == 1:
-            shutil.rmtree(session, ignore_errors=True)
-            session.with_name("gone").rename(session)
+            put_back(session)
         manager.save(state_of(rank, 3), 3)
         assert resume(manager, rank, 3) == "own node"
     return told
@@ -89,6 +89,7 @@ def test_a_directory_that_vanishes_on_one_node(node_dirs: Dirs) -> None:
     told = run_ranks(_lose_the_directory, 3, store_per_node=node_dirs(3))
 
     for finding, saving in told:
+        assert saving.count("are as they were") == 1
         assert "could not find the latest checkpoint: rank 1: " in finding
         assert "rank 1: " in saving
 

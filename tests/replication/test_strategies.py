@@ -22,7 +22,7 @@ from localckpt.errors import (
     SameMachineReplicationException,
     StorageError,
 )
-from localckpt.ids import CkptID
+from localckpt.ids import CkptID, Group
 from localckpt.replication import member_strategy
 from localckpt.replication.exchange import plan_exchange
 from localckpt.replication.groups import GroupWrapper, parse_group_sequence
@@ -119,8 +119,10 @@ def _explicit_group(rank: int, world_size: int) -> None:
     dist.barrier(groups[rank in (1, 2)])
 
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
-    with pytest.raises(CheckpointingException, match="repl_strategy=None"):
-        CliqueReplicationStrategy(GroupWrapper(alone))
+    strategy = CliqueReplicationStrategy(GroupWrapper(alone))
+    strategy.place(["a", "a", "b", "b"])
+    assert strategy.protection[rank] == Group((rank,), 0)
+    strategy.close()
 
 
 def test_an_explicit_group_is_used_checked_and_left_alone() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from localckpt.errors import CheckpointingException
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.pickles import MAX_DEPTH
 from localckpt.state_dict.safe_globals import SafeGlobals
@@ -113,6 +114,22 @@ def _bring_back(rank: int, world_size: int) -> None:
 
 def test_dtensors_come_back_with_all_that_torch_pickles() -> None:
     run_ranks(_bring_back, 4)
+
+
+def _refuse_a_view(rank: int, world_size: int) -> None:
+    line, _ = _meshes(world_size)
+    whole = torch.arange(12.0).reshape(6, 2)
+
+    for placement in (Shard(0), Replicate()):
+        view = DTensor.from_local(whole[2:4], line, [placement])
+        with pytest.raises(CheckpointingException, match=r"local\.clone\(\) \(at 'model\.w'\)"):
+            pack({"model": {"w": view}}, IDENTITY, ImagePlanner(_ALLOWED))
+        # One at the beginning is as any other.
+        pack({"w": DTensor.from_local(whole[:2], line, [placement])}, IDENTITY)
+
+
+def test_a_dtensor_that_is_a_view_at_an_offset_is_refused_by_name() -> None:
+    run_ranks(_refuse_a_view, 2)
 
 
 def _meshes(world_size: int) -> tuple[DeviceMesh, DeviceMesh]:

@@ -142,8 +142,10 @@ def test_no_room_for_a_shared_buffer_is_an_error_and_leaves_nothing(
 ) -> None:
     disk = small_disk("size=1m")
 
-    with pytest.raises(StorageError, match=rf"{disk}/buffer.*it is full"):
+    with pytest.raises(StorageError, match=rf"{disk}/buffer.*it is full: free or") as told:
         SharedBuffer(disk / "buffer", 2 * MIB)
+    # No checkpoint is there.
+    assert "keep_last" not in str(told.value)
 
     assert list(disk.iterdir()) == []
 

@@ -13,6 +13,7 @@ import pytest
 from localckpt.errors import CorruptShardError, StorageError
 from localckpt.storage.owner import Owner
 from localckpt.storage.problem import Problem, why_quarantined
+from localckpt.storage.rank_folder import RankFolder
 from localckpt.storage.slot import Slot
 from localckpt.storage.write import write_shard
 from tests.storage.conftest import Node
@@ -539,16 +540,41 @@ def test_a_directory_that_cannot_be_made_is_an_error_with_its_path(node: Node) -
 
 
 @pytest.mark.fault("unusable-store")
-def test_a_store_whose_directory_is_removed_says_so(node: Node) -> None:
+def test_a_store_whose_directory_is_removed_holds_nothing_and_is_made_again(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = node()
+    save(store, identity(1))
+    domain = store.domain
+
+    for look_first in (True, False):
+        shutil.rmtree(node.root)
+        assert not look_first or store.list_stored() == []
+        save(store, identity(2 + look_first))
+
+        assert [stored.record.identity for stored in store.list_stored() if stored.record] == [
+            identity(2 + look_first)
+        ]
+    assert caplog.text.count("was removed or emptied while the job ran") == 2
+    store.close()
+    again = node()
+    assert again.domain == domain
+    again.close()
+
+
+@pytest.mark.fault("unusable-store")
+def test_a_store_whose_directory_cannot_be_made_again_says_so(node: Node) -> None:
     store = node()
     save(store, identity(1))
 
     shutil.rmtree(node.root)
+    node.root.write_text("no directory")
 
-    with pytest.raises(StorageError, match="was the directory removed"):
+    with pytest.raises(StorageError, match="could not make again"):
         store.list_stored()
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="could not make again"):
         save(store, identity(2))
+    node.root.unlink()
 
 
 def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(node: Node) -> None:
@@ -584,3 +610,13 @@ def test_two_threads_keep_shards_while_old_ones_leave_and_nothing_is_mixed_up(no
     assert "dirty" not in names(store.folder)
     store.close()
     assert names(store.folder) <= {"safetensors", "epoch"}
+
+
+def test_a_link_to_what_is_not_there_is_named(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+
+    for root in (link, link / "below"):
+        with pytest.raises(StorageError, match=f"{link} is a link to {tmp_path}/nowhere, which is"):
+            RankFolder(root, "run", 0, 5.0)
+    assert sorted(tmp_path.iterdir()) == [link]

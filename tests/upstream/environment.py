@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import random
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ __all__ = [
     "needs",
     "needs_upstream",
     "run_upstream_ranks",
+    "unused_port",
     "upstream_variables",
 ]
 
@@ -57,12 +61,22 @@ def upstream_variables() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
 
 
+def unused_port() -> int:
+    """A port of this machine that nothing uses."""
+    # Not one of those that the kernel gives to others meanwhile.
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("of 100 ports, each is in use")
+
+
 def run_upstream_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
     store_per_node: Sequence[Path] | None = None,
     timeout_s: float = 150.0,
+    init_group: bool = True,
 ) -> list[Any]:
     """As :func:`run_ranks`; the ranks find the libraries, and so do the processes they start."""
     return run_ranks(
@@ -72,6 +86,7 @@ def run_upstream_ranks(
         *args,
         store_per_node=store_per_node,
         timeout_s=timeout_s,
+        init_group=init_group,
         group_timeout_s=120.0,
         env=upstream_variables(),
     )

@@ -14,16 +14,20 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from localckpt.errors import CheckpointingException
+from localckpt.global_tier.save import save_state_dict_async_finalize as _finalize
 from localckpt.global_tier.save import save_state_dict_async_plan as _plan
 from localckpt.global_tier.save_plan import PlanCache
 from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader as _Reader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync as _Writer
+from localckpt.integrations.nvrx.errors import also_torchs
+from localckpt.ranks.ranks import Ranks
 
 __all__ = [
     "CachedMetadataFileSystemReader",
     "CheckpointMetadataCache",
     "FileSystemWriterAsync",
     "get_write_results_queue",
+    "save_state_dict_async_finalize",
     "save_state_dict_async_plan",
 ]
 
@@ -103,12 +107,26 @@ def save_state_dict_async_plan(
     """
     if enable_cache and metadata_cache is not None:
         storage_writer.plans = metadata_cache.plans
-    planned = _plan(
-        state_dict, storage_writer, process_group, coordinator_rank, planner, timeout_s=timeout_s
-    )
+    with also_torchs():
+        planned = _plan(
+            *(state_dict, storage_writer, process_group, coordinator_rank, planner),
+            timeout_s=timeout_s,
+        )
     if cached_ckpt_structure is _NOT_GIVEN:
         return planned
     return planned, None, None, False, False
+
+
+def save_state_dict_async_finalize(
+    storage_writer: _Writer, global_metadata: Metadata | None, dist_wrapper: Ranks
+) -> None:
+    """As :func:`localckpt.save_state_dict_async_finalize`.
+
+    Raises:
+        CheckpointingException: As there, and torch's ``CheckpointException``, too.
+    """
+    with also_torchs():
+        _finalize(storage_writer, global_metadata, dist_wrapper)
 
 
 class CachedMetadataFileSystemReader(_Reader):

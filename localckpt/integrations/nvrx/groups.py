@@ -8,17 +8,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from localckpt.errors import MismatchError
 from localckpt.replication.groups import GroupWrapper as _GroupWrapper
 
 __all__ = ["GroupWrapper", "ProcessGroupLike", "zip_strict"]
+
+_OF_MEMBERS = {"group", "ranks", "my_global_rank", "backend", "supported_devices"}
 
 
 class GroupWrapper(_GroupWrapper):
     """Process group and this rank's position in it.
 
     Args:
-        group: As for :class:`localckpt.GroupWrapper`.
+        group: As for :class:`localckpt.GroupWrapper`. Ranks outside of it may wrap it, too, as with
+            NVRx: using it there is a MismatchError.
     """
+
+    def _refuse(self, why: str) -> None:
+        vars(self).clear()
+        self._refusal = why
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what is not there.
+        if name in _OF_MEMBERS and "_refusal" in vars(self):
+            raise MismatchError(self._refusal)
+        raise AttributeError(name)
 
     @classmethod
     def from_list_of_groups(cls, groups: Sequence[Any], **options: Any) -> _GroupWrapper:

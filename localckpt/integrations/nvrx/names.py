@@ -62,6 +62,7 @@ MODULES: dict[str, dict[str, str]] = {
         "AsyncRequest": "localckpt.async_save.request",
         "PersistentAsyncCaller": _CALLERS,
         "TemporalAsyncCaller": _CALLERS,
+        "abort_nvrx_checkpoint": f"{_OURS}.queue",
     },
     f"{CHECKPOINTING}.async_ckpt.filesystem_async": {
         "FileSystemWriterAsync": f"{_OURS}.global_save",
@@ -71,7 +72,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     f"{CHECKPOINTING}.async_ckpt.state_dict_saver": {
         "CheckpointMetadataCache": f"{_OURS}.global_save",
-        "save_state_dict_async_finalize": "localckpt.global_tier.save",
+        "save_state_dict_async_finalize": f"{_OURS}.global_save",
         "save_state_dict_async_plan": f"{_OURS}.global_save",
     },
     f"{CHECKPOINTING}.async_ckpt.cached_metadata_filesystem_reader": {

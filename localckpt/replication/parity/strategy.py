@@ -18,6 +18,7 @@ from localckpt.errors import (
 from localckpt.ids import Checkpoint, CkptID, Group, ShardIdentity
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
+from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.base import Accept
 from localckpt.replication.member_strategy import (
     Announcement,
@@ -85,27 +86,28 @@ class ParityReplicationStrategy(MemberStrategy):
         target_device: str = "cpu",
         rate_limit: float | None = None,
     ) -> None:
-        # Python's True is an int.
-        if type(parity) is not int or not 1 <= parity <= MOST_PARITIES:
-            raise CheckpointingException(
-                f"parity is {parity!r}; it can be 1 to {MOST_PARITIES}: so many nodes of a group "
-                f"may be lost"
-            )
-        if type(group_size) is not int or group_size < parity + 2:
-            raise CheckpointingException(
-                f"group_size is {group_size!r}; with parity={parity} it must be at least "
-                f"{parity + 2}: in a smaller group parity takes as much as copies do, so use "
-                f"CliqueReplicationStrategy"
-            )
-        if group_size > MOST_MEMBERS:
-            raise CheckpointingException(
-                f"group_size is {group_size}; it can be {MOST_MEMBERS} at most"
-            )
-        self._parity, self._group_size = parity, group_size
-        self._failure_domain = failure_domain
-        self._encoder: GroupEncoder | None = None
-        self._protection: dict[int, Group] = {}
-        super().__init__(timeout_s, process_group, target_device, rate_limit=rate_limit)
+        with refused_together(MANAGER, process_group, timeout_s):
+            # Python's True is an int.
+            if type(parity) is not int or not 1 <= parity <= MOST_PARITIES:
+                raise CheckpointingException(
+                    f"parity is {parity!r}; it can be 1 to {MOST_PARITIES}: so many nodes of a "
+                    f"group may be lost"
+                )
+            if type(group_size) is not int or group_size < parity + 2:
+                raise CheckpointingException(
+                    f"group_size is {group_size!r}; with parity={parity} it must be at least "
+                    f"{parity + 2}: in a smaller group parity takes as much as copies do, so use "
+                    f"CliqueReplicationStrategy"
+                )
+            if group_size > MOST_MEMBERS:
+                raise CheckpointingException(
+                    f"group_size is {group_size}; it can be {MOST_MEMBERS} at most"
+                )
+            self._parity, self._group_size = parity, group_size
+            self._failure_domain = failure_domain
+            self._encoder: GroupEncoder | None = None
+            self._protection: dict[int, Group] = {}
+            super().__init__(timeout_s, process_group, target_device, rate_limit=rate_limit)
 
     def replicate_image(
         self,

@@ -1,0 +1,167 @@
+"""Folders that are removed, or emptied, under an open manager, as by a disk mounted anew."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import localckpt
+from localckpt.errors import StorageError
+from tests.managers.jobs import KINDS, cliques, error_of, make_manager, resume, save, state_of
+from tests.ranks import node_store, run_ranks
+
+Dirs = Callable[[int], list[Path]]
+
+_WIPES = ("rank", "rank emptied", "session", "session emptied", "store", "store emptied")
+
+
+def _wipe(manager: Any, what: str) -> None:
+    """Remove the rank's folder, that of its session, or the store; or leave it there, empty."""
+    level, _, how = what.partition(" ")
+    folder = manager.store.folder
+    path = {"rank": folder, "session": folder.parent, "store": folder.parents[1]}[level]
+    shutil.rmtree(path)
+    if how == "emptied":
+        path.mkdir()
+
+
+def _wipe_in_turn(rank: int, world_size: int, kind: str, ranks_per_node: int) -> None:
+    """Rank 1 is wiped, and so is all of its node where the wipe is of more than its folder."""
+    number = 0
+    repl, queue = cliques(ranks_per_node, 2), localckpt.AsyncCallsQueue()
+    node = (rank // ranks_per_node) * ranks_per_node
+    for what in _WIPES:
+        is_wiped = rank == 1 or (node == 0 and ranks_per_node > 1 and not what.startswith("rank"))
+        came_from = "peer" if is_wiped else "own node"
+        with make_manager(kind, node_store(), what, repl, keep_last=2) as manager:
+            for when in ("before a look", "after a look", "between saves", "before a load"):
+                number += 1
+                save(manager, state_of(rank, number), number, queue)
+                if when == "after a look":
+                    assert manager.find_latest() == number
+                dist.barrier()
+                if rank == 1:
+                    _wipe(manager, what)
+                dist.barrier()
+                if when == "between saves":
+                    number += 1
+                    save(manager, state_of(rank, number), number, queue)
+                    assert resume(manager, rank, number) == "own node"
+                    continue
+                if when == "after a look":
+                    manager.load()
+                    source = manager.last_load.source
+                elif when == "before a load":
+                    manager.load(iteration=number)
+                    source = manager.last_load.source
+                else:
+                    source = resume(manager, rank, number)
+                assert source.startswith(came_from), (what, when, source)
+                # Copies are made again, and what is saved next is complete on all nodes.
+                assert resume(manager, rank, number) == "own node", (what, when)
+                assert manager.degraded == 0
+            number += 1
+            save(manager, state_of(rank, number), number)
+        with make_manager(kind, node_store(), what, repl) as manager:
+            assert resume(manager, rank, number) == "own node"
+    queue.close()
+    repl.close()
+
+
+@pytest.mark.parametrize(("kind", "ranks_per_node"), [("disk", 1), ("memory", 1), ("disk", 2)])
+def test_a_node_that_is_wiped_holds_nothing_and_is_loaded_from_its_peers(
+    kind: str, ranks_per_node: int, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    run_ranks(
+        *(_wipe_in_turn, 2 * ranks_per_node, kind, ranks_per_node),
+        store_per_node=nodes,
+        timeout_s=120.0,
+    )
+
+
+def _wipe_while_saving(rank: int, world_size: int, kind: str) -> str:
+    queue, told = localckpt.AsyncCallsQueue(), ""
+    with make_manager(kind, node_store(), "job", cliques(1, 2)) as manager:
+        save(manager, state_of(rank, 1), 1)
+        request = manager.save(state_of(rank, 2), 2, is_async=True)
+        dist.barrier()
+        if rank == 1:
+            _wipe(manager, "store")
+        dist.barrier()
+        queue.schedule_async_request(request)
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except StorageError as error:
+            told = str(error)
+        # Whichever comes first: the write, or the folder for the other's copy.
+        newest = 1 if told else 2
+        here = "own node" if rank == 0 or newest == 2 else "peer rank 0"
+        assert resume(manager, rank, newest) == here
+        save(manager, state_of(rank, 3), 3, queue)
+        assert resume(manager, rank, 3) == "own node"
+        queue.close()
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_during_which_a_node_is_wiped_ends_alike_on_all_ranks_and_the_next_is_complete(
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
+) -> None:
+    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
+
+    told = run_ranks(_wipe_while_saving, 2, kind, store_per_node=nodes)
+
+    assert told[0] == told[1]
+    assert not told[0] or "rank 1" in told[0]
+
+
+def _wipe_without_replicas(rank: int, world_size: int) -> list[int]:
+    found = []
+    with make_manager("disk", node_store(), "job") as manager:
+        save(manager, state_of(rank, 1), 1)
+        dist.barrier()
+        if rank == 1:
+            _wipe(manager, "session")
+        dist.barrier()
+        found.append(manager.find_latest())
+        save(manager, state_of(rank, 2), 2)
+        found.append(manager.find_latest())
+        assert resume(manager, rank, 2) == "own node"
+    return found
+
+
+def test_a_wiped_node_without_replicas_has_lost_its_shards_and_saves_on(node_dirs: Dirs) -> None:
+    assert run_ranks(_wipe_without_replicas, 2, store_per_node=node_dirs(2)) == [[-1, 2]] * 2
+
+
+def _mount_another_store(rank: int, world_size: int) -> str:
+    with make_manager("disk", node_store() / "mine", "job") as manager:
+        save(manager, state_of(rank, 1), 1)
+        make_manager("disk", node_store() / "other", "job").close()
+        dist.barrier()
+        mine, other = node_store() / "mine", node_store() / "other"
+        if rank == 1:
+            mine.rename(node_store() / "away")
+            other.rename(mine)
+        told = error_of(manager.find_latest, StorageError)
+        assert "session-job/1" not in "".join(map(str, mine.rglob("*.safetensors"))) or rank == 0
+        if rank == 1:
+            mine.rename(other)
+            (node_store() / "away").rename(mine)
+        assert resume(manager, rank, 1) == "own node"
+    return told
+
+
+def test_the_store_of_another_node_in_the_place_of_a_store_is_refused(node_dirs: Dirs) -> None:
+    told = run_ranks(_mount_another_store, 2, store_per_node=node_dirs(2))
+
+    assert told[0] == told[1]
+    assert "rank 1: " in told[0]
+    assert "is the store of another node now" in told[0]

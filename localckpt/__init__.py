@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
+    from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
     from localckpt.errors import DivergenceError as DivergenceError
@@ -115,6 +116,7 @@ _HOMES = {
     "UnsafeGlobalError": "errors",
     "WorkerDiedError": "errors",
     "replicated": "managers.replicated",
+    "worker_init_fn": "checkpointer.workers",
 }
 # Of localckpt.megatron and localckpt.replication.survival, for code that imports them from here.
 _HOMES_BESIDE = {

@@ -9,11 +9,15 @@ thread count as ended. The waits here take no lock that another thread needs.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 from weakref import ref
@@ -24,6 +28,7 @@ __all__ = [
     "SerialThread",
     "Task",
     "end_all",
+    "exit_by",
     "interrupt_behind",
     "run_interruptibly",
     "wait_for_any",
@@ -116,13 +121,21 @@ class Task(Generic[T]):
 
         Args:
             name: Name of the thread.
-            daemon: True if the interpreter may exit without waiting for the thread.
+            daemon: True if the interpreter may exit without waiting for the thread; else see
+                :func:`exit_by`.
 
         Raises:
             RuntimeError: No thread can be started; call :meth:`run` instead.
             BaseException: An interrupt. The task may run or not: call :func:`end_all`.
         """
-        _Thread(target=self.run, name=name, daemon=daemon).start()
+        if not daemon:
+            _awaited_at_exit[id(self)] = self
+        try:
+            # Python's own wait for threads that are no daemons has no deadline.
+            _Thread(target=self.run, name=name, daemon=True).start()
+        except RuntimeError:
+            _awaited_at_exit.pop(id(self), None)
+            raise
         self._is_started = True
 
     def run(self) -> None:
@@ -137,6 +150,7 @@ class Task(Generic[T]):
             if self._taken.get("by") is me:
                 self._work = None
                 self.over.set()
+                _awaited_at_exit.pop(id(self), None)
             # These variables would form a cycle with the error, whose traceback keeps this frame.
             del self, work
 
@@ -198,7 +212,37 @@ class Task(Generic[T]):
         if self._taken.setdefault("by", None) is None:
             self._work = None
             self.over.set()
+            _awaited_at_exit.pop(id(self), None)
         return self.done()
+
+
+_awaited_at_exit: dict[int, Task[Any]] = {}
+# A fork has none of these threads.
+os.register_at_fork(after_in_child=_awaited_at_exit.clear)
+_exit_at = inf
+
+
+def exit_by(at: float) -> None:
+    """Have the interpreter's exit wait for threads no longer than until a time.
+
+    Without it the exit waits for all threads that are no daemons. A thread that is left behind, as
+    in a system call on storage that hangs, ends with the process.
+
+    Args:
+        at: The time, by ``time.monotonic()``.
+    """
+    global _exit_at
+    _exit_at = at
+
+
+@atexit.register
+def _await_at_exit() -> None:
+    while True:
+        tasks = [task for task in tuple(_awaited_at_exit.values()) if task.begins()]
+        left = [task for task in tasks if not task.done()]
+        if not left or time.monotonic() >= _exit_at:
+            return
+        left[0].wait(None if _exit_at == inf else _exit_at - time.monotonic())
 
 
 class _Thread(threading.Thread):

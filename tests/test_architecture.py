@@ -55,8 +55,8 @@ _ARROWS = {
         *("memory", "state_dict", "storage", "replication", "availability", "async_save"),
     },
     "checkpointer": {
-        *("errors", "failure_texts", "ids", "trust", "options", "threads", "events", "ranks"),
-        *("memory", "state_dict"),
+        *("errors", "failure_texts", "ids", "trust", "options", "threads", "waiting"),
+        *("events", "ranks", "memory", "state_dict"),
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {

@@ -151,7 +151,7 @@ def test_in_whatever_order_ranks_poll_promise_and_hear_all_act_in_the_same_poll(
 
     def promise_or_hear(rank: int) -> None:
         if rank not in limits:
-            limits[rank] = watches[rank]._promise()
+            limits[rank] = watches[rank]._promise(margin=rank % 2)
         elif len(limits) == len(watches) and rank not in heard:
             heard.add(rank)
             watches[rank]._calls.append(_call(0))

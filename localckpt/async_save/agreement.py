@@ -113,6 +113,12 @@ class Agreement:
         self.is_under_way = False
         return verdict
 
+    def coming(self, call: Watched) -> Verdict | None:
+        """Verdict on a call, also if it takes effect in a later poll only; asks no other rank."""
+        if self._watch is not None:
+            return self._watch.coming(call.number)
+        return self._own_verdict(call) if call.ending.done() else None
+
     def begin_anew(self, number: int) -> None:
         """Forget all calls after a mismatch; see :meth:`Watch.begin_anew`."""
         assert self._watch is not None, "a rank that is alone does not differ from others"

@@ -147,7 +147,8 @@ class AsyncCallsQueue:
         def note(call: PendingCall, caller: AsyncCaller | None) -> None:
             own, number = rest.call, rest.call_idx
             watched = Watched(
-                *(number, call.name, call, own.report_fn, own.judge_fn, own.iteration)
+                *(number, call.name, call, own.report_fn, own.judge_fn, own.iteration),
+                is_urgent=own.is_urgent_fn,
             )
             self._entries.append(_Entry(rest, call, caller, watched))
             self._agreement.add(watched)
@@ -210,6 +211,18 @@ class AsyncCallsQueue:
     def get_num_unfinalized_calls(self) -> int:
         """Number of calls that were scheduled and are not finalized."""
         return len(self._entries)
+
+    @property
+    def is_over_here(self) -> bool:
+        """True if all calls are over on this rank; asks no other rank."""
+        return self._are_over(self._scheduled)
+
+    def coming(self) -> Verdict | None:
+        """Return the verdict on the oldest call as soon as it is known, before it takes effect.
+
+        Waits for nothing and asks no other rank. ``None`` if it is not known, or there is no call.
+        """
+        return self._agreement.coming(self._entries[0].watched) if self._entries else None
 
     def check_for_errors(self) -> None:
         """Raise if a call has failed on this rank. Waits for nothing and asks no other rank.

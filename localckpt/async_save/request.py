@@ -89,6 +89,8 @@ class AsyncCall:
             ``no_dist``, which asks no other rank, nor in :meth:`AsyncRequest.execute_sync`.
         name: What the call does, for messages, the same on all ranks; empty for the function's
             name.
+        is_urgent_fn: Tells by what ``judge_fn`` returned whether all ranks act in the next poll of
+            the rank that is ahead, so that polls may wait a moment; by default they act one later.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class AsyncCall:
         verdict_fn: Callable[[Any], None] | None = None,
         iteration: int | None = None,
         name: str = "",
+        is_urgent_fn: Callable[[Any], bool] | None = None,
     ) -> None:
         self.name = name
         self.function = function
@@ -119,6 +122,7 @@ class AsyncCall:
         self.judge_fn = judge_fn
         self.verdict_fn = verdict_fn
         self.iteration = iteration
+        self.is_urgent_fn = is_urgent_fn
 
     @classmethod
     def of(cls, function: Callable[..., Any] | None) -> AsyncCall:
@@ -136,6 +140,7 @@ class AsyncCall:
             judge_fn=self.judge_fn,
             verdict_fn=self.verdict_fn,
             iteration=self.iteration,
+            is_urgent_fn=self.is_urgent_fn,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ __all__ = [
     "check_state",
     "check_timeout",
     "judge_arguments",
-    "judge_ends",
+    "judge_last_steps",
 ]
 
 
@@ -71,7 +71,7 @@ def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def judge_ends(told_by: Sequence[Sequence[Any]]) -> list[Any]:
+def judge_last_steps(told_by: Sequence[Sequence[Any]]) -> list[Any]:
     """Judge after which step the ranks end.
 
     Args:

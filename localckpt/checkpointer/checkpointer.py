@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from localckpt.checkpointer.arguments import (
@@ -22,11 +23,12 @@ from localckpt.checkpointer.arguments import (
     check_state,
     check_timeout,
     judge_arguments,
-    judge_ends,
+    judge_last_steps,
 )
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.last_save import LastSave
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.pulse import Plan, Pulse
@@ -45,7 +47,7 @@ from localckpt.checkpointer.tiers import (
     with_redundancy,
 )
 from localckpt.checkpointer.words import in_own_words
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
@@ -58,7 +60,9 @@ from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path
+from localckpt.threads import Latch, Task, wait_for_any
 from localckpt.trust import is_orderly
+from localckpt.waiting import wait_until
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +70,11 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 logger = logging.getLogger(__name__)
+
+# Between two steps poll_stop() is called less often.
+_POLLS_IN_STEP = 1 << 32
+# So often ranks that wait for an older save to shared storage tell each other whether to stop.
+_AWAIT_S = 1.0
 
 
 class Checkpointer:
@@ -297,7 +306,7 @@ class Checkpointer:
             undo.callback(self._record.stream.close)
             is_alone = self._ranks.world_size == 1
             manager, made_strategy = with_redundancy(
-                make_manager, repl_strategy, replication_factor, is_alone
+                make_manager, repl_strategy, replication_factor, timeout_s, is_alone
             )
             self._nodes = NodeTier(manager, made_strategy, timeout_s, self._failures[0])
             undo.callback(self._nodes.close, is_in_step=False)
@@ -320,30 +329,37 @@ class Checkpointer:
                 undo.callback(self._shared.close, is_in_step=False)
                 if self._state.parts:
                     self._shared.use(self._state.parts)
+            self._is_counted = self._is_listening = False
             self._stop_requests = StopRequests(
                 *(stop_signals, None if stop_file is None else local_path(stop_file), stop_when),
-                self._take_back_attempt,
+                self._note_signal,
             )
             undo.pop_all()
         self._record.stream.release()
         self._meter = Meter()
-        self._pulse = Pulse(
-            cadence,
-            shared_cadence,
-            timeout_s,
-            self._stop_requests.why,
-            self._meter.costs,
-        )
+
+        def make_pulse() -> Pulse:
+            asked, costs = self._stop_requests.asked, self._meter.costs
+            return Pulse(cadence, shared_cadence, timeout_s, self._stop_requests.why, asked, costs)
+
+        self._pulse, self._pulse_between = make_pulse(), make_pulse()
+        if self._shared is not None:
+            self._shared.manager.is_to_stop = self._is_to_stop
+        self._is_hand_raised, self._next_look = False, 0.0
+        self._closing = Latch()
         self._schedule = Schedule(cadence, shared_cadence)
         grace_s = timeout_s if grace_s is None else grace_s
         self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
+        self._evidence = Evidence(self._state.parts)
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, SupportsFloat] | None = None
         self._is_counted = False
+        # Calls of poll_stop() since then.
+        self._polls = 0
         # Whether the time to stop in was over before the last save was complete.
         self._is_late = False
         self._is_closed = False
@@ -493,11 +509,39 @@ class Checkpointer:
         self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
             self._count_attempt()
+        self._polls = 0
         is_save = False
         if is_busy or step >= self._schedule.due or self._pulse.is_under_way:
             is_save = self._attend(step, metrics)
+        self._evidence.note()
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
+
+    def poll_stop(self) -> str | None:
+        """Return why the job is to stop, ``None`` if it is not, where no :meth:`step` comes.
+
+        Call it in loops of minutes between two steps, such as an evaluation, a warm-up or the
+        preparation of data; all ranks call it equally often. No message is sent. It answers alike
+        on all ranks in the same call, and then the state of the last step is safe, or the log says
+        what is not: as it is now, so that nothing but random number generators may have changed
+        since that step. :meth:`step` answers likewise from then on.
+
+        Raises:
+            CheckpointingException: :meth:`resume` was not called.
+            MismatchError, PeerLostError: As for :meth:`step`.
+        """
+        step, pulse = self._last_step, self._pulse_between
+        if step is None:
+            raise self._out_of_order(0)
+        if self.stopped is None:
+            self._ranks.require_same_world()
+            self._polls += 1
+            poll = step * _POLLS_IN_STEP + self._polls
+            if not pulse.is_under_way:
+                pulse.begin(step, self._schedule.saved, poll)
+            elif (plan := pulse.poll(poll)) is not None:
+                self._stop_as_planned(plan, step, None)
+        return self.stopped
 
     def rewind_random(self) -> None:
         """Have the random number generators go on from where :meth:`resume` has set them.
@@ -607,16 +651,57 @@ class Checkpointer:
         if self._is_closed:
             return
         # Also in the finally block of a loop that failed.
-        is_in_order = sys.exception() is None
-        self._end_attempt(sys.exception())
+        error, failed = sys.exception(), None
+        self._save_after(error)
         try:
+            if error is None:
+                self._save_last_step()
+            if self.stopped is None:
+                self._await_saves()
+        except BaseException as caught:  # noqa: BLE001 - raised when everything is freed
+            failed = caught
+        try:
+            self._end(partial(self._finish_and_close, error, failed))
+        finally:
+            # Else the errors would keep themselves by these variables.
+            del error, failed
+
+    def _await_saves(self) -> None:
+        """Wait for the saves under way on this rank; once it is asked to stop for its grace."""
+
+        def are_over() -> bool:
+            return self._nodes.is_over_here and not (self._shared and self._shared.is_busy)
+
+        asked = self._stop_requests.asked
+        wait_until(lambda: are_over() or asked.is_set(), self._ranks.timeout_s)
+        if asked.is_set():
+            self._is_late = not self._last_save.await_in_time(are_over)
+
+    def _end(self, close: Callable[[], None]) -> None:
+        """Close everything; of a job that is asked to stop in the time that is left."""
+        try:
+            if self._last_save.has_begun:
+                self._last_save.end(close)
+            else:
+                close()
+        finally:
+            # Here, in the main thread.
+            self._stop_requests.close()
+
+    def _finish_and_close(
+        self, handled: BaseException | None, failed: BaseException | None
+    ) -> None:
+        self._end_attempt(handled)
+        try:
+            if failed is not None:
+                raise failed
             if not self._is_late:
-                if is_in_order:
-                    self._save_last_step()
                 self.wait_until_finished()
         except BaseException as error:
-            self._close(is_in_step=not self._is_late, error=error)
+            self._close_after(error, is_in_step=not self._is_late)
             raise
+        finally:
+            del handled, failed
         self._close(is_in_step=not self._is_late)
 
     def __enter__(self) -> Self:
@@ -626,9 +711,13 @@ class Checkpointer:
         if error is None:
             self.close()
         elif not self._is_closed:
-            self._end_attempt(error)
-            # The other ranks may not come any more.
-            self._close(is_in_step=False, error=error)
+            self._save_after(error)
+            self._end(lambda: self._leave(error))
+
+    def _leave(self, error: BaseException) -> None:
+        self._end_attempt(error)
+        # The other ranks may not come any more.
+        self._close_after(error, is_in_step=False)
 
     # What a step does when there is something to do.
 
@@ -642,50 +731,108 @@ class Checkpointer:
         self._finalize(step, blocking=False)
         if self.stopped is not None:
             return is_save
-        if self._pulse.is_under_way and (plan := self._pulse.poll(step)) is not None:
-            self._follow(plan, step)
-            if plan.stop is not None:
-                self._save_before_stop(step, metrics)
-                return True
+        between = self._pulse_between
+        if between.is_under_way and (plan := between.poll(step * _POLLS_IN_STEP)) is not None:
+            self._stop_as_planned(plan, step, metrics)
+        # The next pulse begins before saves, whose waits it may end.
+        if self._beat(step, metrics):
+            self._beat(step, metrics)
         if self._schedule.is_save_due(step) and (self._may_overlap or not self._nodes.is_busy):
             self._begin_save(step)
             is_save = True
         if self._schedule.is_shared_save_due(step):
             self._begin_shared_save(step, metrics)
+        return is_save
+
+    def _beat(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> bool:
+        """Begin a pulse, or follow the plan of one; return whether another is to begin."""
         if self._schedule.is_pulse_due(step):
             self._pulse.begin(step, self._schedule.saved)
             self._schedule.note_pulse()
-        return is_save
+        if not self._pulse.is_under_way or (plan := self._pulse.poll(step)) is None:
+            return False
+        self._follow(plan, step, metrics)
+        return self.stopped is None
 
-    def _follow(self, plan: Plan, step: int) -> None:
+    def _follow(self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Take in what all ranks have decided; they do so in the same step."""
-        self.stopped = plan.stop
         self._record.steps(step, self._meter.costs())
-        if plan.stop is not None:
-            self._take_back_attempt()
+        self._evidence.look()
+        self._stop_as_planned(plan, step, metrics)
+        if self.stopped is not None:
+            return
         self._schedule.follow(plan, step, may_save=not self._nodes.is_busy)
         if self._shared is not None:
             self._shared.look()
 
     def _begin_save(self, step: int) -> None:
-        self._nodes.save(self._state.parts, step)
+        nodes, waits_s = self._nodes, self._ranks.timeout_s
+        # A request to stop ends the wait: the last save is that of the next step.
+        wait_until(lambda: nodes.has_room or self._is_to_stop(), waits_s)
+        if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
+            nodes.save(self._state.parts, step)
+        elif not self._is_to_stop():
+            self._failures[0].leave_out(waits_s)
         self._schedule.note_save(step)
+
+    def _is_to_stop(self) -> bool:
+        """Return whether some rank is asked to stop; for waits on storage, which it ends.
+
+        The plan of the next pulse, which all ranks follow, takes a step until then.
+        """
+        if not self._is_hand_raised and time.monotonic() >= self._next_look:
+            self._is_hand_raised = self._stop_requests.asked.is_set()
+            self._is_hand_raised |= self._ranks.is_hand_raised()
+            self._next_look = time.monotonic() + _AWAIT_S
+        return self._is_hand_raised
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
+        if not self._is_bad(step):
+            is_over, why = self._await_shared_save(step)
+            if why is not None:
+                self._stop(why, step, metrics)
+                return
+            if is_over:
+                self._shared.save(step, metrics)
+            else:
+                self._failures[1].leave_out(self._ranks.timeout_s)
+        self._schedule.note_shared_save(step)
+
+    def _is_bad(self, step: int) -> bool:
+        """Return whether a step is not to be saved to shared storage; the same on all ranks."""
         newest = self._nodes.newest
-        if newest is not None and self._nodes.manager.is_bad(newest):
-            # The same on all ranks, which have finalized that save in the same step.
+        is_bad = newest is not None and self._nodes.manager.is_bad(newest)
+        if is_bad:
             logger.warning(
                 "step %d is not saved to shared storage: step %d on the nodes is marked bad",
                 *(step, newest),
             )
-        else:
-            # A rank that does so alone is not to keep it from what the others do next.
-            kind = "save to shared storage"
-            self._ranks.agree(f"{kind} after step {step}", Attempt(), kind=kind, order=step)
-            self._shared.save(step, metrics)
-        self._schedule.note_shared_save(step)
+        return is_bad
+
+    def _await_shared_save(self, step: int) -> tuple[bool, str | None]:
+        """Wait for an older save to shared storage on all ranks, as long as none is to stop.
+
+        Returns:
+            Whether it is over, and why the job is to stop; the same on all ranks.
+        """
+        assert self._shared is not None, "without it no such save is planned"
+        shared, until = self._shared, time.monotonic() + self._ranks.timeout_s
+
+        def wait() -> list[Any]:
+            asked = self._stop_requests.asked
+            wait_until(lambda: not shared.is_busy or asked.is_set(), _AWAIT_S)
+            return [not shared.is_busy, time.monotonic() > until, self._stop_requests.why()]
+
+        # A rank that does so alone is not to keep it from what the others do next.
+        kind = "save to shared storage"
+        what = f"{kind} after step {step}"
+        while True:
+            is_over, is_too_late, why = self._ranks.agree(
+                what, Attempt(), wait(), _judge_waits, kind=kind, order=step
+            )
+            if is_over or is_too_late or why is not None:
+                return is_over, why
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
@@ -710,22 +857,30 @@ class Checkpointer:
     def _count_attempt(self) -> None:
         """Count this start as one in vain until it gets on: it has made a step."""
         self._is_counted = True
+        if not self._is_listening:
+            self._is_listening = True
+            Task(self._listen).start("localckpt-stop", daemon=True)
         self._nodes.manager.count_attempt()
         if self._shared is not None:
             self._shared.manager.count_attempt()
 
-    def _take_back_attempt(self, received: signal.Signals | None = None) -> None:
+    def _take_back_attempt(self) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
         self._nodes.manager.take_back_attempt()
-        # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
-        # has notes of its own on its node, and none on shared storage.
-        if self._shared is not None and received in (None, signal.SIGINT):
+        if self._shared is not None:
             self._shared.manager.take_back_attempt()
+
+    def _note_signal(self, received: signal.Signals) -> None:
+        # What follows other signals is done in a thread.
+        if received is signal.SIGINT:
+            self._take_back_attempt()
 
     def _end_attempt(self, error: BaseException | None) -> None:
         if is_orderly(error):
             self._take_back_attempt()
             self._warn_if_idle()
+        elif self._stop_requests.asked.is_set():
+            self._nodes.manager.take_back_attempt()
 
     def _warn_if_idle(self) -> None:
         """Warn if nothing was left to do: the checkpoint may be that of another program."""
@@ -740,16 +895,40 @@ class Checkpointer:
             "" if self._shared is None else f", or {self._shared.manager.root}",
         )
 
-    def _save_before_stop(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _listen(self) -> None:
+        """Do what follows a signal in a thread, which may wait for storage and for the store."""
+        asked = self._stop_requests.asked
+        wait_for_any([asked, self._closing])
+        if not asked.is_set():
+            return
+        try:
+            self._ranks.raise_hand()
+        except PeerLostError as error:
+            logger.warning("other ranks do not hear of a signal before the next pulse: %s", error)
+        # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
+        # has notes of its own on its node, and none on shared storage.
+        self._nodes.manager.take_back_attempt()
+
+    def _stop_as_planned(
+        self, plan: Plan, step: int, metrics: Mapping[str, SupportsFloat] | None
+    ) -> None:
+        if plan.stop is not None and self.stopped is None:
+            self._stop(plan.stop, step, metrics)
+
+    def _stop(self, why: str, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Have the state of this step safe, as far as there is time; all ranks do so."""
-        logger.warning("stopping after step %d: %s", step, self.stopped)
-        self._record.preempted(step, self.stopped)
+        self.stopped = why
+        logger.warning("stopping after step %d: %s", step, why)
+        self._record.preempted(step, why)
+        # Behind the last save, which is not to wait for storage that hangs.
+        Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
         self._is_late = self._last_save.run(
             step,
-            lambda: self._begin_save(step),
+            lambda: self._nodes.save(self._state.parts, step),
             # It polls more than once in a step.
             lambda: self._finalize(None, blocking=False),
-            lambda: self._begin_shared_save(step, metrics),
+            lambda: self._save_last_to_shared(step, metrics),
+            is_new=self._is_counted,
         )
         self._schedule.end()
 
@@ -772,7 +951,7 @@ class Checkpointer:
         lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
         mine = [self._has_failed, step, *lacks]
         failed_on, step, to_nodes, to_shared = self._ranks.decide(
-            "end the job", lambda: mine, judge_ends
+            "end the job", lambda: mine, judge_last_steps
         )
         if failed_on:
             logger.warning("the last step is not saved: a call failed on %s", failed_on)
@@ -782,6 +961,30 @@ class Checkpointer:
             self._begin_save(step)
         if to_shared and self._shared is not None:
             self._begin_shared_save(step, self._last_metrics)
+
+    def _save_after(self, error: BaseException | None) -> None:
+        """Save the last step after an error that a signal to stop has caused, if that is safe.
+
+        That is if all ranks are at the same step, and know that nothing has changed since.
+        """
+        step, is_asked = self._last_step, self._stop_requests.asked.is_set()
+        if not isinstance(error, Exception) or not is_asked or self.stopped is not None:
+            return
+        if step is None or not self._is_counted:
+            return
+        self._last_save.begin()
+        report = (step, is_of_loader(error) and self._evidence.is_unchanged())
+        try:
+            self._ranks.decide("save after an error", lambda: report, judge_ends)
+        except CheckpointingException as refused:
+            logger.error("step %d is not saved after the signal to stop: %s", step, refused)
+            return
+        self._stop(f"{self._stop_requests.why()}, and then {type(error).__name__}", step, None)
+
+    def _save_last_to_shared(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        assert self._shared is not None, "without it there is no such save"
+        if not self._is_bad(step):
+            self._shared.save(step, metrics)
 
     # Beginning and end.
 
@@ -819,8 +1022,16 @@ class Checkpointer:
             f"was saved, call resume(step=...). Nothing was saved"
         )
 
+    def _close_after(self, error: BaseException, *, is_in_step: bool) -> None:
+        """Close everything after an error, in whose place nothing else is to be raised."""
+        try:
+            self._close(is_in_step=is_in_step, error=error)
+        except CheckpointingException as failed:
+            logger.error("%s", failed)
+
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
         self._is_closed = True
+        self._closing.set()
         step, self._last_step = self._last_step, None
         outcome: Outcome | None = None if error or self.stopped is None else "stopped"
         with ExitStack() as closing:
@@ -829,5 +1040,12 @@ class Checkpointer:
             closing.callback(self._nodes.close, is_in_step=is_in_step)
             if self._shared is not None:
                 closing.callback(self._shared.close, is_in_step=is_in_step)
-            closing.callback(self._stop_requests.close)
             closing.callback(self._pulse.close, is_in_step=is_in_step)
+            closing.callback(self._pulse_between.close, is_in_step=is_in_step)
+
+
+def _judge_waits(waits: list[list[Any]]) -> list[Any]:
+    """Judge the waits of all ranks: whether all are over, some too late, and why to stop."""
+    over, too_late, stops = zip(*waits, strict=True)
+    why = next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None)
+    return [all(over), any(too_late), why]

@@ -1,8 +1,8 @@
 """Pulse: every few seconds all ranks decide, behind training, when to save and whether to stop.
 
-A pulse is an asynchronous call that does nothing but report. The root judges the reports, and all
-ranks have the verdict in the same step, so they save, or stop, in the same step, and no step sends
-a message.
+A pulse is an asynchronous call that does nothing but wait and report. One is always under way, and
+on a rank that is asked to stop it ends at once. The root judges the reports, and all ranks have the
+verdict in the same step, so they save, or stop, in the same step, and no step sends a message.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.async_save.request import AsyncCall, AsyncRequest, runs_in_trainer
 from localckpt.checkpointer.cadence import Costs, Every
 from localckpt.errors import MismatchError
+from localckpt.threads import Latch, wait_for_any
 
 __all__ = ["Plan", "Pulse", "Report", "judge_reports"]
 
 logger = logging.getLogger(__name__)
 
-_PULSE_S = 2.0
-"""Time between two pulses: how long a signal to stop may go unheard."""
-_MOST_STEPS = 100
-"""Between two pulses, also of fast steps: those that follow may be slow."""
+_PULSE_S = 1.5
+"""Duration of a pulse: so long a request to stop may go unheard on other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Report:
         step: The step in which the pulse began.
         stop: Why this rank is to stop; ``None`` if it is not.
         costs: Its measurements.
-        saved: Steps of its last saves, to the nodes and to shared storage.
+        saved: Steps of its last saves, to the nodes and to shared storage, when the pulse began.
     """
 
     step: int
@@ -56,19 +54,20 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of all ranks until the next pulse.
+    """Plan of all ranks until the next one.
 
     Attributes:
-        next_save: Step of the next save; ``None`` while it is not known.
-        next_shared_save: The same of saves to shared storage; ``None`` without any, too.
-        pulse_steps: Steps from this pulse to the next.
+        interval: Steps from one save to the next; ``None`` while it is not known.
+        shared_interval: The same of saves to shared storage; ``None`` without any, too.
+        saved, shared_saved: Steps of the last saves that the plan knows of.
         stop: Why the job is to stop; ``None`` if it is not.
         mismatch: How the steps of the ranks differ; ``None`` if they do not.
     """
 
-    next_save: int | None
-    next_shared_save: int | None
-    pulse_steps: int
+    interval: int | None
+    shared_interval: int | None
+    saved: int = -1
+    shared_saved: int = -1
     stop: str | None = None
     mismatch: str | None = None
 
@@ -89,16 +88,13 @@ def judge_reports(every: Every, shared_every: Every | None, told: Sequence[Any])
         _slowest([report.costs.save_s for report in reports]),
     )
     stops = [f"rank {rank}: {report.stop}" for rank, report in enumerate(reports) if report.stop]
-    step_s = _PULSE_S if costs.step_s is None else max(costs.step_s, _PULSE_S / _MOST_STEPS)
-    pulse_steps = ceil(_PULSE_S / step_s)
     # A rank may have saved alone.
     saved, shared_saved = (max(steps) for steps in zip(*(r.saved for r in reports), strict=True))
-    interval = every.interval(costs)
-    shared_interval = None if shared_every is None else shared_every.interval(costs)
     return [
-        None if interval is None else saved + interval,
-        None if shared_interval is None else shared_saved + shared_interval,
-        pulse_steps,
+        every.interval(costs),
+        None if shared_every is None else shared_every.interval(costs),
+        saved,
+        shared_saved,
         stops[0] if stops else None,
         mismatch,
     ]
@@ -111,7 +107,11 @@ class Pulse:
         every, shared_every: Cadences of the saves.
         timeout_s: Deadline of the agreement, in seconds.
         why_stop: Tells why this rank is to stop, ``None`` if it is not; called in a thread.
+        asked: Set once this rank is asked to stop, which ends its wait.
         costs: Returns this rank's measurements; called in a thread.
+
+    Attributes:
+        is_under_way: Whether a pulse was begun whose plan is to come.
     """
 
     def __init__(
@@ -120,30 +120,37 @@ class Pulse:
         shared_every: Every | None,
         timeout_s: float,
         why_stop: Callable[[], str | None],
+        asked: Latch,
         costs: Callable[[], Costs],
     ) -> None:
         self._queue = AsyncCallsQueue(timeout_s=timeout_s)
         self._judge = partial(judge_reports, every, shared_every)
         self._why_stop = why_stop
+        self._ends_wait = asked, Latch()
+        # The first pulse is to find out what is not known yet.
+        self._waits_s = 0.0
         self._costs = costs
         self._plan: Plan | None = None
         self._was_mismatched = False
         self.is_under_way = False
 
-    def begin(self, step: int, saved: tuple[int, int]) -> None:
-        """Begin a pulse; all ranks call it in the same step.
+    def begin(self, step: int, saved: tuple[int, int], poll: int | None = None) -> None:
+        """Begin a pulse; all ranks call it in the same step, or poll.
 
         Args:
             step: The step.
             saved: As for :class:`Report`.
+            poll: As for :meth:`poll`.
         """
-        self._queue.pass_step(step)
+        self._queue.pass_step(step if poll is None else poll)
         fields: list[Any] = []
+        waits_s, self._waits_s = self._waits_s, _PULSE_S
 
         # Here and not in report_fn: what tells why to stop may have to ask for it over a network,
         # and a rank that is alone would do so in its training loop.
         @runs_in_trainer
         def look() -> None:
+            wait_for_any(self._ends_wait, waits_s)
             fields.extend(Report(step, self._why_stop(), self._costs(), saved).to_json())
 
         call = AsyncCall(
@@ -152,12 +159,16 @@ class Pulse:
             judge_fn=self._judge,
             verdict_fn=self._take,
             name="plan the next saves",
+            is_urgent_fn=lambda fields: Plan(*fields).stop is not None,
         )
         self._queue.schedule_async_request(AsyncRequest(call, (), []))
         self.is_under_way = True
 
     def poll(self, step: int) -> Plan | None:
         """Return the plan, in the step in which all ranks have it; ``None`` else.
+
+        Args:
+            step: The step; or any number that grows from poll to poll, the same on all ranks.
 
         Raises:
             MismatchError: The ranks were in different steps in the last pulse and in this one; on
@@ -188,6 +199,7 @@ class Pulse:
         Args:
             is_in_step: Whether all ranks close theirs, too, after the same step.
         """
+        self._ends_wait[1].set()
         self._queue.close(abort=not is_in_step)
 
     def _take(self, fields: Sequence[Any]) -> None:

@@ -53,14 +53,17 @@ class Schedule:
             step: Number of the step.
             may_save: Whether a save may begin to find out what one costs, if that is not known.
         """
-        self._next_pulse = step + plan.pulse_steps
+        self._next_pulse = step
+        # Saves may have begun since the pulse of this plan.
+        saved, shared_saved = self.saved
         if self._steps is None:
-            if plan.next_save is not None:
-                self._next_save = plan.next_save
+            if plan.interval is not None:
+                self._next_save = max(saved, plan.saved) + plan.interval
             elif may_save:
                 self._next_save = step
-        if self._shared_steps is None and plan.next_shared_save is not None:
-            self._next_shared_save = plan.next_shared_save
+        if self._shared_steps is None and plan.shared_interval is not None:
+            last = max(shared_saved, plan.shared_saved)
+            self._next_shared_save = last + plan.shared_interval
         self._find_due()
 
     def note_failure(self) -> None:

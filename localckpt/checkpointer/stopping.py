@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from localckpt.errors import CheckpointingException
-from localckpt.threads import Task
+from localckpt.threads import Latch, Task, wait_for_any
 
 __all__ = ["StopRequests"]
 
@@ -35,6 +35,9 @@ class StopRequests:
         ask: Tells why the job is to stop, ``None`` or "" if it is not; called in a thread every few
             seconds. ``None`` for none.
         on_signal: Called in the handlers, and when Ctrl-C is about to raise KeyboardInterrupt.
+
+    Attributes:
+        asked: Set once a signal has asked this rank to stop.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class StopRequests:
         ask: Callable[[], str | None] | None,
         on_signal: Callable[[signal.Signals], None],
     ) -> None:
+        self.asked = Latch()
         self._file = file
         self._ask = ask
         self._on_signal = on_signal
@@ -81,7 +85,8 @@ class StopRequests:
         if self._looking is None:
             self._looking = Task(self._look)
             self._looking.start("localckpt-stop", daemon=True)
-        if not self._looking.wait(_ANSWER_S):
+        wait_for_any([self._looking.over, self.asked], _ANSWER_S)
+        if not self._looking.done():
             logger.warning("stop_file or stop_when gives no answer; a signal still stops this job")
             return self._received
         looking, self._looking = self._looking, None
@@ -125,6 +130,8 @@ class StopRequests:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._is_idle:
             self._received = f"signal {signal.Signals(number).name}"
+            self.asked.set()
+            _leave_workers_to_loaders()
         self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -138,3 +145,14 @@ class StopRequests:
             # In a child, or below a handler that was set since, which calls this one.
             signal.signal(received, before)
             signal.raise_signal(received)
+
+
+def _leave_workers_to_loaders() -> None:
+    """Have the end of a data loader's worker be an error where its batch is missing only.
+
+    The signal may have ended it, too. Torch's handler raises an error wherever the trainer is, also
+    in the last save.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, lambda *_: None)

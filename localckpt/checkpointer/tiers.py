@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -31,6 +31,7 @@ from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.managers.restoring import LoadOptions
 from localckpt.options import PrivateRule
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
@@ -82,6 +83,23 @@ class Failures:
             "a save to %s failed (%d in a row; training ends at %d): %s",
             *(self._what, self._in_a_row, self._most, error),
         )
+
+    def leave_out(self, waited_s: float) -> None:
+        """Count a save that was not begun, since an older one was in the way.
+
+        Args:
+            waited_s: How long that was waited for, in seconds.
+
+        Raises:
+            SaveFailedError: Too many have failed in a row.
+        """
+        self.note(
+            SaveFailedError(
+                f"the saves before this one have not been written after {waited_s:g} s: is the "
+                f"storage stuck? This save was not started. Older checkpoints are as they were"
+            )
+        )
+        self.raise_if_too_many()
 
     def raise_if_too_many(self) -> None:
         """Raise the last error if training is not to go on."""
@@ -135,6 +153,40 @@ class NodeTier:
     def is_busy(self) -> bool:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
+
+    @property
+    def is_over_here(self) -> bool:
+        """True if no save is under way on this rank, whatever others do."""
+        return self._queue.is_over_here
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more save would not wait for an older one; asks no other rank."""
+        in_flight = self._queue.get_num_unfinalized_calls()
+        return in_flight < self.manager.store.num_buffers or self._queue.coming() is not None
+
+    def answers(self, timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Return whether this node's storage answers in time.
+
+        What a save does there at its beginning holds training up, and cannot be interrupted.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+            given_up: As for :func:`answered`.
+        """
+        store = self.manager.store
+
+        def probe() -> None:
+            # A refusal is an answer, of which the save tells all ranks.
+            with suppress(StorageError):
+                store.probe()
+
+        try:
+            answered("write to", store.root, timeout_s, probe, given_up)
+        except StorageError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     def save(self, parts: Mapping[str, Any], step: int) -> None:
         """Begin a save, unless this step is saved; all ranks do so in the same step."""
@@ -279,8 +331,14 @@ class SharedTier:
     def save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         """Begin a save, after the one before; all ranks do so in the same step."""
         self.finish()
-        self._state.save(step, metrics)
-        self._is_checked = False
+        try:
+            self._state.save(step, metrics)
+        except StorageError as error:
+            # The same on all ranks, of which none has begun.
+            self._failures.note(error)
+            self._failures.raise_if_too_many()
+        else:
+            self._is_checked = False
 
     def load(self, load: PartsToLoad, steps: Sequence[int]) -> int:
         """Fill the state from the first checkpoint that is not damaged; all ranks do so.
@@ -312,6 +370,10 @@ class SharedTier:
     def is_busy(self) -> bool:
         """True if a save is under way on this rank."""
         return self.manager.is_saving
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether the last save is of this step and complete; asks no other rank."""
+        return self.manager.has_saved(step)
 
     def look(self) -> None:
         """Warn of a save that has failed; waits for nothing, and asks no other rank."""
@@ -349,6 +411,7 @@ def with_redundancy(
     make_manager: Callable[[ReplicationStrategy | None], NodeManager],
     repl_strategy: ReplicationStrategy | None,
     replication_factor: int | None,
+    timeout_s: float,
     is_alone: bool,
 ) -> tuple[NodeManager, ReplicationStrategy | None]:
     """Make a manager with the redundancy that was asked for, or else what the nodes allow.
@@ -358,6 +421,7 @@ def with_redundancy(
         repl_strategy: The caller's strategy; ``None`` to make one.
         replication_factor: Number of nodes that each shard is to be on; ``None`` for 2 where there
             are as many nodes.
+        timeout_s: Deadline of the waits of a strategy that is made, in seconds.
         is_alone: Whether the job has one rank.
 
     Returns:
@@ -371,7 +435,7 @@ def with_redundancy(
     if replication_factor == 1 or (replication_factor is None and is_alone):
         return make_manager(None), None
     strategy = CliqueReplicationStrategy.from_replication_params(
-        replication_factor=replication_factor or 2
+        replication_factor=replication_factor or 2, timeout_s=timeout_s
     )
     try:
         return make_manager(strategy), strategy

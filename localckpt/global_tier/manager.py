@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, SupportsIndex, overload
@@ -38,6 +39,7 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import refused_together
 from localckpt.state_dict.replicated import without_markers
@@ -87,6 +89,8 @@ class GlobalCheckpointManager:
 
     Attributes:
         plans: Plans of the saves before; they tell what the last save sent.
+        is_to_stop: Tells whether the job is to stop, so that no save begins that has to wait for
+            storage. A training loop may set it.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class GlobalCheckpointManager:
                 )
             self.session_id = session_id
             self.timeout = timeout
+            self.is_to_stop: Callable[[], bool] = lambda: False
             self._root = CheckpointRoot(
                 local_path(root),
                 session_id,
@@ -309,6 +314,11 @@ class GlobalCheckpointManager:
     def is_saving(self) -> bool:
         """True while the last save is under way on this rank; asks no other rank."""
         return self._save is not None and not self._save.over.is_set()
+
+    def has_saved(self, iteration: int) -> bool:
+        """Return whether the last save is of this iteration and committed; asks no other rank."""
+        save = self._save
+        return save is not None and save.iteration == iteration and save.committed
 
     def check_for_errors(self) -> None:
         """Raise what the last save failed with, once; waits for nothing.
@@ -668,7 +678,8 @@ class GlobalCheckpointManager:
 
     def _begin(self, iteration: int, lineage: Lineage | None) -> list[Any]:
         """On the first rank, when all have planned: what all are to know of the save."""
-        begun = self._root.begin(iteration, lineage)
+        begin = partial(self._root.begin, iteration, lineage)
+        begun = answered("begin a save in", self._root.path, self.timeout, begin, self.is_to_stop)
         number = self._saving.rounds
         # Drawn once, also by a rank that an interrupt keeps from the save.
         self._saving.rounds += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import SupportsIndex
 
 from localckpt.availability.coverage import judge_resumed
@@ -17,6 +18,7 @@ from localckpt.ids import Checkpoint, Generation, ShardIdentity
 from localckpt.lineage import Lineage, Origin, Point, Resumed, begin_lineage, unsaid
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.managers.rendezvous import join
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import ReplicationStrategy
@@ -140,7 +142,8 @@ class Epoch:
         resumed = self._resumed or unsaid(iteration, seen)
         lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._checkpoints.lineages)
         with Attempt() as noting:
-            self._store.claim.note_lineage(lineage)
+            note = partial(self._store.claim.note_lineage, lineage)
+            answered("write to", "this node's store", self._ranks.timeout_s, note)
         self._ranks.agree("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
         self._checkpoints.began(lineage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +12,7 @@ from localckpt.availability.coverage import JoinRecord, judge_join
 from localckpt.availability.inventory import ranks_by_node
 from localckpt.failure_texts import ranges
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import PerRank, Ranks
 from localckpt.replication.strategies import ReplicationStrategy
@@ -73,7 +75,8 @@ def join(
     # nodes keep a shard could share its number with the next, which does not see those nodes; and
     # shards of both would pass for one checkpoint later.
     with Attempt() as noting:
-        store.claim.begin_epoch(epoch, owners, ranks.timeout_s)
+        begin = partial(store.claim.begin_epoch, epoch, owners, ranks.timeout_s)
+        answered("begin an attempt in", "this node's store", ranks.timeout_s, begin)
     ranks.agree("begin a new attempt", noting)
     # Attempts on nodes that have none in common know nothing of each other and come to the same
     # epoch; the numbers of their saves must differ, or their shards could pass for one checkpoint.

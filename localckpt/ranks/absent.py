@@ -9,7 +9,7 @@ from localckpt.errors import PeerLostError
 from localckpt.failure_texts import ranks_named
 from localckpt.ranks.failure import Failure
 
-__all__ = ["NAMED", "SLOW", "Absences"]
+__all__ = ["NAMED", "SLOW", "Absences", "named"]
 
 SLOW = "If the ranks are alive but slow, give a longer timeout; else restart the job."
 """Advice on the topic ``slow``, on ranks that did not come."""
@@ -44,11 +44,9 @@ class Absences:
             waited_s: How long they were waited for, in seconds.
             hint: The most frequent cause, as the end of the message.
         """
-        named = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
-        named[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
         return _lost(
             f"rank {self.me} waited {round(waited_s, 2):g} s to {what}, and "
-            f"{', '.join(named)} did not come. What was saved before stands",
+            f"{named(late, seen)} did not come. What was saved before stands",
             advice=f"{SLOW}{hint}",
         )
 
@@ -79,6 +77,13 @@ class Absences:
             f"saved before stands. find_latest() will tell",
             outcome_unknown=True,
         )
+
+
+def named(late: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Return ranks that have not come in words, with the call in which each was last seen."""
+    texts = [f"rank {rank} (last seen: {seen.get(rank, 'not seen yet')})" for rank in late]
+    texts[NAMED:] = [f"{len(late) - NAMED} more"] * (len(late) > NAMED)
+    return ", ".join(texts)
 
 
 def _lost(text: str, *, advice: str = "", **fields: bool) -> Failure:

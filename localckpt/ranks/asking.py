@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class StoreThreads:
         stopped: Latch,
         *,
         answer_s: float,
+        tell: Callable[[], float] = lambda: inf,
     ) -> T | None:
         """Ask the store as :func:`ask_store`, by a call that waits there for other ranks.
 
@@ -103,6 +105,8 @@ class StoreThreads:
             call: What is called, in another thread, with its wait.
             stopped: Ends the wait.
             answer_s: The time that the store has to answer, in seconds.
+            tell: Logs whom the wait is for if it is long, and returns when to call it again, in
+                seconds; called in this thread.
 
         Returns:
             What ``call`` returns; ``None`` if it was stopped while it waited. It is abandoned then,
@@ -121,7 +125,7 @@ class StoreThreads:
                     if at == passed:
                         raise TimeoutError(f"not for {now - began:.1f} s")
                     passed = at if at <= now else 0.0
-                    wait_for_any([task.over, stopped], max(at - now, _LAST_LOOK_S))
+                    wait_for_any([task.over, stopped], min(max(at - now, _LAST_LOOK_S), tell()))
                 if not task.done():
                     # Other ranks are to see what the call does before it waits.
                     at = min(until, wait.answers_by)

@@ -6,14 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, StorageError
 from localckpt.threads import Task
+from localckpt.waiting import wait_until
 
-__all__ = ["Deadline", "begin", "needs_thread", "within"]
+__all__ = ["Deadline", "answered", "begin", "end_waits_by", "needs_thread", "within"]
 
 T = TypeVar("T")
+
+# Storage that answers does so by then, and nobody is asked whether that is still wanted.
+_SOON_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,10 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """Make the deadline that is ``timeout_s`` from now."""
-        return cls(timeout_s, time.monotonic() + timeout_s)
+        """Make the deadline that is ``timeout_s`` from now, or that of :func:`end_waits_by`."""
+        now = time.monotonic()
+        timeout_s = max(0.0, min(timeout_s, _latest - now))
+        return cls(timeout_s, now + timeout_s)
 
     @property
     def left_s(self) -> float:
@@ -42,6 +49,21 @@ class Deadline:
     def waited_s(self) -> float:
         """Seconds that have passed of the time that was given."""
         return min(self.timeout_s, time.monotonic() - (self.at - self.timeout_s))
+
+
+_latest = inf
+
+
+def end_waits_by(at: float) -> None:
+    """Let no deadline that is made from now on be later than a time, in this process.
+
+    For a job that is asked to stop.
+
+    Args:
+        at: The time, by ``time.monotonic()``; infinity to let deadlines be as they are.
+    """
+    global _latest
+    _latest = at
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
@@ -55,7 +77,37 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         TimeoutError: It has not returned in time. It goes on, and its outcome is lost.
         CheckpointingException: No thread can be had.
     """
-    return begin(call).take_result(timeout_s)
+    return begin(call).take_result(Deadline.after(timeout_s).left_s)
+
+
+def answered(
+    what: str,
+    place: object,
+    timeout_s: float,
+    call: Callable[[], T],
+    given_up: Callable[[], bool] = lambda: False,
+) -> T:
+    """Return what a call returns that waits for storage, which may never answer.
+
+    Args:
+        what: Verb for the message "could not <what> <place>".
+        place: File or directory for that message.
+        timeout_s: The longest wait, in seconds.
+        call: Called in a thread of its own; what it does after its deadline must do no harm.
+        given_up: Tells whether nobody wants the answer any more, which ends the wait.
+
+    Raises:
+        StorageError: It has not returned in time, or is given up.
+    """
+    task, waits_s = begin(call), Deadline.after(timeout_s).left_s
+    if not task.wait(min(waits_s, _SOON_S)):
+        wait_until(lambda: task.done() or given_up(), waits_s)
+    if task.done():
+        return task.take_result()
+    raise StorageError(
+        f"could not {what} {place}: the storage did not answer within {waits_s:g} s, or before "
+        f"the job was told to stop. Checkpoints saved before are as they were"
+    )
 
 
 def begin(call: Callable[[], T]) -> Task[T]:

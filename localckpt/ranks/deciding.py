@@ -7,6 +7,7 @@ finds out who is missing, and gives the verdict in its place.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +18,12 @@ from torch._C._distributed_c10d import Store
 
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.failure_texts import short
-from localckpt.ranks.absent import NAMED, Absences
+from localckpt.ranks.absent import NAMED, Absences, named
 from localckpt.ranks.asking import StoreThreads, StoreWait, ask_store, store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.job_store import Group, StorePart
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import Round
 from localckpt.ranks.verdict import Call, Verdict, joint_failure, judge_reports
 from localckpt.threads import Latch
@@ -42,6 +44,8 @@ _LEAVING_S = 1.0
 _PAUSE_OF_HEARING_S, _HEARING_S = 0.25, 600.0
 # The job's store may live in the root's process, so others get time to read the last verdict.
 _SEE_OFF_S = 2.0
+# For a look whom a wait is for.
+_LOOKING_S = 1.0
 
 
 class Deciding:
@@ -86,6 +90,11 @@ class Deciding:
     def open(self, deadline: Deadline | None = None) -> Store:
         """Return the part of the store, once all ranks have come to theirs."""
         return self._part.open(self.stopped, deadline)
+
+    def ask(self, what: str, call: Callable[[Store], T]) -> T:
+        """Call what asks the part of the store, outside of any round."""
+        store = self.open()
+        return ask_store(what, self._timeout_s, lambda: call(store))
 
     def meet(self, number: int, call: Call) -> tuple[Verdict, Exception | None]:
         """Take part in a round.
@@ -365,6 +374,33 @@ class Deciding:
             failure = self._absences.late(what, missing, seen, waited_s, self._hint())
         return Verdict(failure=failure, late=missing, given_up=what)
 
+    def attended_awaits(self) -> str:
+        """Return in words which ranks an :meth:`attend` in another thread waits for."""
+        attended = self._attended
+        return "its own calls" if attended is None else self._awaited(attended[0])
+
+    def _awaited(self, number: int) -> str:
+        """Return in words which ranks a round waits for: on the root all, else whether it does.
+
+        Only the root reads the reports of all.
+        """
+
+        def look() -> str:
+            round_ = self._round(self.open(), number, StoreWait(_LOOKING_S))
+            reported = round_.last_report(self._root)
+            if not self.is_root and reported is not None and reported[0] >= number:
+                return f"ranks that rank {self._absences.root} names"
+            late = [self._root]
+            if self.is_root:
+                late = [rank for rank, report in enumerate(round_.reports()) if report is None]
+            seen = {self._ranks[r]: s for r in late[:NAMED] if (s := round_.last_seen(r))}
+            return named([self._ranks[rank] for rank in late], seen) or "the job's store"
+
+        try:
+            return ask_store("see which ranks are waited for", _LOOKING_S, look)
+        except PeerLostError:
+            return "the job's store, which does not answer"
+
     def _failure_here(self, what: str, failure: Failure) -> Failure:
         return Failure.joint(f"could not {what}: ", {self._absences.me: failure})
 
@@ -389,12 +425,17 @@ class Deciding:
         store = self.open()
         # However long the wait for other ranks, the store needs its time.
         answer_s = 2 * self._timeout_s + _AFTER_FIRST_S
+        # Behind training a wait holds nothing up.
+        is_training = threading.current_thread() is threading.main_thread()
+        level = logging.WARNING if is_training else logging.INFO
+        patience = Patience(self._absences.me, what, level)
         return self._threads.ask_until_stopped(
             what,
             answer_s + waits_s,
             lambda wait: call(self._round(store, number, wait)),
             stopped,
             answer_s=answer_s,
+            tell=lambda: patience.left_s(lambda: self._awaited(number)),
         )
 
     def _round(self, store: Store, number: int, wait: StoreWait) -> Round:

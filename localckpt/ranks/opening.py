@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from localckpt.errors import PeerLostError
 from localckpt.ranks.absent import SLOW
 from localckpt.ranks.deadline import Deadline
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.values import if_there
 from localckpt.waiting import wait_until
 
@@ -56,6 +57,7 @@ class Opening:
         self._deadline = deadline
         self._is_given_up = is_given_up
         self._hint = hint
+        self._patience = Patience(ranks[rank], f"open {name!r}")
 
     def agree(self) -> str:
         return self._publish() if self._rank == 0 else self._sign()
@@ -149,6 +151,8 @@ class Opening:
         def is_over() -> bool:
             nonlocal found
             found = self._is_given_up() or is_there()
+            if not found:
+                self._patience.left_s(lambda: f"{self._describe_awaited()}.{self._hint()}")
             return found or self._deadline().left_s <= 0
 
         wait_until(is_over, self._deadline().left_s, longest_s=longest_s)
@@ -168,11 +172,20 @@ class Opening:
         lost = [r for r in others if not self._store.check([f"{name}/signed/{r}"])]
         return self._describe_lost(lost or [0])
 
+    def _describe_awaited(self) -> str:
+        """Return in words who has not come; only the first rank looks at all others."""
+        if self._rank or not (name := self._published()):
+            return f"rank {self._ranks[0]}, or ranks that it names"
+        others = range(1, len(self._ranks))
+        return self._named([r for r in others if not self._store.check([f"{name}/signed/{r}"])])
+
     def _describe_lost(self, lost: Sequence[int]) -> str:
-        named = ", ".join(f"rank {self._ranks[rank]}" for rank in lost[:_NAMED])
-        named += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
         return (
-            f"waited {self._deadline().timeout_s:g} s to open {self._name!r}, and {named} (last "
-            f"seen: not seen yet) did not come. All ranks make the same calls in the same order; "
-            f"what was saved before stands"
+            f"waited {self._deadline().timeout_s:g} s to open {self._name!r}, and "
+            f"{self._named(lost)} (last seen: not seen yet) did not come. All ranks make the same "
+            f"calls in the same order; what was saved before stands"
         )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        named = ", ".join(f"rank {self._ranks[rank]}" for rank in ranks[:_NAMED])
+        return named + f" and {len(ranks) - _NAMED} more" * (len(ranks) > _NAMED)

@@ -21,7 +21,7 @@ from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
-from localckpt.ranks.round import remove_rounds
+from localckpt.ranks.round import HAND, remove_rounds
 from localckpt.ranks.verdict import Call, PerRank, Verdict
 from localckpt.threads import Latch
 
@@ -349,6 +349,29 @@ class Ranks:
             PeerLostError: The store cannot be reached.
         """
         self._deciding.give_up(waited_s)
+
+    def raise_hand(self) -> None:
+        """Have :meth:`is_hand_raised` be true on all ranks from now on; waits for none of them.
+
+        Raises:
+            PeerLostError: The store cannot be reached.
+        """
+        if not self._part.is_alone:
+            self._deciding.ask("raise a hand", lambda store: store.set(HAND, "1"))
+
+    def is_hand_raised(self) -> bool:
+        """Return whether some rank has raised its hand, as the job's store says. May be polled.
+
+        Raises:
+            PeerLostError: The store cannot be reached.
+        """
+        if self._part.is_alone:
+            return False
+        return self._deciding.ask("look for a hand", lambda store: bool(store.check([HAND])))
+
+    def attended_awaits(self) -> str:
+        """Return in words which ranks an :meth:`attend` in another thread waits for."""
+        return self._deciding.attended_awaits()
 
     def leave(self, what: str) -> None:
         """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks.

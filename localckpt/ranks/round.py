@@ -28,11 +28,13 @@ from localckpt.ranks.values import (
     take,
 )
 
-__all__ = ["Fetch", "Round", "remove_rounds"]
+__all__ = ["HAND", "Fetch", "Round", "remove_rounds"]
 
 Fetch = Callable[[str, float], bytes | None]
 """``fetch(key, until)``: a value, or ``None`` if it is not there in time by the monotonic clock."""
 
+HAND = "hand"
+"""Key of the part, outside of rounds, that is there once some rank has raised its hand."""
 _SMALLEST_TEAM = 8
 # A verdict up to this size is one value with the word that it was decided.
 _INLINE_NBYTES = 1 << 20
@@ -259,6 +261,7 @@ def remove_rounds(store: Store, rank: int, world_size: int) -> None:
         delete(store, _data_key(rank, number))
     if rank > 0:
         return
+    store.delete_key(HAND)
     for number in range(max(0, last - 1), last + 1):
         _forget_verdict(store, number)
         for team in range(len(_teams(world_size))):

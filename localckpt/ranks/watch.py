@@ -22,13 +22,14 @@ from localckpt.ranks.asking import store_is_silent
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
 __all__ = ["Verdict", "Watch", "Watched", "judge_ends"]
 
 _NEVER = sys.maxsize
-# So many polls may pass while the ranks fix the one in which they act.
+# So many polls may pass while the ranks fix the one in which they act, unless that is urgent.
 _MARGIN = 1
 # The root gives up first, so that it is the one to say who did not come.
 _AFTER_ROOT = 1.1
@@ -59,6 +60,8 @@ class Watched:
         report: Returns the call's result for ``judge``: anything that JSON can carry.
         judge: A pure function of the reports of all ranks, called on the root.
         iteration: Iteration that the call saves; ``None`` for a call that is no save.
+        is_urgent: Tells by what ``judge`` returned whether polls may wait for ranks that fix the
+            poll in which they act; ``None`` for no.
         since: The poll since which it is watched.
         may_stand: Whether other ranks may act on it without this one.
     """
@@ -69,6 +72,7 @@ class Watched:
     report: Callable[[], Any] | None = None
     judge: Callable[[list[Any]], Any] | None = None
     iteration: int | None = None
+    is_urgent: Callable[[Any], bool] | None = None
     since: int = 0
     may_stand: bool = False
 
@@ -215,6 +219,10 @@ class Watch:
             verdicts.popleft()
         return verdicts.popleft() if verdicts and verdicts[0].due <= self._polls else None
 
+    def coming(self, number: int) -> Verdict | None:
+        """The verdict on a call of this rank, also if all ranks act on it in a later poll only."""
+        return next((v for v in tuple(self._verdicts) if v.number >= number), None)
+
     def await_verdict(self, number: int, start: float) -> Verdict:
         """Wait for the verdict on this rank's oldest call, which is over here.
 
@@ -229,7 +237,7 @@ class Watch:
         """
 
         def is_there() -> bool:
-            return any(verdict.number >= number for verdict in tuple(self._verdicts))
+            return self.coming(number) is not None
 
         self._await(is_there, start)
         while (verdict := self._verdicts.popleft()).number < number:
@@ -267,6 +275,7 @@ class Watch:
             raise store_is_silent("agree on the async calls", why)
 
     def _news_until(self, is_there: Callable[[], bool], until: float) -> bool:
+        patience = Patience(self._ranks.global_ranks[self._ranks.rank], "finalize async calls")
         while True:
             # Before the look: what comes after that ends the wait.
             news = self._news
@@ -274,7 +283,8 @@ class Watch:
                 return True
             if self._has_left:
                 raise PeerLostError("this rank has given up its async calls: its queue was aborted")
-            if not news.wait(until - time.monotonic()):
+            next_s = patience.left_s(self._ranks.attended_awaits)
+            if not news.wait(min(until - time.monotonic(), next_s)) and time.monotonic() >= until:
                 return is_there()
 
     # All that follows runs in the thread.
@@ -304,7 +314,11 @@ class Watch:
             due = 0
             # Polls of ranks that began to count them at different calls cannot be compared.
             if self.step is not None or not judged[0][3]:
-                promise = self._promise() - since
+                is_urgent = any(
+                    call.is_urgent is not None and failure is None and call.is_urgent(value)
+                    for call, (_, failure, value, _) in zip(over, judged, strict=False)
+                )
+                promise = self._promise(0 if is_urgent else _MARGIN) - since
                 due = since + 1 + self._ranks.attend(what, promise, max, kind=_AGREE)
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._publish([Verdict(over[0].number, failure=Failure.of(error), is_lost=True)])
@@ -340,14 +354,14 @@ class Watch:
                 break
         return verdicts
 
-    def _promise(self) -> int:
-        """Fix the poll that the trainer does not pass before the verdict.
+    def _promise(self, margin: int = _MARGIN) -> int:
+        """Fix the poll that the trainer does not pass before the verdict, so many from now.
 
         The trainer counts a poll and then looks at the limit. So if the count is below the limit
         after the limit was set, the trainer has seen it, or will.
         """
         while True:
-            limit = self._limit = self._polls + _MARGIN
+            limit = self._limit = self._polls + margin
             if self._polls <= limit:
                 return limit
 

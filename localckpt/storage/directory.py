@@ -326,6 +326,18 @@ class DirectoryStore(Store):
             if bad is not None and bad != self._path(identity):
                 self._quarantine(bad, problem)
 
+    @one_at_a_time
+    def probe(self) -> None:
+        """Make and remove a file, which returns only if the storage answers.
+
+        Raises:
+            StorageError: The storage refused.
+        """
+        path = self.folder / f"probe{DIRTY}"
+        with storage_errors("write to", self.folder):
+            path.touch(0o600)
+            path.unlink()
+
     def images(self) -> list[Path]:
         """List the image files of this rank's folder: committed, unfinished and recycled."""
         with storage_errors("read", self.folder):

@@ -392,4 +392,5 @@ def test_a_stop_is_heard_at_once_after_going_far_back(tmp_path: Path) -> None:
 
     assert (start, step) == other
     assert start == 100
-    assert step < 150
+    # Within the 2 s of a pulse, and far from the steps of before.
+    assert step < 300

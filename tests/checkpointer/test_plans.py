@@ -34,12 +34,8 @@ def test_the_slowest_rank_sets_the_pace(step_s: list[float], save_s: float) -> N
 
     plan = _judged(every, *(Report(5, None, Costs(seconds, save_s), (3, 1)) for seconds in step_s))
 
-    interval = every.interval(Costs(max(step_s), save_s))
-    assert interval is not None
-    assert plan.next_save == 3 + interval
-    assert plan.next_shared_save == 101
-    assert 1 <= plan.pulse_steps <= 100
-    assert (plan.pulse_steps - 1) * max(step_s) < 2.0
+    assert plan.interval == every.interval(Costs(max(step_s), save_s))
+    assert (plan.saved, plan.shared_interval, plan.shared_saved) == (3, 100, 1)
 
 
 def test_one_rank_that_is_to_stop_stops_all_and_is_named() -> None:
@@ -59,8 +55,7 @@ def test_a_rank_that_has_measured_nothing_leaves_the_cadence_open() -> None:
         Every(minutes=1), Report(5, None, Costs(0.1, 0.1)), Report(5, None, Costs(None, None))
     )
 
-    assert plan.next_save is None
-    assert plan.pulse_steps == 1
+    assert plan.interval is None
 
 
 def test_ranks_in_different_steps_are_named_and_have_one_plan() -> None:
@@ -72,7 +67,20 @@ def test_ranks_in_different_steps_are_named_and_have_one_plan() -> None:
 
     assert plan.mismatch is not None
     assert "rank 1 called step(6) when rank 0 called step(7)" in plan.mismatch
-    assert plan.next_save == 605
+    assert (plan.saved, plan.interval) == (5, 600)
+
+
+@pytest.mark.parametrize(("saved", "due"), [(5, 15), (9, 19), (12, 22)])
+def test_the_next_save_follows_the_last_one_also_if_that_began_after_the_pulse(
+    saved: int, due: int
+) -> None:
+    schedule = Schedule(Every(minutes=1), None)
+    schedule.begin(-1)
+    schedule.note_save(saved)
+
+    schedule.follow(Plan(10, None, saved=5), 13, may_save=True)
+
+    assert [schedule.is_save_due(due - 1), schedule.is_save_due(due)] == [False, True]
 
 
 def test_saves_with_a_cadence_in_steps_follow_from_the_number_of_the_step_alone() -> None:

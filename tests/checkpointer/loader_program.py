@@ -1,0 +1,50 @@
+"""A training program with a data loader's workers, to be stopped by a signal to all processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import localckpt
+
+
+def main(folder: Path, *, guards: bool, batches: int) -> None:
+    """Train.
+
+    Args:
+        folder: Of the checkpoints.
+        guards: Whether the workers leave signals to their trainer.
+        batches: Of each step.
+    """
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    init = localckpt.worker_init_fn if guards else None
+    data = TensorDataset(torch.ones(100_000, 4))
+    loader = iter(DataLoader(data, num_workers=2, worker_init_fn=init))
+    state = {"model": model, "optimizer": optimizer}
+    local = folder / str(dist.get_rank())
+    with localckpt.Checkpointer(state, local=local, every=100_000, grace_s=10.0) as checkpointer:
+        first = checkpointer.resume()
+        print(f"resumed {first}", flush=True)
+        for step in range(first, first + 10_000):
+            for _ in range(batches):
+                (batch,) = next(loader)
+                model(batch).sum().backward()
+            dist.barrier()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+            print(f"step {step}", flush=True)
+            if checkpointer.step(step):
+                print(f"stopped {step}", flush=True)
+                return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), guards=sys.argv[2] == "guards", batches=int(sys.argv[3]))

@@ -1,0 +1,241 @@
+"""Signals that reach the workers of data loaders as well, as launchers send them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import localckpt
+from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
+from localckpt.checkpointer.state import TrainingState
+
+_PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    # Killed workers, and torchrun, leave folders there; names of sockets are short.
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:
+        yield os.environ | {"TMPDIR": folder}
+
+
+@contextmanager
+def _torchrun(
+    folder: Path, environment: dict[str, str], *program: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the program on two ranks."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    log = folder / "log"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            [sys.executable, *command, "-m", "tests.checkpointer.loader_program", *program],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        ) as launcher,
+    ):
+        family = []
+        try:
+            _await(log, "resumed")
+            family = psutil.Process(launcher.pid).children(recursive=True)
+            yield launcher
+        finally:
+            launcher.kill()
+            for process in family:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+
+
+def _await(log: Path, line: str) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while line not in log.read_text():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+def _numbers(log: Path, word: str) -> list[int]:
+    return [int(found) for found in re.findall(rf"^{word} (\d+)$", log.read_text(), re.MULTILINE)]
+
+
+def _stop(folder: Path, environment: dict[str, str], *program: str) -> tuple[list[int], int]:
+    """Have torchrun stopped after some steps; returns the last steps, and where it goes on."""
+    log = folder / "log"
+    with _torchrun(folder, environment, str(folder), *program) as launcher:
+        _await(log, "step 30\n")
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(_PATIENCE_S)
+        last = _numbers(log, "stopped") or [max(_numbers(log, "step"))]
+    with _torchrun(folder, environment, str(folder), *program):
+        _await(log, "step")
+        return last, min(_numbers(log, "resumed"))
+
+
+def test_sigterm_to_torchrun_alone_stops_ranks_with_workers_in_order(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    stopped, first = _stop(tmp_path, environment, "guards", "1")
+
+    assert len(stopped) == 2
+    assert stopped[0] == stopped[1] == first - 1
+
+
+# One rank.
+
+_LOOP = """
+import os, sys, time, torch, localckpt
+batches = int(sys.argv[2])
+model = torch.nn.Linear(4, 1)
+loader = iter(torch.utils.data.DataLoader(torch.ones(100_000, 4), num_workers=2))
+with localckpt.Checkpointer({"m": model}, local=sys.argv[1], every=100_000) as checkpointer:
+    first = checkpointer.resume()
+    print("resumed", first, flush=True)
+    for step in range(first, first + 10_000):
+        for number in range(batches):
+            if step == 200 and number == batches - 1:
+                trainer = os.getpid()
+                workers = open(f"/proc/self/task/{trainer}/children").read().split()
+                os.system(f"kill -TERM {trainer} {' '.join(workers)}")
+                time.sleep(1)
+            batch = next(loader)
+            model(batch).sum().backward()
+        model.zero_grad()
+        print("step", step, flush=True)
+        if checkpointer.step(step):
+            break
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("batches", "is_saved"), [(1, True), (2, False)])
+def test_after_a_signal_a_loader_that_fails_has_the_last_step_saved_if_nothing_has_changed(
+    batches: int, is_saved: bool, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-c", _LOOP, str(tmp_path), str(batches)]
+
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=environment,
+    )
+
+    last = int(re.findall(r"^step (\d+)$", ended.stdout, re.MULTILINE)[-1])
+    assert ended.returncode == 1
+    assert "DataLoader worker" in ended.stderr
+    assert ("came in the middle of the next step" in ended.stderr) == (not is_saved)
+    with localckpt.Checkpointer({"m": torch.nn.Linear(4, 1)}, local=tmp_path) as checkpointer:
+        assert checkpointer.resume() == (last + 1 if is_saved else 0)
+
+
+class _Stuck(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            time.sleep(600)
+        return index
+
+
+_ENDS_BY = """
+import os, signal, sys, torch
+from tests.checkpointer.test_loader_workers import _Stuck
+import localckpt
+loader = iter(torch.utils.data.DataLoader(
+    _Stuck(), num_workers=1, worker_init_fn=localckpt.worker_init_fn, prefetch_factor=2))
+next(loader)
+print(loader._workers[0].pid, flush=True)
+os.kill(loader._workers[0].pid, signal.SIGTERM)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("by", ["exit", "killed"])
+def test_a_worker_that_is_stuck_outlives_a_signal_and_ends_with_its_trainer(
+    by: str, environment: dict[str, str]
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_BY, by],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+
+    worker = int(ended.stdout)
+    until = time.monotonic() + 20
+    while psutil.pid_exists(worker) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(worker)
+
+
+def test_only_an_error_out_of_a_loader_counts_as_one() -> None:
+    class Fails(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            raise RuntimeError("no such sample")
+
+        def __len__(self) -> int:
+            return 1
+
+    with pytest.raises(RuntimeError) as of_loader:
+        next(iter(DataLoader(Fails())))
+    with pytest.raises(RuntimeError) as other:
+        Fails()[0]
+
+    assert is_of_loader(of_loader.value)
+    assert not is_of_loader(other.value)
+
+
+@pytest.mark.parametrize("change", ["parameter", "buffer", "gradient", "random", "module", ""])
+def test_changes_since_the_last_step_are_noticed(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    state = TrainingState({"model": model}, rng=True, private={}, drop=False)
+    evidence = Evidence(state.parts)
+    monkeypatch.setattr("multiprocessing.active_children", lambda: [object()])
+    evidence.look()
+    assert not evidence.is_unchanged()
+    evidence.note()
+
+    if change == "parameter":
+        with torch.no_grad():
+            model[0].weight.add_(1)
+    elif change == "buffer":
+        model[1].running_mean.zero_()
+    elif change == "gradient":
+        model(torch.ones(2, 2)).sum().backward()
+    elif change == "random":
+        torch.rand(1)
+    elif change == "module":
+        model.append(torch.nn.Linear(2, 2))
+
+    assert evidence.is_unchanged() == (change == "")
+
+
+def test_ranks_at_different_steps_or_in_the_middle_of_one_are_named() -> None:
+    judge_ends([(5, True), (5, True)])
+    with pytest.raises(localckpt.CheckpointingException, match=r"differ: \[5, 6\]"):
+        judge_ends([(5, True), (6, True)])
+    with pytest.raises(localckpt.CheckpointingException, match="on rank 1 the error came in"):
+        judge_ends([(5, True), (5, False)])

@@ -1,0 +1,213 @@
+"""A job that gets SIGTERM ends within its grace time, whatever its storage does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.stores import serve_store
+from localckpt import Checkpointer
+from tests.checkpointer import stopped_program
+from tests.checkpointer.loops import stores
+from tests.ranks import node_store, run_ranks
+
+_WORLD = 2
+# A step, 2 s to hear of the signal, the grace time and 2 s; and on a machine that is busy torch
+# alone takes many seconds to exit.
+_ENDED_S = stopped_program.STEP_S + 2 + stopped_program.GRACE_S + 2 + 20
+_PATIENCE_S = 60.0
+
+
+class _Job:
+    """Ranks of :mod:`stopped_program` in processes of their own."""
+
+    def __init__(self, folder: Path, slow: str, tier: str, steps: int) -> None:
+        self._logs = [folder / f"log {rank}" for rank in range(_WORLD)]
+        self._store = serve_store()
+        self.ranks = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", stopped_program.__name__),
+                    *(str(folder), slow, tier, str(steps)),
+                ],
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(_WORLD),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(self._store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(self._logs)
+        ]
+
+    def text(self, rank: int) -> str:
+        return self._logs[rank].read_text()
+
+    def number(self, rank: int, word: str) -> int:
+        """The number of the last line that begins with a word."""
+        lines = [line.split() for line in self.text(rank).splitlines()]
+        return next(int(line[1]) for line in reversed(lines) if line[:1] == [word])
+
+    def await_(self, holds: Callable[[], bool]) -> None:
+        until = time.monotonic() + _PATIENCE_S
+        while not holds():
+            assert time.monotonic() < until, [self.text(rank) for rank in range(_WORLD)]
+            assert all(rank.poll() is None for rank in self.ranks), self.text(0)
+            time.sleep(0.02)
+
+
+@contextmanager
+def _job(folder: Path, *, slow: str = "", tier: str = "nodes", steps: int = 1000) -> Iterator[_Job]:
+    job = _Job(folder, slow, tier, steps)
+    try:
+        yield job
+    finally:
+        for rank in job.ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize("slow", ["fsync", "hangs"])
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+def test_it_ends_in_time_on_storage_that_does_not_answer_and_resumes_what_was_complete(
+    tier: str, slow: str, tmp_path: Path
+) -> None:
+    with _job(tmp_path, slow=slow, tier=tier) as job:
+        job.await_(lambda: "step 22\n" in job.text(0))
+        (tmp_path / "slow").touch()
+        # Some save begins, and is in the way of the next.
+        time.sleep(20 * stopped_program.STEP_S)
+        began = time.monotonic()
+
+        job.ranks[1].send_signal(signal.SIGTERM)
+        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+
+        took_s = time.monotonic() - began
+        texts = [job.text(rank) for rank in range(_WORLD)]
+        stopped = {job.number(rank, "stopped") for rank in range(_WORLD)}
+        newest = job.number(0, "newest")
+    assert codes == [0, 0], texts
+    assert took_s < _ENDED_S, texts
+    assert len(stopped) == 1
+    where = "safe on the nodes" if tier == "nodes" else "on shared storage"
+    assert all(f"step {max(stopped)} is not {where}" in text for text in texts)
+    (tmp_path / "slow").unlink()
+
+    if tier == "shared":
+        assert newest == max(stopped)
+        shutil.rmtree(tmp_path / "nodes")
+    with _job(tmp_path, steps=1) as job:
+        assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+        first = job.number(0, "resumed")
+    # It has looked whether the state is that of the step before.
+    assert first - 1 >= (newest if tier == "nodes" else 19)
+
+
+def test_storage_that_answers_has_the_last_step_on_both_tiers(tmp_path: Path) -> None:
+    with _job(tmp_path) as job:
+        job.await_(lambda: "step 12\n" in job.text(0))
+
+        job.ranks[1].send_signal(signal.SIGTERM)
+        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+
+        stopped = job.number(0, "stopped")
+    assert codes == [0, 0]
+    for lost in ("shared", "nodes"):
+        shutil.move(tmp_path / lost, tmp_path / "lost")
+        with _job(tmp_path, steps=0) as job:
+            assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+            assert job.number(0, "resumed") == stopped + 1
+        shutil.rmtree(tmp_path / lost, ignore_errors=True)
+        shutil.move(tmp_path / "lost", tmp_path / lost)
+
+
+_EXIT = """
+import sys, time
+from localckpt.threads import Task, exit_by
+Task(lambda: time.sleep(float(sys.argv[1]))).start("working", daemon=False)
+if sys.argv[2]:
+    exit_by(time.monotonic() + float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("works_s", "by_s", "is_awaited"), [("2", "", True), ("60", "0.5", False)])
+def test_exit_waits_for_threads_unless_it_has_a_deadline(
+    works_s: str, by_s: str, is_awaited: bool
+) -> None:
+    began = time.monotonic()
+
+    subprocess.run([sys.executable, "-c", _EXIT, works_s, by_s], check=True, timeout=50)
+
+    assert time.monotonic() - began > (float(works_s) if is_awaited else float(by_s))
+
+
+# Between two steps.
+
+
+def _evaluate(rank: int, world_size: int, told: int, steps: int) -> tuple[str | None, int, int]:
+    """Make some steps, and evaluate for long; returns why it stopped, when, and the next step."""
+    model, polls = torch.nn.Linear(2, 2), 0
+    options: dict[str, Any] = {"every": 1000, "timeout_s": 30.0}
+    with Checkpointer({"model": model}, local=node_store(), **options) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            torch.nn.init.constant_(model.weight, step)
+            assert not checkpointer.step(step)
+        until = time.monotonic() + 30
+        while checkpointer.poll_stop() is None and time.monotonic() < until:
+            polls += 1
+            if polls == 100 and rank == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.005)
+        stopped = checkpointer.stopped
+        assert stopped == checkpointer.poll_stop()
+        assert checkpointer.step(steps) == (stopped is not None)
+    with Checkpointer({"model": model}, local=node_store(), **options) as checkpointer:
+        first = checkpointer.resume()
+        assert first == 0 or bool((model.weight == first - 1).all())
+    return stopped, polls, first
+
+
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("steps", [3, 0])
+def test_a_poll_between_steps_stops_all_ranks_in_one_call_with_the_last_step_safe(
+    steps: int, told: int, tmp_path: Path
+) -> None:
+    ended = run_ranks(_evaluate, 2, told, steps, store_per_node=stores(tmp_path, 2))
+
+    assert ended[0] == ended[1]
+    why, polls, first = ended[0]
+    assert why == f"rank {told}: signal SIGTERM"
+    assert polls >= 100
+    assert first == steps
+
+
+def test_a_signal_that_came_in_an_evaluation_stops_the_next_step(tmp_path: Path) -> None:
+    with Checkpointer({"m": torch.nn.Linear(1, 1)}, local=tmp_path, every=1000) as checkpointer:
+        checkpointer.step(checkpointer.resume())
+        checkpointer.poll_stop()
+
+        signal.raise_signal(signal.SIGTERM)
+        step = 1
+        while not checkpointer.step(step) and step < 2000:
+            step += 1
+            time.sleep(0.005)
+
+        assert checkpointer.stopped == "rank 0: signal SIGTERM"
+        assert checkpointer.newest == step

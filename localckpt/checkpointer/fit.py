@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localckpt.checkpointer.parts import OURS
 from localckpt.checkpointer.words import FIT
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
+from localckpt.state_dict.names import CLASS, KEYS, Names
 
 __all__ = [
     "is_torchs",
     "judge_fits",
     "paired_groups",
+    "why_classes_differ",
     "why_groups_differ",
     "why_other_class",
     "why_parts_differ",
@@ -62,6 +65,42 @@ def why_other_class(
     return [
         f"{key}: saved as {saved}, given as {given}{_other_keys('keys', saved_keys, given_keys)}"
     ]
+
+
+def why_classes_differ(saved: Names, given: Names) -> list[str]:
+    """Compare classes on the nodes by the rules of :func:`why_other_class`.
+
+    Groups of one of torch's optimizers must have the keys that were saved; optimizers of another
+    class may add keys while they train.
+
+    Args:
+        saved, given: Names of the states, with what :func:`described` says of their parts.
+    """
+    lines = []
+    kinds = [{key: _kind(about) for key, about in names[OURS].items()} for names in (saved, given)]
+    for key in kinds[0].keys() & kinds[1].keys() & saved.keys() & given.keys():
+        before, now = kinds[0][key], kinds[1][key]
+        if before is None or now is None:
+            continue
+        keys = [_keys(names[key]) for names in (saved, given)]
+        if before != now:
+            lines += why_other_class(key, before, now, *keys)
+        elif before.startswith("optimizer ") and is_torchs(before) and set(keys[0]) != set(keys[1]):
+            lines.append(f"{key} ({before}): param_groups differ{_other_keys('', *keys)}")
+    return sorted(lines)
+
+
+def _kind(about: Names) -> str | None:
+    """Return the class of a part, of several if ranks have different ones."""
+    return " or ".join(sorted(about[CLASS])) if CLASS in about else None
+
+
+def _keys(names: Names | None) -> list[str]:
+    """Return the keys of a part's state, or of the groups of an optimizer."""
+    if names is None or KEYS in names:
+        return sorted((names or {}).get(KEYS, ()))
+    groups = ((group.partition(" ")[0], below) for group, below in names.items())
+    return sorted(f"{group}.{key}" for group, below in groups for key in below)
 
 
 def is_torchs(kind: str) -> bool:

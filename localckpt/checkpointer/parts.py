@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import xxhash
 
-from localckpt.checkpointer.fit import is_torchs
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.basic import is_stateful
+from localckpt.state_dict.names import CLASS, Names
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
@@ -148,7 +148,7 @@ def kind_of(part: Any) -> str:
     return f"{sort} {type(value).__module__}.{type(value).__qualname__}"
 
 
-def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
+def described(parts: Mapping[str, Any]) -> Names:
     """Name what must be alike in parts for a load from the nodes, beside their states.
 
     Args:
@@ -156,26 +156,22 @@ def described(parts: Mapping[str, Any]) -> dict[str, dict[str, None]]:
 
     Returns:
         By the name of a part whether it is a module, an optimizer, a value or another part; its
-        class, if that is one of torch's and no module; and for an optimizer the order of its
-        parameters, by whose numbers its state is kept. Groups of torch's own optimizers must have
-        the keys that were saved; others may add keys while they train.
+        class, if it is no module, which :func:`why_classes_differ` compares; and for an optimizer
+        the order of its parameters, by whose numbers its state is kept.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}
     for part in plain.values():
         if isinstance(part, ModulePart):
             names = part.parameter_names() | names
-    found: dict[str, dict[str, None]] = {}
+    found: Names = {}
     for key, part in plain.items():
         kind = kind_of(part)
         found[key] = {f"is a {kind.partition(' ')[0]}": None}
-        if not isinstance(part, ModulePart) and is_torchs(kind):
-            found[key][kind] = None
+        if not isinstance(part, ModulePart):
+            found[key][CLASS] = {kind: None}
         if isinstance(part, OptimizerPart):
             groups = part.optimizer.param_groups
-            for number, group in enumerate(groups if is_torchs(kind) else ()):
-                keys = ", ".join(sorted(map(str, group.keys() - {"params"})))
-                found[key][f"param_groups[{number}] with {keys}"] = None
             order = [names.get(id(p), "") for group in groups for p in group["params"]]
             digest = xxhash.xxh3_64_hexdigest("\n".join(order).encode())
             shown = ", ".join(order[:_SHOWN_PARAMETERS])

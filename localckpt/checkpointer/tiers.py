@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.checkpointer.fit import why_classes_differ
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared import OnResize, SharedState
@@ -209,13 +210,15 @@ class NodeTier:
         """
         kinds = described(load.everything)
         into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
-        options = LoadOptions.of(into, converts=load.converts)
+        compare = why_classes_differ
+        options = LoadOptions.of(into, converts=load.converts, compare=compare)
         if not load.is_whole:
             options = LoadOptions.of(
                 into,
                 converts=load.converts,
                 lets_go=load.lets_go,
                 named=load.named,
+                compare=compare,
                 private=load.private,
             )
         return self.manager.load_as(options, step)[1].iteration

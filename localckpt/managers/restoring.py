@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from localckpt.managers.progress import CountedSource, ReadProgress
 from localckpt.options import PrivateRule
 from localckpt.state_dict.basic import TensorAwareStateDict, freedom_in, wrapped
 from localckpt.state_dict.identify import verify
-from localckpt.state_dict.names import read_names
+from localckpt.state_dict.names import Names, read_names
 from localckpt.state_dict.restore import ImageReader
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource, ShardSource
@@ -81,10 +81,13 @@ class LoadOptions:
         converts: bool = False,
         lets_go: LetsGo = let_nothing_go,
         named: frozenset[str] = frozenset(),
+        compare: Callable[[Names, Names], list[str]] | None = None,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
         """Make the options from the arguments of a caller."""
         rules = TargetRules(freedom_in(into), is_partial, converts, lets_go, named)
+        if compare is not None:
+            rules = replace(rules, compare=compare)
         return cls(None if into is None else wrapped(into), into, map_location, rules, private)
 
 

@@ -80,7 +80,7 @@ class Watched:
     def what(self) -> str:
         """Name of the agreement on the call: ranks that are at another one let this one pass."""
         if self.iteration is None:
-            return f"agree on async call {self.number}"
+            return f"agree on async call {self.number} ({self.name})"
         return f"agree on the save of iteration {self.iteration}"
 
     def end(self, offset: int = 0) -> CallEnd:

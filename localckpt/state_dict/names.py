@@ -14,10 +14,25 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Ignored, root_of
 
-__all__ = ["Names", "given_only", "merged_names", "names_of", "read_names", "saved_only"]
+__all__ = [
+    "CLASS",
+    "KEYS",
+    "Names",
+    "given_only",
+    "merged_names",
+    "names_of",
+    "read_names",
+    "saved_only",
+]
 
 Names = dict[str, Any]
 """Names in a dict; below each those of a dict inside, else ``None``."""
+
+# Names that are not compared by themselves: what a caller's own comparison goes by.
+_BESIDE = "\0"
+CLASS, KEYS = f"{_BESIDE}class", f"{_BESIDE}keys"
+"""Name of the class of a part, where a state has one; and of the keys of a free part's state."""
+_MOST_KEYS = 1000
 
 # What the dicts of a state are made of.
 _CONTAINERS = (OrderedDict, defaultdict, PlainState, BasicTensorAwareStateDict, given)
@@ -37,7 +52,7 @@ def names_of(state: Any, free: Freedom) -> Names | None:
         paths = {key: f"{above}.{key}" if above else key for key in value}
         # Of a part that is free its own name counts, and what an optimizer must have.
         return {
-            key: _groups(value[key]) if free.covers(path) else names(value[key], path)
+            key: _outline(value[key]) if free.covers(path) else names(value[key], path)
             for key, path in paths.items()
             if not (above and free.covers(path))
         }
@@ -45,11 +60,15 @@ def names_of(state: Any, free: Freedom) -> Names | None:
     return names(without_markers(root_of(state)), "")
 
 
-def _groups(state: Any) -> Names | None:
-    """Name the parameter groups of an optimizer's state, and below each what it must have."""
+def _outline(state: Any) -> Names | None:
+    """Name the parameter groups of an optimizer's state, and below each what it must have.
+
+    Of another state it is the keys.
+    """
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or "state" not in state:
-        return None
+        is_small = isinstance(state, dict) and len(state) <= _MOST_KEYS
+        return {KEYS: dict.fromkeys(map(str, state))} if is_small else None
     return {
         f"param_groups[{number}] of {len(group['params'])} parameters": {
             str(key): None for key in group.keys() - {"params"}
@@ -83,6 +102,8 @@ def merged_names(one: Names | None, other: Names | None) -> Names | None:
 def saved_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
     """Yield the paths that were saved, and are not given; a given dict that is empty takes all."""
     for key, below in saved.items():
+        if key.startswith(_BESIDE):
+            continue
         if key not in given_names:
             yield f"{above}{key}"
         elif below and given_names[key]:
@@ -92,6 +113,8 @@ def saved_only(saved: Names, given_names: Names, above: str = "") -> Iterator[st
 def given_only(saved: Names, given_names: Names, above: str = "") -> Iterator[str]:
     """Yield the paths that are given, and were not saved."""
     for key, below in given_names.items():
+        if key.startswith(_BESIDE):
+            continue
         if key not in saved:
             yield f"{above}{key}"
         elif below and saved[key] is not None:

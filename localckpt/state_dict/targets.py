@@ -110,6 +110,8 @@ class TargetRules:
         converts: Whether tensors may have another dtype, and are converted.
         lets_go: Tells what may be on one side only, and is then left as it is.
         named: Names of parts that some rank must have saved.
+        compare: Compares the names of what was saved, and of what is given, in a way of the
+            caller's: returns what does not fit.
     """
 
     free: Freedom = NO_FREEDOM
@@ -117,6 +119,7 @@ class TargetRules:
     converts: bool = False
     lets_go: LetsGo = let_nothing_go
     named: frozenset[str] = frozenset()
+    compare: Callable[[Names, Names], list[str]] = lambda _, __: []
 
     def require_named(self, saved: Collection[str]) -> None:
         """Check that all of ``named`` are among the parts that were saved.
@@ -529,13 +532,16 @@ def require_names(
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
     absent = () if rules.is_partial else saved_only(saved, given)
     lacking = [name for name in absent if not rules.lets_go(name)]
+    lines = rules.compare(saved, given)
     if added or not {*missing}.isdisjoint(lacking):
         sides = zip_longest(
             (f"{name}: saved, not given" for name in lacking),
             (f"{name}: given, not saved" for name in added),
         )
         # In turn, since not all may be shown.
-        raise _mismatch([line for pair in sides for line in pair if line is not None])
+        lines += [line for pair in sides for line in pair if line is not None]
+    if lines:
+        raise _mismatch(lines)
     return sorted(missing)
 
 

@@ -409,7 +409,7 @@ def test_a_rank_that_was_killed_is_named_with_what_it_did_last(killed: int) -> N
     for rank in {0, 1, 2} - {killed}:
         (kind, text), finalized = results[rank]
         assert kind == "PeerLostError"
-        assert f"rank {killed} (last seen: agree on async call 0)" in text
+        assert f"rank {killed} (last seen: agree on async call 0 (" in text
         assert finalized == ["a"]
 
 
@@ -437,7 +437,7 @@ def test_polls_that_wait_for_a_rank_that_died_while_all_agreed_name_it(killed: i
     for rank in {0, 1, 2} - {killed}:
         (kind, text), finalized = results[rank]
         assert kind == "PeerLostError"
-        assert f"rank {killed} (last seen: agree on async call 1)" in text
+        assert f"rank {killed} (last seen: agree on async call 1 (" in text
         assert finalized == ["a"]
 
 

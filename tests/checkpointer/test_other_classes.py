@@ -1,0 +1,129 @@
+"""Optimizers and parts of other classes than were saved: the same rules on both tiers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localckpt import Checkpointer, MismatchError
+
+_TIERS = ["nodes", "shared"]
+
+
+class _Adam(torch.optim.AdamW):
+    """A class of the program's own, with the groups of torch's."""
+
+
+class _Momentum(torch.optim.SGD):
+    pass
+
+
+class _Counting(torch.optim.Optimizer):
+    """An optimizer whose groups get a key while it trains."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+class _Part:
+    def __init__(self) -> None:
+        self.value = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class _RenamedPart(_Part):
+    pass
+
+
+class _OtherPart(_Part):
+    def state_dict(self) -> dict[str, Any]:
+        return {"other": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["other"]
+
+
+def _run(place: Path, tier: str, optimizer: type[Any], part: type[_Part], steps: int) -> int:
+    """Train some steps from where the tier has them; returns the first one."""
+    model = torch.nn.Linear(2, 2)
+    made = optimizer(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": made, "part": part()}
+    weights = [p.detach().clone() for p in model.parameters()]
+    shared: dict[str, Any] = {}
+    if tier == "shared":
+        shutil.rmtree(place / "nodes", ignore_errors=True)
+        shared = {"shared": place / "shared", "shared_every": 1}
+    with Checkpointer(state, local=place / "nodes", every=1, **shared) as checkpointer:
+        try:
+            first = checkpointer.resume()
+        except MismatchError:
+            # Nothing was changed.
+            assert all(map(torch.equal, weights, model.parameters()))
+            assert state["part"].value == 1
+            raise
+        for step in range(first, steps):
+            model(torch.ones(2)).sum().backward()
+            made.step()
+            checkpointer.step(step)
+    return first
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        *((_Adam, _Momentum), (_Momentum, _Adam), (_Momentum, _Counting), (_Counting, _Adam)),
+        *((torch.optim.AdamW, _Momentum), (_Counting, torch.optim.SGD)),
+        *((torch.optim.AdamW, torch.optim.Adam), (torch.optim.AdamW, torch.optim.SGD)),
+    ],
+)
+def test_an_optimizer_of_another_class_is_an_error_that_names_both(
+    tier: str, saved: type[Any], given: type[Any], tmp_path: Path
+) -> None:
+    _run(tmp_path, tier, saved, _Part, 2)
+
+    with pytest.raises(MismatchError) as caught:
+        _run(tmp_path, tier, given, _Part, 4)
+
+    for kind in (saved, given):
+        assert f"as optimizer {kind.__module__}.{kind.__qualname__}" in str(caught.value)
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [(_Momentum, torch.optim.SGD), (torch.optim.AdamW, _Adam), (_Counting, _Counting)],
+)
+def test_an_optimizer_that_was_renamed_goes_on(
+    tier: str, saved: type[Any], given: type[Any], tmp_path: Path
+) -> None:
+    _run(tmp_path, tier, saved, _Part, 2)
+
+    assert _run(tmp_path, tier, given, _Part, 4) == 2
+
+
+@pytest.mark.parametrize("tier", _TIERS)
+def test_a_part_of_another_class_is_an_error_unless_its_state_has_the_same_keys(
+    tier: str, tmp_path: Path
+) -> None:
+    _run(tmp_path, tier, _Momentum, _Part, 2)
+
+    with pytest.raises(MismatchError) as caught:
+        _run(tmp_path, tier, _Momentum, _OtherPart, 4)
+    assert _run(tmp_path, tier, _Momentum, _RenamedPart, 4) == 2
+
+    assert "_Part, given as part" in str(caught.value)
+    assert "saved, not given: value; given, not saved: other" in str(caught.value)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from localckpt.async_save.request import AsyncCall as AsyncCall
     from localckpt.async_save.request import AsyncRequest as AsyncRequest
     from localckpt.availability.explanation import Explanation as Explanation
+    from localckpt.availability.retention import Best as Best
+    from localckpt.availability.retention import Retention as Retention
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from localckpt.errors import WorkerDiedError as WorkerDiedError
     from localckpt.global_tier.load_planner import ReshardingLoadPlanner as ReshardingLoadPlanner
     from localckpt.global_tier.manager import GlobalCheckpointManager as GlobalCheckpointManager
-    from localckpt.global_tier.retention import Best as Best
-    from localckpt.global_tier.retention import Retention as Retention
     from localckpt.global_tier.save import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
@@ -87,7 +87,7 @@ _HOMES = {
     "AsyncCallsQueue": "async_save.queue",
     "AsyncRequest": "async_save.request",
     "BaseCheckpointManager": "managers.base",
-    "Best": "global_tier.retention",
+    "Best": "availability.retention",
     "CheckpointingException": "errors",
     "Checkpointer": "checkpointer.checkpointer",
     "CkptID": "ids",
@@ -109,7 +109,7 @@ _HOMES = {
     "PeerLostError": "errors",
     "ReplicationStrategy": "replication.strategies",
     "RestoreError": "errors",
-    "Retention": "global_tier.retention",
+    "Retention": "availability.retention",
     "SameMachineReplicationException": "errors",
     "SaveFailedError": "errors",
     "StorageError": "errors",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from localckpt.availability.retention import Retention
 from localckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class SaveOptions:
     safe_globals: Iterable[Any] = ()
     background: bool | None = None
     strict: bool = False
-    keep_last: int = 2
+    retention: Retention = Retention(last=2)  # noqa: RUF009 - a frozen value
     num_buffers: int = 2
     staging_threads: int | None = None
     on_busy: OnBusy = "wait"
@@ -59,7 +60,7 @@ class SaveOptions:
     divide_replicated: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "num_buffers", "staging_threads", "max_attempts"):
+        for name in ("num_buffers", "staging_threads", "max_attempts"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise CheckpointingException(f"{name} is {number}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""Trust in checkpoints: counts of the starts that resumed from each in vain, marks, and drains.
+"""Trust in checkpoints: starts that resumed from each in vain, marks, drains, and metrics.
 
 Plain values and pure decisions, without torch. Every node keeps notes of them beside its shards.
 The merged notes of all nodes, the same on all ranks, decide which checkpoints a restart may take.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from math import isnan
+from typing import Any, Literal, TypeAlias, get_args
 
 from localckpt.errors import MismatchError
 from localckpt.ids import MOST_DIGITS, MOST_RANKS, Checkpoint, Generation
 
 __all__ = [
+    "LONGEST_METRIC",
     "Choice",
     "Drained",
     "Mark",
     "MarkKind",
+    "Measured",
+    "Note",
     "Resumes",
     "Trust",
     "choose",
@@ -31,7 +35,10 @@ MarkKind = Literal["bad", "good", "quarantined"]
 
 _LIMIT = 10**MOST_DIGITS
 _WHY_CHARACTERS = 300
-_DRAINED = "drained"
+_DRAINED, _MEASURED = "drained", "measured"
+
+LONGEST_METRIC = 200
+"""Number of characters that the name of a noted metric has at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,28 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Metric that was given with the save of a checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        metric: Name of the metric.
+        value: Its value, which is not NaN.
+    """
+
+    checkpoint: Checkpoint
+    metric: str
+    value: float
+
+    def to_json(self) -> list[Any]:
+        # JSON has no infinity.
+        return [*_fields(self.checkpoint), _MEASURED, f"{self.value!r} {self.metric}"]
+
+
+Note: TypeAlias = Resumes | Mark | Drained | Measured
+
+
+@dataclass(frozen=True, slots=True)
 class Trust:
     """Merged notes on the checkpoints of a session.
 
@@ -93,14 +122,16 @@ class Trust:
         resumes: Starts in vain, by checkpoint.
         marks: Marks, by checkpoint.
         drained: Checkpoints that were drained to shared storage. No decision depends on them.
+        measured: Metrics, by checkpoint. Only retention depends on them.
     """
 
     resumes: Mapping[Checkpoint, Resumes] = field(default_factory=dict)
     marks: Mapping[Checkpoint, Mark] = field(default_factory=dict)
     drained: frozenset[Checkpoint] = frozenset()
+    measured: Mapping[Checkpoint, Measured] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, notes: Iterable[Resumes | Mark | Drained]) -> Trust:
+    def of(cls, notes: Iterable[Note]) -> Trust:
         """Merge notes in any order: the largest count and the strongest mark of each checkpoint.
 
         A node that was wiped or absent has fewer notes than others, so it never overrides them.
@@ -108,22 +139,28 @@ class Trust:
         resumes: dict[Checkpoint, Resumes] = {}
         marks: dict[Checkpoint, Mark] = {}
         drained: set[Checkpoint] = set()
+        measured: dict[Checkpoint, Measured] = {}
         for note in notes:
             if isinstance(note, Resumes):
                 known = resumes.setdefault(note.checkpoint, note)
                 resumes[note.checkpoint] = max(known, note, key=lambda n: (n.count, n.most))
             elif isinstance(note, Drained):
                 drained.add(note.checkpoint)
+            elif isinstance(note, Measured):
+                other = measured.setdefault(note.checkpoint, note)
+                # All notes of one save are equal; this only makes the order total.
+                measured[note.checkpoint] = max(other, note, key=lambda m: (m.metric, m.value))
             else:
                 stands = marks.setdefault(note.checkpoint, note)
                 marks[note.checkpoint] = max(stands, note, key=_strength)
-        return cls(resumes, marks, frozenset(drained))
+        return cls(resumes, marks, frozenset(drained), measured)
 
     @property
-    def notes(self) -> list[Resumes | Mark | Drained]:
+    def notes(self) -> list[Note]:
         """The merged notes, in the form that :meth:`of` takes."""
         drained = sorted(self.drained, key=_fields)
-        return [*self.resumes.values(), *self.marks.values(), *map(Drained, drained)]
+        marks, measured = self.marks.values(), self.measured.values()
+        return [*self.resumes.values(), *marks, *map(Drained, drained), *measured]
 
     def count(self, checkpoint: Checkpoint) -> int:
         """Return the number of starts that resumed from a checkpoint in vain."""
@@ -174,23 +211,36 @@ class Choice:
     exhausted: Mapping[Checkpoint, str]
 
 
-def parse_note(fields: Any) -> Resumes | Mark | Drained:
+def parse_note(fields: Any) -> Note:
     """Decode the result of a note's ``to_json``; raises MismatchError for anything else."""
     try:
         epoch, sequence, iteration, world_size, first, second = fields
     except (TypeError, ValueError) as error:
         raise MismatchError(f"{fields!r:.80} tells of no checkpoint: {error}") from error
-    is_mark = first in (*get_args(MarkKind), _DRAINED) and isinstance(second, str)
-    numbers = [epoch, sequence, iteration, world_size, *([] if is_mark else [first, second])]
+    is_text = first in (*get_args(MarkKind), _DRAINED, _MEASURED) and isinstance(second, str)
+    numbers = [epoch, sequence, iteration, world_size, *([] if is_text else [first, second])]
     # type(), because isinstance(True, int) holds.
     if set(map(type, numbers)) != {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT:
         raise MismatchError(f"{fields!r:.200} tells of no checkpoint")
-    if not 0 < world_size <= MOST_RANKS or (not is_mark and min(first, second) < 1):
+    if not 0 < world_size <= MOST_RANKS or (not is_text and min(first, second) < 1):
         raise MismatchError(f"{fields!r:.200} tells of no starts of a job")
     checkpoint = Checkpoint(Generation(epoch, sequence), iteration, world_size)
     if first == _DRAINED:
         return Drained(checkpoint)
-    return Mark(checkpoint, first, second) if is_mark else Resumes(checkpoint, first, second)
+    if first == _MEASURED:
+        return _parse_measured(checkpoint, second)
+    return Mark(checkpoint, first, second) if is_text else Resumes(checkpoint, first, second)
+
+
+def _parse_measured(checkpoint: Checkpoint, text: str) -> Measured:
+    value, _, metric = text.partition(" ")
+    try:
+        measured = Measured(checkpoint, metric, float(value))
+    except ValueError as error:
+        raise MismatchError(f"{text!r:.200} is no metric: {error}") from error
+    if isnan(measured.value) or not 0 < len(metric) <= LONGEST_METRIC:
+        raise MismatchError(f"{text!r:.200} is no metric")
+    return measured
 
 
 def choose(

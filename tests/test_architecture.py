@@ -28,7 +28,7 @@ _ARROWS = {
     "ids": {"errors", "lineage"},
     "trust": {"errors", "ids"},
     "resuming": {"errors", "ids", "trust"},
-    "options": {"errors", "events"},
+    "options": {"errors", "events", "availability"},
     "threads": set[str](),
     "waiting": set[str](),
     "pacing": {"threads"},
@@ -56,12 +56,13 @@ _ARROWS = {
     },
     "checkpointer": {
         *("errors", "failure_texts", "ids", "trust", "options", "threads", "waiting"),
-        *("events", "ranks", "memory", "state_dict"),
+        *("events", "ranks", "memory", "state_dict", "availability"),
         *("storage", "replication", "async_save", "managers", "global_tier"),
     },
     "global_tier": {
         *("errors", "failure_texts", "ids", "lineage", "trust", "resuming", "threads", "pacing"),
         *("events", "ranks", "memory", "state_dict", "storage", "async_save", "own_folders"),
+        "availability",
     },
     "cli": {
         *("errors", "ids", "lineage", "trust", "state_dict", "storage", "replication"),

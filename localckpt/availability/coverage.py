@@ -200,6 +200,8 @@ class SaveOutcome:
     """Sets of ranks, each with the digest of what this rank has in common with them."""
     divided: Division = ()
     """Ranks among which tensors are divided, each with what they must have alike."""
+    metric: float | None = None
+    """Value of the metric of the retention; ``None`` for none. That of the first rank counts."""
 
     def to_json(self) -> list[Any]:
         return [
@@ -213,12 +215,13 @@ class SaveOutcome:
             self.bad,
             self.replicas,
             self.divided,
+            self.metric,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveOutcome:
         iteration, generation, error, missing, kept, wanted, group, bad, *told = fields
-        replicas, divided = told
+        replicas, divided, metric = told
         return cls(
             iteration,
             Generation(*generation),
@@ -230,6 +233,7 @@ class SaveOutcome:
             bad,
             tuple((set_id, digest) for set_id, digest in replicas),
             tuple((tuple(ranks), digest) for ranks, digest in divided),
+            metric,
         )
 
 

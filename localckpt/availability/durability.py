@@ -84,6 +84,7 @@ class SaveVerdict:
             not compare them.
         parts_fit: Whether the ranks that divide tensors have them alike.
         is_mismatched: Whether some rank made a save alone: iterations, or numbers of saves, differ.
+        metric: Value of the metric of the retention; ``None`` for none.
     """
 
     problems: tuple[str, ...]
@@ -93,6 +94,7 @@ class SaveVerdict:
     divergence: Divergence | None = None
     parts_fit: bool = True
     is_mismatched: bool = False
+    metric: float | None = None
 
     def to_json(self) -> list[Any]:
         reached, diverged = self.reached, self.divergence
@@ -104,14 +106,15 @@ class SaveVerdict:
             diverged and diverged.to_json(),
             self.parts_fit,
             self.is_mismatched,
+            self.metric,
         ]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> SaveVerdict:
-        problems, generation, reached, bad, diverged, *flags = fields
+        problems, generation, reached, bad, diverged, *others = fields
         durability = Durability(*reached) if reached else None
         divergence = Divergence.from_json(diverged) if diverged else None
-        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, *flags)
+        return cls(tuple(problems), Generation(*generation), durability, bad, divergence, *others)
 
 
 def judge_save(reports: Sequence[Any]) -> list[Any]:
@@ -137,6 +140,7 @@ def judge_save(reports: Sequence[Any]) -> list[Any]:
         *(problems, generation, reached, why_bad(outcomes), divergence),
         parts_fit=fit,
         is_mismatched=is_mismatched,
+        metric=outcomes[0].metric,
     ).to_json()
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from localckpt.availability.retention import Retention, rules
 from localckpt.checkpointer.cadence import Every
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.failure_texts import ranks_named
-from localckpt.global_tier.retention import Retention
 from localckpt.storage.names import local_path
 
 __all__ = [
@@ -156,11 +156,7 @@ def check_shared_arguments(
                 f"directory on a disk of each node, which is lost with it, and shared one that all "
                 f"nodes reach. Give two directories"
             )
-    if keep_last is not None and retention is not None:
-        raise CheckpointingException(
-            f"give shared_keep_last= or shared_retention=, not both: "
-            f"shared_retention=Retention(last={keep_last}, ...) has all rules"
-        )
+    rules(keep_last, retention, "shared_")
     if shared_every.steps is None and shared_every.minutes is None:
         raise CheckpointingException(
             "shared_every takes steps or minutes: the cost that is measured is that of the nodes"

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
+from localckpt.availability.retention import Retention, node_rules, rules
 from localckpt.checkpointer.arguments import (
     as_cadence,
     check_arguments,
@@ -51,7 +52,6 @@ from localckpt.errors import CheckpointingException, MismatchError, PeerLostErro
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
@@ -102,7 +102,10 @@ class Checkpointer:
         every: Cadence of saves, or a number of steps. By default saves take at most 1 % of training
             time.
         shared_every: Cadence of saves to shared storage, or a number of steps.
-        keep_last: Number of complete checkpoints that are kept on the nodes.
+        keep_last: Number of complete checkpoints that are kept on the nodes, by default 2. Short
+            for ``retention=Retention(last=...)``.
+        retention: Rules by which checkpoints are kept on the nodes: ``last``, at least 1, and
+            ``best``, by a metric that is given to :meth:`step` or :meth:`save`.
         shared_keep_last: Number that are kept on shared storage; ``None`` for all. Short for
             ``shared_retention=Retention(last=...)``.
         shared_retention: Rules by which checkpoints are kept on shared storage.
@@ -182,7 +185,8 @@ class Checkpointer:
         session_id: str = "",
         every: Every | int = Every(overhead=0.01),  # noqa: B008 - a frozen value
         shared_every: Every | int = Every(minutes=30),  # noqa: B008 - a frozen value
-        keep_last: int = 2,
+        keep_last: int | None = None,
+        retention: Retention | None = None,
         shared_keep_last: int | None = None,
         shared_retention: Retention | None = None,
         replication_factor: int | None = None,
@@ -219,6 +223,7 @@ class Checkpointer:
             "local": local is not None,
             "shared": shared is not None,
             "keep_last": keep_last,
+            "retention": retention,
             "replication_factor": replication_factor,
             "rng": rng,
             "on_resize": on_resize,
@@ -241,6 +246,7 @@ class Checkpointer:
                 *(local, shared, as_cadence("shared_every", shared_every)),
                 *(on_resize, shared_keep_last, shared_retention),
             )
+            node_rules(keep_last, retention)
             as_cadence("every", every)
             check_state(state)
             self._state = TrainingState(
@@ -280,7 +286,7 @@ class Checkpointer:
 
         def make_manager(strategy: ReplicationStrategy | None) -> NodeManager:
             options: dict[str, Any] = {
-                "keep_last": keep_last,
+                "retention": node_rules(keep_last, retention),
                 "timeout": timeout_s,
                 "safe_globals": allowed,
                 "guard": guard,
@@ -315,7 +321,7 @@ class Checkpointer:
                 self._shared = SharedTier(
                     *(shared, session_id),
                     local=manager,
-                    retention=shared_retention or Retention(last=shared_keep_last),
+                    retention=rules(shared_keep_last, shared_retention, "shared_"),
                     timeout_s=timeout_s,
                     max_attempts=max_attempts,
                     safe_globals=allowed,
@@ -486,8 +492,9 @@ class Checkpointer:
 
         Args:
             step: Number of the step; greater than that of the call before.
-            metrics: Numbers to record if this step is saved to shared storage, such as a loss, for
-                ``Retention(best=...)``. Those of the first rank count. Tensors are read only then.
+            metrics: Numbers to record if this step is saved, such as a loss, for
+                ``Retention(best=...)``: all of them on shared storage, and on the nodes the one
+                that their rule names. Those of the first rank count. Tensors are read only then.
 
         Returns:
             Whether the job is to stop: some rank was asked to. The state of this step is then safe,
@@ -540,7 +547,7 @@ class Checkpointer:
             if not pulse.is_under_way:
                 pulse.begin(step, self._schedule.saved, poll)
             elif (plan := pulse.poll(poll)) is not None:
-                self._stop_as_planned(plan, step, None)
+                self._stop_as_planned(plan, step, self._last_metrics)
         return self.stopped
 
     def rewind_random(self) -> None:
@@ -570,7 +577,8 @@ class Checkpointer:
         Args:
             step: Number of the step.
             shared: Whether to save to shared storage, too.
-            metrics: Numbers to record there, as for :meth:`step`.
+            metrics: Numbers to record, as for :meth:`step`. A step that is on the nodes already
+                keeps the one that was given to :meth:`step`.
 
         Raises:
             CheckpointingException: As for :meth:`step`; or there is no shared storage.
@@ -581,7 +589,7 @@ class Checkpointer:
             raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
-        self._begin_save(step)
+        self._begin_save(step, metrics)
         if shared:
             self._begin_shared_save(step, metrics)
 
@@ -738,7 +746,7 @@ class Checkpointer:
         if self._beat(step, metrics):
             self._beat(step, metrics)
         if self._schedule.is_save_due(step) and (self._may_overlap or not self._nodes.is_busy):
-            self._begin_save(step)
+            self._begin_save(step, metrics)
             is_save = True
         if self._schedule.is_shared_save_due(step):
             self._begin_shared_save(step, metrics)
@@ -765,12 +773,12 @@ class Checkpointer:
         if self._shared is not None:
             self._shared.look()
 
-    def _begin_save(self, step: int) -> None:
+    def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
         wait_until(lambda: nodes.has_room or self._is_to_stop(), waits_s)
         if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
-            nodes.save(self._state.parts, step)
+            nodes.save(self._state.parts, step, metrics)
         elif not self._is_to_stop():
             self._failures[0].leave_out(waits_s)
         self._schedule.note_save(step)
@@ -924,7 +932,7 @@ class Checkpointer:
         Task(self._take_back_attempt).start("localckpt-stop", daemon=False)
         self._is_late = self._last_save.run(
             step,
-            lambda: self._nodes.save(self._state.parts, step),
+            lambda: self._nodes.save(self._state.parts, step, metrics),
             # It polls more than once in a step.
             lambda: self._finalize(None, blocking=False),
             lambda: self._save_last_to_shared(step, metrics),
@@ -958,7 +966,7 @@ class Checkpointer:
         if failed_on or step is None:
             return
         if to_nodes:
-            self._begin_save(step)
+            self._begin_save(step, self._last_metrics)
         if to_shared and self._shared is not None:
             self._begin_shared_save(step, self._last_metrics)
 
@@ -979,7 +987,8 @@ class Checkpointer:
         except CheckpointingException as refused:
             logger.error("step %d is not saved after the signal to stop: %s", step, refused)
             return
-        self._stop(f"{self._stop_requests.why()}, and then {type(error).__name__}", step, None)
+        why = f"{self._stop_requests.why()}, and then {type(error).__name__}"
+        self._stop(why, step, self._last_metrics)
 
     def _save_last_to_shared(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it there is no such save"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
+from localckpt.availability.retention import Retention
 from localckpt.checkpointer.fit import why_classes_differ
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
@@ -27,7 +28,6 @@ from localckpt.errors import (
 )
 from localckpt.events.stream import EventStream
 from localckpt.global_tier.manager import GlobalCheckpointManager
-from localckpt.global_tier.retention import Retention
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager
 from localckpt.managers.restoring import LoadOptions
@@ -189,12 +189,16 @@ class NodeTier:
             return False
         return True
 
-    def save(self, parts: Mapping[str, Any], step: int) -> None:
+    def save(
+        self, parts: Mapping[str, Any], step: int, metrics: Mapping[str, SupportsFloat] | None
+    ) -> None:
         """Begin a save, unless this step is saved; all ranks do so in the same step."""
         if self.begun == step:
             return
         try:
-            request = self.manager.save({OURS: described(parts), **parts}, step, is_async=True)
+            request = self.manager.save(
+                {OURS: described(parts), **parts}, step, is_async=True, metrics=metrics
+            )
         except (SaveFailedError, StorageError) as error:
             # Of an older save, which this one has waited for; or no node has room for this one.
             self._note(error)

@@ -11,6 +11,7 @@ from typing import Any
 from localckpt.availability.coverage import complete_checkpoints
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.ordering import newest_first
+from localckpt.availability.retention import Reason, Retention, Version, metrics_to_json
 from localckpt.cli.output import (
     JsonOption,
     StoreArgument,
@@ -32,7 +33,6 @@ from localckpt.global_tier.catalog import (
     why_kept,
 )
 from localckpt.global_tier.folders import CommitRecord, Folder
-from localckpt.global_tier.retention import Reason, Retention, Version, metrics_to_json
 from localckpt.ids import Checkpoint, ShardRecord
 from localckpt.replication.schemes import SCHEMES
 from localckpt.storage.catalog import (

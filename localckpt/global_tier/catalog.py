@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from localckpt.availability.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.errors import CheckpointingException, CorruptShardError, StorageError
 from localckpt.global_tier.folders import (
     LOCK_NAME,
@@ -20,7 +21,6 @@ from localckpt.global_tier.folders import (
     Folder,
     folders_in,
 )
-from localckpt.global_tier.retention import Candidate, Reason, Version, reasons_to_keep
 from localckpt.global_tier.trailer import FileIdentity, read_trailer
 from localckpt.lineage import Lineage
 from localckpt.memory.digests import BLOCK_NBYTES, BlockHasher

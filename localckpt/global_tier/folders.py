@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import xxhash
 
+from localckpt.availability.retention import Retention, metrics_from_json, metrics_to_json
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
     FormatVersionError,
 )
-from localckpt.global_tier.retention import Retention, metrics_from_json, metrics_to_json
 from localckpt.ids import Checkpoint, Generation
 from localckpt.lineage import Lineage
 from localckpt.storage.failures import storage_errors

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.profiler import record_function
 
+from localckpt.availability.retention import Retention, plain_metrics, rules
 from localckpt.errors import CheckpointingException, NoReplicasAvailableError
 from localckpt.events.stream import EventStream
 from localckpt.failure_texts import shown
@@ -31,7 +32,6 @@ from localckpt.global_tier.committed import Found
 from localckpt.global_tier.drain import Drain
 from localckpt.global_tier.drains import Drains
 from localckpt.global_tier.load import LoadOptions, Loads, OpenCheckpoint
-from localckpt.global_tier.retention import Retention, plain_metrics
 from localckpt.global_tier.root import CheckpointRoot
 from localckpt.global_tier.save import Save
 from localckpt.global_tier.save_plan import PlanCache, PlannedSave, plan_save, require_same
@@ -114,15 +114,7 @@ class GlobalCheckpointManager:
         max_attempts: int | None = None,
     ) -> None:
         with refused_together("global manager", process_group, timeout):
-            if keep_last is not None and keep_last < 1:
-                raise CheckpointingException(
-                    f"keep_last is {keep_last}; it must be above 0, or None"
-                )
-            if keep_last is not None and retention is not None:
-                raise CheckpointingException(
-                    f"give keep_last= or retention=, not both: "
-                    f"retention=Retention(last={keep_last}, ...) has all rules"
-                )
+            retention = rules(keep_last, retention)
             if timeout <= 0:
                 raise CheckpointingException(f"timeout is {timeout} s; it must be above 0")
             if concurrent_bytes < 1:
@@ -140,7 +132,7 @@ class GlobalCheckpointManager:
             self._root = CheckpointRoot(
                 local_path(root),
                 session_id,
-                retention=retention or Retention(last=keep_last),
+                retention=retention,
                 atomic_rename=atomic_rename,
                 timeout_s=timeout,
                 max_attempts=max_attempts,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from localckpt.availability.retention import Candidate, Retention, reasons_to_keep
 from localckpt.errors import CheckpointingException, StorageError
 from localckpt.global_tier.committed import Committed, Found
 from localckpt.global_tier.folders import (
@@ -29,7 +30,6 @@ from localckpt.global_tier.folders import (
 from localckpt.global_tier.leftovers import remove_leftovers, try_to_remove
 from localckpt.global_tier.metadata import METADATA_NAME
 from localckpt.global_tier.removal import remove
-from localckpt.global_tier.retention import Candidate, Retention, reasons_to_keep
 from localckpt.global_tier.root_lock import RootLock
 from localckpt.global_tier.write_files import write_durably
 from localckpt.lineage import EpochId, Lineage, Origin, Point, Resumed, begin_lineage

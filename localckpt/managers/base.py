@@ -10,9 +10,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Self, SupportsIndex, overload
+from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, overload
 
 import torch
 import torch.distributed as dist
@@ -150,21 +150,41 @@ class BaseCheckpointManager(Hooks):
 
     @overload
     def save(
-        self, state_dict: Any, iteration: SupportsIndex, is_async: Literal[False] = False
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: Literal[False] = False,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None: ...
 
     @overload
     def save(
-        self, state_dict: Any, iteration: SupportsIndex, is_async: Literal[True]
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: Literal[True],
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> AsyncRequest: ...
 
     @overload
     def save(
-        self, state_dict: Any, iteration: SupportsIndex, is_async: bool
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: bool,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> AsyncRequest | None: ...
 
     def save(
-        self, state_dict: Any, iteration: SupportsIndex, is_async: bool = False
+        self,
+        state_dict: Any,
+        iteration: SupportsIndex,
+        is_async: bool = False,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> AsyncRequest | None:
         """Save this rank's state; all ranks call it.
 
@@ -177,6 +197,8 @@ class BaseCheckpointManager(Hooks):
             iteration: Its number, above that of every checkpoint this manager saved or loaded: an
                 ``int``, or an integer of numpy.
             is_async: Return as soon as the state is captured.
+            metrics: Numbers by name, such as a loss, for ``Retention(best=...)``, which notes the
+                one that it names. Those of the first rank count, and are read there.
 
         Returns:
             ``None`` once the checkpoint is complete on all ranks; with ``is_async`` the request to
@@ -199,11 +221,16 @@ class BaseCheckpointManager(Hooks):
         """
         called = time.monotonic()
         self._require_writable()
-        begin = partial(self._begin_save, called, state_dict, iteration, is_async)
+        begin = partial(self._begin_save, called, state_dict, iteration, is_async, metrics)
         return self._calls.make("save", begin)
 
     def _begin_save(
-        self, called: float, state: Any, number: SupportsIndex, is_async: bool
+        self,
+        called: float,
+        state: Any,
+        number: SupportsIndex,
+        is_async: bool,
+        metrics: Mapping[str, SupportsFloat] | None,
     ) -> AsyncRequest | None:
         parts = self._parts
         iteration = parts.epoch.checked(number)
@@ -225,7 +252,7 @@ class BaseCheckpointManager(Hooks):
             self.skipped_saves += 1
             return AsyncRequest(None, (), [])
         self._forget_latest()
-        save = Save(parts, parts.epoch.next_identity(iteration), called, waited_s)
+        save = Save(parts, parts.epoch.next_identity(iteration), called, waited_s, metrics)
         save.capture(state)
         self.last_save = save.report()
         if is_async:

@@ -10,11 +10,11 @@ from localckpt.availability.durability import Durability, durability_found, spar
 from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.ordering import newest_first
-from localckpt.availability.retention import Retirement
+from localckpt.availability.retention import Retention, Retirement
 from localckpt.ids import Checkpoint
 from localckpt.lineage import EpochId, Lineage, Point
 from localckpt.replication.redundancy import Redundancy
-from localckpt.trust import Mark, MarkKind
+from localckpt.trust import Mark, MarkKind, Measured
 
 __all__ = ["JobCheckpoints"]
 
@@ -30,6 +30,7 @@ class JobCheckpoints:
         exhausted: Others that are complete, which the job was resumed from in vain too often, and
             why they are passed over.
         marks: Marks of checkpoints.
+        measured: Metrics of complete checkpoints.
         under_way: Iterations that are captured, and not finalized.
         lineages: Lineages of the epochs, as far as they have any.
         drained: Complete ones that were promoted to shared storage, by this start of the job or, as
@@ -44,6 +45,7 @@ class JobCheckpoints:
         self.complete: list[Checkpoint] = []
         self.exhausted: dict[Checkpoint, str] = {}
         self.marks: dict[Checkpoint, Mark] = {}
+        self.measured: dict[Checkpoint, Measured] = {}
         self.under_way: list[int] = []
         self._reached: dict[Checkpoint, Durability] = {}
         self.drained: set[Checkpoint] = set()
@@ -81,6 +83,9 @@ class JobCheckpoints:
         self.complete = list(found.complete)
         self.exhausted = dict(found.exhausted)
         self.marks = dict(found.trust.marks)
+        # This job's notes may be under way.
+        measured = {**found.trust.measured, **self.measured}
+        self.measured = {c: measured[c] for c in self.complete if c in measured}
         self.drained = {c for c in (*self.drained, *found.trust.drained) if c in self.complete}
         self._reached.update(found.complete)
         self.lineages |= {lineage.epoch: lineage for lineage in found.lineages}
@@ -97,8 +102,12 @@ class JobCheckpoints:
         protection = self._redundancy.protection
         self._reached[checkpoint] = durability_found(checkpoint, inventory, protection)
 
-    def add(self, checkpoint: Checkpoint, reached: Durability) -> None:
+    def add(
+        self, checkpoint: Checkpoint, reached: Durability, measured: Measured | None = None
+    ) -> None:
         """Add a checkpoint that was saved and is complete."""
+        if measured is not None:
+            self.measured = {**self.measured, checkpoint: measured}
         self.complete = newest_first({*self.complete, checkpoint}, self.lineages)
         self._reached = {c: self._reached[c] for c in self.complete if c in self._reached}
         self._reached[checkpoint] = reached
@@ -129,23 +138,23 @@ class JobCheckpoints:
         self._held[checkpoint] -= 1
         self._held += Counter()
 
-    def keep(self, saved: int, count: int) -> Retirement | None:
+    def keep(self, saved: int, retention: Retention) -> Retirement | None:
         """Forget all but the newest checkpoints, and those that must stay beside them.
 
         Beside them stays the newest that survives the loss of a node, if none of them does; the
-        newest that is marked good, if none of them is; and what other lineages have that is newer
-        by iteration, unless the job gave it up knowingly. One that is marked bad counts for
-        nothing, and only the newest of them stays, as long as nothing newer is complete. What is
-        held stays in any case.
+        newest that is marked good, if none of them is; those with the best metric, if the job did
+        not go back from them; and what other lineages have that is newer by iteration, unless the
+        job gave it up knowingly. One that is marked bad counts for nothing, and only the newest of
+        them stays, as long as nothing newer is complete. What is held stays in any case.
 
         Args:
             saved: The iteration that was saved last.
-            count: How many of the newest are kept.
+            retention: Rules for the nodes.
 
         Returns:
             What may go on each rank; ``None`` if there are not so many.
         """
-        lineage = self._lineage if self.job_has_looked else None
+        lineage, count = self._lineage if self.job_has_looked else None, retention.last or 1
         passed = Retirement(saved, lineage, frozenset())
         own = [checkpoint for checkpoint in self.complete if passed.takes(checkpoint)]
         bad = [checkpoint for checkpoint in own if self._is_marked(checkpoint, "bad")]
@@ -161,13 +170,29 @@ class JobCheckpoints:
             retirement = Retirement(-1, None, frozenset(), also)
         else:
             stays = [*spared(kept, older, self._reached), *self._newest_good(kept, older)]
+            stays += self._best(sound, retention, lineage)
             up_to = min(checkpoint.iteration for checkpoint in kept)
             but = frozenset((*kept, *stays, *last_bad, *self._held))
             retirement = Retirement(up_to, lineage, but, also)
         self.complete = [
             checkpoint for checkpoint in self.complete if not retirement.takes(checkpoint)
         ]
+        self.measured = {c: note for c, note in self.measured.items() if c in self.complete}
         return retirement
+
+    def _best(
+        self, sound: Sequence[Checkpoint], retention: Retention, lineage: Lineage | None
+    ) -> list[Checkpoint]:
+        """Return the checkpoints with the best metric, but for those that the job gave up."""
+        if retention.best is None:
+            return []
+        metrics = {
+            c: {self.measured[c].metric: self.measured[c].value}
+            for c in sound
+            if c in self.measured
+            and (lineage is None or not lineage.gives_up(c.generation.epoch_id, c.iteration))
+        }
+        return retention.best.of(metrics)
 
     def _newest_good(
         self, kept: Sequence[Checkpoint], older: Sequence[Checkpoint]

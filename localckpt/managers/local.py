@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.availability.retention import Retention, node_rules
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
@@ -30,8 +31,10 @@ class LocalCheckpointManager(StoreCheckpointManager):
     Args:
         root_local_ckpt_dir: Directory on a disk of this node; made if it is not there.
         session_id, repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: Number of complete checkpoints to keep; the disk holds one more for each save
-            under way.
+        keep_last: Number of complete checkpoints to keep, by default 2; the disk holds one more for
+            each save under way. Short for ``retention=Retention(last=...)``.
+        retention: Rules by which complete checkpoints are kept: ``last``, at least 1, and ``best``,
+            by a metric that is given with saves.
         timeout, process_group, async_worker, safe_globals, background, strict: As for
             :class:`BaseCheckpointManager`.
         num_buffers: Number of saves that can be under way at once.
@@ -87,7 +90,8 @@ class LocalCheckpointManager(StoreCheckpointManager):
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
         *,
-        keep_last: int = 2,
+        keep_last: int | None = None,
+        retention: Retention | None = None,
         timeout: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
         async_worker: Literal["thread", "process"] = "thread",
@@ -109,6 +113,7 @@ class LocalCheckpointManager(StoreCheckpointManager):
         divide_replicated: bool = False,
     ) -> None:
         with refused_together(MANAGER, process_group, timeout):
+            retention = node_rules(keep_last, retention, 2)
             options = SaveOptions.of(locals())
 
         def open_store() -> DirectoryStore:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from localckpt.availability.retention import Retention, node_rules
 from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
@@ -34,8 +35,9 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
             names the program: its main script, its arguments and the working directory, as the
             first rank has them.
         repl_strategy: As for :class:`BaseCheckpointManager`.
-        keep_last: Number of complete checkpoints to keep; memory holds one more for each save under
-            way.
+        keep_last: Number of complete checkpoints to keep, by default 1; memory holds one more for
+            each save under way.
+        retention: As for :class:`LocalCheckpointManager`.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         timeout, process_group, async_worker, safe_globals, background, strict: As for
@@ -57,7 +59,8 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
         *,
-        keep_last: int = 1,
+        keep_last: int | None = None,
+        retention: Retention | None = None,
         root: str | os.PathLike[str] | None = None,
         timeout: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
@@ -81,6 +84,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
     ) -> None:
         names_itself = root is None and not session_id
         with refused_together("session" if names_itself else MANAGER, process_group, timeout):
+            retention = node_rules(keep_last, retention, 1)
             options = SaveOptions.of(locals())
             if names_itself and read_only:
                 raise CheckpointingException(
@@ -104,7 +108,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
                 self.rank,
                 timeout,
                 num_buffers=num_buffers,
-                keep_last=keep_last,
+                keep_last=options.retention.most,
             )
 
         self._use_store(session_id, repl_strategy, options, open_store)

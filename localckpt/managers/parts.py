@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from localckpt.errors import StorageError
 from localckpt.events.stream import EventStream
 from localckpt.managers.capture import StateCapture
 from localckpt.managers.epoch import Epoch
@@ -26,8 +28,14 @@ from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.hooks import Hooks
 from localckpt.storage.store import Store
+from localckpt.threads import SerialThread, Task
 
 __all__ = ["Parts"]
+
+logger = logging.getLogger(__name__)
+
+# Notes of metrics that a stuck disk holds up do not hold up the end.
+_NOTED_S = 2.0
 
 StoreT = TypeVar("StoreT", bound=Store)
 
@@ -91,6 +99,8 @@ class Parts:
         self.reprotection: Reprotection | None = None
         self.replica_check = ReplicaCheck(options, self.ranks, self.events)
         self.promotions: list[Promotion] = []
+        self._noting = SerialThread("localckpt-note")
+        self._noted: Task[None] | None = None
 
     def open(self, open_store: Callable[[], StoreT]) -> StoreT:
         """Open the store, and make the parts that need it; returns the store."""
@@ -105,6 +115,33 @@ class Parts:
         self.replicator = Replicator(self.strategy, self.options) if self._is_protected else None
         self.foreign = ForeignQueues(self.options.timeout)
         return store
+
+    def note_metrics(self) -> None:
+        """Have this node note the metrics of complete checkpoints, and no others, behind training.
+
+        All of them, since the node may have taken the place of another one.
+        """
+        nodes, rank = self.epoch.nodes, self.ranks.rank
+        if self.options.retention.best is None or nodes.index(nodes[rank]) != rank:
+            return
+        measured = self.checkpoints.measured
+
+        def note() -> None:
+            try:
+                for metric in measured.values():
+                    self.store.claim.note_measured(metric)
+                # Saves under way may have noted theirs.
+                self.store.claim.forget_measured(
+                    lambda c: c not in measured and c.iteration not in self.checkpoints.under_way
+                )
+            except StorageError as error:
+                logger.warning("this node has not noted the metrics of checkpoints: %s", error)
+
+        self._noted = Task(note)
+        try:
+            self._noting.submit(self._noted)
+        except RuntimeError:
+            self._noted.run()
 
     def await_reprotected(self) -> None:
         """Wait until no copies of a loaded checkpoint are made behind other calls."""
@@ -124,6 +161,8 @@ class Parts:
             if not self._is_protected:
                 closing.callback(self.strategy.close)
             closing.callback(self.close_store)
+            if self._noted is not None:
+                closing.callback(self._noted.wait, min(_NOTED_S, self.options.timeout))
             closing.callback(self.foreign.close)
             if self.replicator is not None:
                 closing.callback(self.replicator.close)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsFloat
 
 from torch.profiler import record_function
 
@@ -39,7 +39,7 @@ from localckpt.state_dict.replica_digests import PartDigest, replica_digests
 from localckpt.state_dict.views import tensor_views
 from localckpt.storage.hooks import commit_here
 from localckpt.storage.slot import Slot
-from localckpt.trust import Mark
+from localckpt.trust import Mark, Measured
 
 __all__ = ["Save"]
 
@@ -60,6 +60,7 @@ class Save:
         identity: Identity of this rank's shard.
         called: Time of the trainer's call of ``save``.
         waited_s: Seconds that the call has waited for older saves since.
+        metrics: Metrics that were given with the save; those of the first rank count.
 
     Attributes:
         slots: Slots of the pieces that this rank keeps, the slot of its own shard first.
@@ -70,9 +71,16 @@ class Save:
     """
 
     def __init__(
-        self, parts: Parts, identity: ShardIdentity, called: float, waited_s: float
+        self,
+        parts: Parts,
+        identity: ShardIdentity,
+        called: float,
+        waited_s: float,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         self._parts = parts
+        self._metrics = metrics
+        self._metric: float | None = None
         self.identity = identity
         self.slots: list[Slot] = []
         self.error: str | None = None
@@ -110,8 +118,12 @@ class Save:
                 self.slots[0].await_copied()
             if not self._replication.comes_later:
                 self._take_copies()
+            best = parts.options.retention.best
+            if best is not None and self.identity.rank == 0:
+                self._metric = best.value(self._metrics)
         except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
             self.note_error(error)
+        self._metrics = None
         self._returned = time.monotonic()
 
     def _capture(self, state: Any) -> None:
@@ -195,6 +207,9 @@ class Save:
             slot.await_digests()
         try:
             self._check()
+            if (measured := self._measured(self._metric)) is not None:
+                # Other nodes note it when the save is complete.
+                self._parts.store.claim.note_measured(measured)
             commit_here(self._parts.store, self._parts.hooks, self.slots)
             self._digest_replicas()
         except BaseException as error:
@@ -221,6 +236,12 @@ class Save:
             ) from None
         if self.bad is not None:
             self._mark_bad(self.bad)
+
+    def _measured(self, metric: float | None) -> Measured | None:
+        best = self._parts.options.retention.best
+        if best is None or metric is None:
+            return None
+        return Measured(self.identity.checkpoint, best.metric, metric)
 
     def _mark_bad(self, why: str) -> None:
         mark = Mark(self.identity.checkpoint, "bad", why)
@@ -279,6 +300,7 @@ class Save:
             self.bad,
             tuple((part.set_id, part.digest) for part in self._replicas or ()),
             self._divided,
+            self._metric,
         )
 
     # Complete, or failed.
@@ -323,7 +345,7 @@ class Save:
                 # Else this variable would keep the error, and the error its frames, alive.
                 del failed
         assert verdict.reached is not None, "without a failure the save is complete"
-        self._complete(verdict.reached, bad)
+        self._complete(verdict.reached, bad, self._measured(verdict.metric))
         return verdict.reached
 
     def _failure(self, verdict: SaveVerdict) -> SaveFailedError | None:
@@ -351,7 +373,7 @@ class Save:
         """Take the verdict on the save, as JSON fields; the same on all ranks."""
         self._verdict = SaveVerdict.from_json(fields)
 
-    def _complete(self, reached: Durability, bad: str | None) -> None:
+    def _complete(self, reached: Durability, bad: str | None, measured: Measured | None) -> None:
         parts, iteration = self._parts, self.identity.iteration
         parts.checkpoints.forget(iteration)
         if bad is not None:
@@ -359,13 +381,14 @@ class Save:
             parts.checkpoints.marks[self.identity.checkpoint] = Mark(
                 self.identity.checkpoint, "bad", bad
             )
-        parts.checkpoints.add(self.identity.checkpoint, reached)
+        parts.checkpoints.add(self.identity.checkpoint, reached, measured)
         try:
             if bad is not None:
                 # On all nodes, since the node of the rank that found it may be lost.
                 self._mark_bad(bad)
             parts.store.release(self._all_slots())
             parts.hooks._cleanup(iteration)
+            parts.note_metrics()
             if not parts.store.keeps_images:
                 # Hooks keep older checkpoints as they choose.
                 del parts.checkpoints.complete[1:]

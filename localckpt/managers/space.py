@@ -20,12 +20,12 @@ class SpaceCheck:
 
     Args:
         store: Keeps the shards.
-        keep_last: How many checkpoints are kept.
+        most: Number of checkpoints that are kept at most.
     """
 
-    def __init__(self, store: DirectoryStore, keep_last: int) -> None:
+    def __init__(self, store: DirectoryStore, most: int) -> None:
         self._store = store
-        self._keep_last = keep_last
+        self._most = most
         self._is_done = False
 
     def check(self, nodes: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class SpaceCheck:
         rank = self._store.rank
         logger.info("memory of rank %d: %s", rank, plan_memory(self._store))
         # One more than are kept is there while it is written.
-        self._store.check_space(self._keep_last + 1, nodes.count(nodes[rank]))
+        self._store.check_space(self._most + 1, nodes.count(nodes[rank]))
         self._is_done = True
 
 

@@ -66,7 +66,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
             self.store = parts.open(open_store)
             self.store.on_quarantine = self._note_quarantined
             parts.in_flight = LimitedInFlight(self.store, parts.ranks, options)
-            parts.space = SpaceCheck(self.store, options.keep_last)
+            parts.space = SpaceCheck(self.store, options.retention.most)
             if not self.read_only:
                 parts.reprotection = Reprotection(parts, self.store, self._reprotecting)
         lazy = isinstance(self.repl_strategy, LazyCliqueReplicationStrategy)
@@ -181,7 +181,7 @@ class StoreCheckpointManager(BaseCheckpointManager):
 
     def _cleanup(self, iteration: int) -> None:
         checkpoints, events = self._parts.checkpoints, self._parts.events
-        if (over := checkpoints.keep(iteration, self._parts.options.keep_last)) is not None:
+        if (over := checkpoints.keep(iteration, self._parts.options.retention)) is not None:
             began = time.monotonic()
             if self.store.prune(lambda shard: over.takes(shard.checkpoint), self._adopted_ranks()):
                 kept = sorted({checkpoint.iteration for checkpoint in checkpoints.complete})

@@ -22,6 +22,7 @@ __all__ = [
     "EPOCH_NAME",
     "LOCK_NAME",
     "MARKS_NAME",
+    "MEASURED_PREFIX",
     "OWNER_NAME",
     "RECYCLED",
     "RECYCLED_BEFORE",
@@ -56,6 +57,8 @@ RESUME_PREFIX, MARKS_NAME = ".resumed-", ".marks"
 checkpoint and has made no progress, and the file of the marks of checkpoints."""
 DRAINED_NAME = ".drained"
 """File of a rank's folder: the checkpoints that were drained to shared storage."""
+MEASURED_PREFIX = ".measured-"
+"""Prefix of files of a rank's folder, each with the metric of one checkpoint."""
 
 STAGING_PREFIX = "localckpt-staging-"
 """Prefix of the names of staging buffers in shared memory."""

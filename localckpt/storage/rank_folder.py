@@ -35,7 +35,7 @@ from localckpt.storage.owner import Owner, Running, epoch_note, owner_of, read_n
 from localckpt.storage.store import Claim
 from localckpt.storage.trust_notes import TrustNotes
 from localckpt.storage.write import sync_folder
-from localckpt.trust import Mark, Resumes, Trust
+from localckpt.trust import Mark, Measured, Resumes, Trust
 from localckpt.waiting import wait_until
 
 __all__ = ["RankFolder", "SeenFolder", "lock_store"]
@@ -210,6 +210,15 @@ class RankFolder(SeenFolder):
     def note_mark(self, mark: Mark) -> None:
         self.restore()
         TrustNotes(self.path).note_mark(mark)
+
+    def note_measured(self, measured: Measured) -> None:
+        self.restore()
+        TrustNotes(self.path).note_measured(measured)
+
+    def forget_measured(self, is_over: Callable[[Checkpoint], bool]) -> None:
+        # Also in other ranks' folders, some of which no rank on this node writes any more.
+        for rank in self.ranks():
+            TrustNotes(self.session / str(rank)).forget_measured(is_over)
 
     def note_drained(self, drained: Collection[Checkpoint]) -> None:
         self.restore()

@@ -20,7 +20,7 @@ from localckpt.storage.buffers import Buffer
 from localckpt.storage.preflight import MemoryNeeds
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
-from localckpt.trust import Mark, Resumes, Trust
+from localckpt.trust import Mark, Measured, Resumes, Trust
 
 __all__ = ["Claim", "CommitJob", "Store", "Stored", "run_commit"]
 
@@ -110,6 +110,16 @@ class Claim:
 
     def note_mark(self, mark: Mark) -> None:
         """Note a mark; raises StorageError."""
+
+    def note_measured(self, measured: Measured) -> None:
+        """Note the metric of a checkpoint, unless it is noted; raises StorageError."""
+
+    def forget_measured(self, is_over: Callable[[Checkpoint], bool]) -> None:
+        """Remove all ranks' notes here of metrics of checkpoints that are over.
+
+        Raises:
+            StorageError: They cannot be removed.
+        """
 
     def note_drained(self, drained: Collection[Checkpoint]) -> None:
         """Note which checkpoints were drained to shared storage, and no others.

@@ -2,14 +2,14 @@
 
 Each counted start of the job is one file, so that a signal handler can remove it by one system
 call. It names its process: as long as that lives, the start is not in vain. All marks are in one
-file, and all drained checkpoints in another.
+file, and all drained checkpoints in another. The metric of each checkpoint is one file.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,15 @@ from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint
 from localckpt.memory.host_memory import PAGE_NBYTES
 from localckpt.storage.failures import storage_errors
-from localckpt.storage.names import DRAINED_NAME, MARKS_NAME, RESUME_PREFIX
+from localckpt.storage.names import DRAINED_NAME, MARKS_NAME, MEASURED_PREFIX, RESUME_PREFIX
 from localckpt.storage.owner import Owner, Running, read_note, write_note
 from localckpt.storage.write import sync_folder
-from localckpt.trust import Drained, Mark, Resumes, Trust, parse_note
+from localckpt.trust import Drained, Mark, Measured, Note, Resumes, Trust, parse_note
 
 __all__ = ["TrustNotes"]
 
 _RESUME = re.compile(rf"{re.escape(RESUME_PREFIX)}[\d.]+")
+_MEASURED = re.compile(rf"{re.escape(MEASURED_PREFIX)}[\d.]+")
 
 
 class TrustNotes:
@@ -42,7 +43,8 @@ class TrustNotes:
         """Read all notes, and ignore damaged ones; raises StorageError."""
         with storage_errors("read", self._folder):
             resumes = _counted(_resumes_in(self._folder).values())
-            return Trust.of([*resumes, *_marks_in(self._folder), *_drained_in(self._folder)])
+            marks, drained = _marks_in(self._folder), _drained_in(self._folder)
+            return Trust.of([*resumes, *marks, *drained, *_measured_in(self._folder).values()])
 
     def note_resume(self, resumes: Resumes) -> None:
         """Note durably that the job resumes from a checkpoint; raises StorageError."""
@@ -59,7 +61,7 @@ class TrustNotes:
     def forget_resumes(self) -> None:
         """Remove all notes of :meth:`note_resume`; raises StorageError."""
         with storage_errors("clean up", self._folder):
-            for path in _resume_paths(self._folder):
+            for path in _paths(self._folder, _RESUME):
                 path.unlink(missing_ok=True)
 
     def note_mark(self, mark: Mark) -> None:
@@ -75,6 +77,21 @@ class TrustNotes:
                 self._folder, DRAINED_NAME, [Drained(checkpoint) for checkpoint in drained]
             )
 
+    def note_measured(self, measured: Measured) -> None:
+        """Note the metric of a checkpoint durably, unless it is noted; raises StorageError."""
+        path = self._folder / f"{MEASURED_PREFIX}{_numbers(measured.checkpoint)}"
+        with storage_errors("write to", self._folder):
+            if not path.exists():
+                write_note(path, json.dumps(measured.to_json()))
+                sync_folder(self._folder)
+
+    def forget_measured(self, is_over: Callable[[Checkpoint], bool]) -> None:
+        """Remove the metrics of checkpoints that are over; raises StorageError."""
+        with storage_errors("clean up", self._folder):
+            for path, note in _measured_in(self._folder).items():
+                if is_over(note.checkpoint):
+                    path.unlink(missing_ok=True)
+
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove all notes on a checkpoint; raises StorageError."""
         with storage_errors("clean up", self._folder):
@@ -89,13 +106,16 @@ class TrustNotes:
             left = [note for note in drained if note.checkpoint != checkpoint]
             if left != drained:
                 _write_lines(self._folder, DRAINED_NAME, left)
+        self.forget_measured(checkpoint.__eq__)
 
 
 def _resume_path(folder: Path, resumes: Resumes) -> Path:
-    checkpoint = resumes.checkpoint
+    return folder / f"{RESUME_PREFIX}{_numbers(resumes.checkpoint)}.{resumes.count}"
+
+
+def _numbers(checkpoint: Checkpoint) -> str:
     epoch, sequence = checkpoint.generation
-    name = f"{checkpoint.iteration}.{epoch}.{sequence}.{checkpoint.world_size}.{resumes.count}"
-    return folder / f"{RESUME_PREFIX}{name}"
+    return f"{checkpoint.iteration}.{epoch}.{sequence}.{checkpoint.world_size}"
 
 
 def _counted(noted: Iterable[tuple[Resumes, Owner | None]]) -> list[Resumes]:
@@ -107,7 +127,7 @@ def _counted(noted: Iterable[tuple[Resumes, Owner | None]]) -> list[Resumes]:
 
 def _resumes_in(folder: Path) -> dict[Path, tuple[Resumes, Owner | None]]:
     found: dict[Path, tuple[Resumes, Owner | None]] = {}
-    for path in _resume_paths(folder):
+    for path in _paths(folder, _RESUME):
         with suppress(MismatchError, ValueError, RecursionError, TypeError):
             *fields, owner = json.loads(read_note(path))
             note = parse_note(fields)
@@ -116,10 +136,15 @@ def _resumes_in(folder: Path) -> dict[Path, tuple[Resumes, Owner | None]]:
     return found
 
 
-def _resume_paths(folder: Path) -> list[Path]:
+def _measured_in(folder: Path) -> dict[Path, Measured]:
+    notes = {path: _parsed(read_note(path)) for path in _paths(folder, _MEASURED)}
+    return {path: note for path, note in notes.items() if isinstance(note, Measured)}
+
+
+def _paths(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _RESUME.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
 
 
 def _write_lines(folder: Path, name: str, notes: Sequence[Mark | Drained]) -> None:
@@ -142,7 +167,7 @@ def _drained_in(folder: Path) -> list[Drained]:
     return [note for note in notes if isinstance(note, Drained)]
 
 
-def _parsed(text: str) -> Resumes | Mark | Drained | None:
+def _parsed(text: str) -> Note | None:
     try:
         return parse_note(json.loads(text))
     except (MismatchError, ValueError, RecursionError):

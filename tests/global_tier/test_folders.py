@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localckpt import CheckpointingException, CorruptShardError
+from localckpt.availability.retention import Best, Retention
 from localckpt.global_tier.folders import (
     RECORD_NAME,
     CommitRecord,
@@ -20,7 +21,6 @@ from localckpt.global_tier.folders import (
     session_root,
 )
 from localckpt.global_tier.removal import remove
-from localckpt.global_tier.retention import Best, Retention
 
 NUMBERS = st.integers(0, 10**12)
 FILE_NAMES = st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=20).filter(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localckpt import Best, CheckpointingException, Retention
-from localckpt.global_tier.retention import (
+from localckpt.availability.retention import (
     Candidate,
     Reason,
     Version,

@@ -64,6 +64,7 @@ def explain(
             ),
             resumed=inventory.trust.count(checkpoint),
             mark=inventory.trust.marks.get(checkpoint),
+            measured=inventory.trust.measured.get(checkpoint),
             passed_over=_why_passed_over(checkpoint, choice, inventory.trust),
         )
         for checkpoint in newest_first([*held, *_by_name(damaged, held)], inventory.lineages)

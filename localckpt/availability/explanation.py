@@ -11,9 +11,10 @@ from typing import Any
 
 from localckpt.availability.explanation_text import text_of
 from localckpt.availability.lineage_tree import Branch
+from localckpt.availability.retention import metrics_to_json
 from localckpt.ids import Checkpoint
 from localckpt.storage.store import Stored
-from localckpt.trust import Mark
+from localckpt.trust import Mark, Measured
 
 __all__ = ["Explanation", "Lack", "Standing"]
 
@@ -48,6 +49,7 @@ class Standing:
             ranks than the names tell of.
         resumed: Number of starts of the job that resumed from it and made no progress.
         mark: Its mark, ``None`` for none.
+        measured: Its metric, by which the job keeps the best, ``None`` for none.
         passed_over: Why a restart does not take it, complete or not, by what is known of it beside
             its shards; empty if it may.
     """
@@ -62,6 +64,7 @@ class Standing:
     resumed: int = 0
     mark: Mark | None = None
     passed_over: str = ""
+    measured: Measured | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +79,9 @@ class Standing:
             "mark": self.mark and self.mark.kind,
             "mark_why": self.mark.why if self.mark else "",
             "passed_over": self.passed_over,
+            "metrics": metrics_to_json(
+                {self.measured.metric: self.measured.value} if self.measured else {}
+            ),
         }
 
 

@@ -126,6 +126,11 @@ def _rejections(explanation: Explanation, keys: Mapping[str, str]) -> list[str]:
             told = f": {standing.mark.why}" if standing.mark.why else ""
             iteration = standing.checkpoint.iteration
             lines.append(f"Iteration {iteration} is marked {standing.mark.kind}{told}.")
+        if (measured := standing.measured) is not None:
+            lines.append(
+                f"Iteration {standing.checkpoint.iteration} was saved with {measured.metric} "
+                f"{measured.value:g}, by which the job keeps the best."
+            )
     return lines
 
 

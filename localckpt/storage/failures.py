@@ -13,8 +13,8 @@ KEPT = "Checkpoints saved before are as they were"
 """Advice on the topic ``kept``, on what a failure has not changed."""
 
 _ADVICE = {
-    errno.ENOSPC: "it is full: free space, lower keep_last, or choose a larger directory",
-    errno.EDQUOT: "the quota is used up: free space, lower keep_last, or raise the quota",
+    errno.ENOSPC: "it is full: free space, keep fewer checkpoints, or choose a larger directory",
+    errno.EDQUOT: "the quota is used up: free space, keep fewer checkpoints, or raise the quota",
     errno.EROFS: "it is mounted read-only: choose a directory that can be written",
     errno.EACCES: "permission denied: give this user a directory of its own",
     errno.EPERM: "permission denied: give this user a directory of its own",

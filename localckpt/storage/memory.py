@@ -38,7 +38,7 @@ __all__ = ["MemoryStore", "default_root", "default_session"]
 logger = logging.getLogger(__name__)
 
 _PREPARING_S = 60.0
-_FULL = "it is full: free space, lower keep_last, or enlarge it (shared memory)"
+_FULL = "it is full: free space, keep fewer checkpoints, or enlarge it (shared memory)"
 
 
 def default_root() -> Path:
@@ -79,7 +79,8 @@ class MemoryStore(DirectoryStore):
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
         num_buffers: Number of saves that can be under way at once.
-        keep_last: Number of checkpoints that are kept. Memory for one more is made ahead of time.
+        keep_last: Number of checkpoints that are kept at most. Memory for one more is made ahead of
+            time.
     """
 
     def __init__(

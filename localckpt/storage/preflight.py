@@ -103,8 +103,8 @@ def plan_buffers(needs: Sequence[MemoryNeeds], protection: Mapping[int, Group]) 
     if left_nbytes < 0:
         raise StorageError(
             f"{text}: raise the limit, spread the state over more nodes, or keep fewer checkpoints "
-            f"in memory (keep_last). Nothing was saved, and checkpoints saved before are as they "
-            f"were"
+            f"in memory (keep_last, retention). Nothing was saved, and checkpoints saved before "
+            f"are as they were"
         )
     return buffers, text
 
@@ -210,8 +210,9 @@ def check_space(
     if needed > free + had:
         raise StorageError(
             f"{folder} has {free / 1e6:.1f} MB free, and {checkpoints} checkpoints of "
-            f"{sum(images) / 1e6:.1f} MB will be there at once: free space, lower keep_last, or "
-            f"choose a larger directory. Checkpoints saved before are as they were"
+            f"{sum(images) / 1e6:.1f} MB will be there at once: free space, keep fewer of them "
+            f"(keep_last, retention), or choose a larger directory. Checkpoints saved before are "
+            f"as they were"
         )
     if ranks * needed > free + had:
         logger.warning(

@@ -20,6 +20,7 @@ from localckpt.availability.found import Found
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.lineage_tree import branches, tree
 from localckpt.availability.ordering import newest_first, overruled, unrelated
+from localckpt.availability.retention import Retention
 from localckpt.ids import SAVES_AN_ATTEMPT, Checkpoint, Generation, ShardRecord
 from localckpt.lineage import (
     MOST_ANCESTORS,
@@ -221,7 +222,7 @@ def _retire(
     saved: int,
     keep_last: int,
 ) -> None:
-    over = known.keep(saved, keep_last)
+    over = known.keep(saved, Retention(last=keep_last))
     if over is None:
         return
     for node in nodes:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from localckpt.errors import MismatchError
 from localckpt.ids import Checkpoint, Generation
-from localckpt.trust import Drained, Mark, Resumes, Trust, choose, is_orderly
+from localckpt.trust import Drained, Mark, Measured, Note, Resumes, Trust, choose, is_orderly
 
 _CHECKPOINTS = st.builds(
     Checkpoint,
@@ -23,13 +23,20 @@ _RESUMES = st.builds(Resumes, _CHECKPOINTS, st.integers(1, 5), st.integers(1, 4)
 _MARKS = st.builds(
     Mark, _CHECKPOINTS, st.sampled_from(["bad", "good", "quarantined"]), st.text(max_size=5)
 )
-_NOTES = st.lists(_RESUMES | _MARKS | st.builds(Drained, _CHECKPOINTS), max_size=8)
+_MEASURED = st.builds(
+    Measured,
+    _CHECKPOINTS,
+    st.text(min_size=1, max_size=5),
+    # Zero has two signs, which are equal.
+    st.floats(allow_nan=False).map(lambda value: value + 0.0),
+)
+_NOTES = st.lists(_RESUMES | _MARKS | st.builds(Drained, _CHECKPOINTS) | _MEASURED, max_size=8)
 _COMPLETE = st.lists(_CHECKPOINTS, unique=True, max_size=6)
 
 
 @given(_NOTES, st.randoms(use_true_random=False))
 def test_notes_are_merged_in_whatever_order_and_however_often_they_are_told(
-    notes: list[Resumes | Mark | Drained], order: random.Random
+    notes: list[Note], order: random.Random
 ) -> None:
     shuffled = [*notes, *notes[: len(notes) // 2]]
     order.shuffle(shuffled)
@@ -42,11 +49,13 @@ def test_notes_are_merged_in_whatever_order_and_however_often_they_are_told(
             assert merged.count(note.checkpoint) >= note.count
         if isinstance(note, Drained):
             assert note.checkpoint in merged.drained
+        if isinstance(note, Measured):
+            assert note.checkpoint in merged.measured
 
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_every_complete_checkpoint_is_used_or_told_of_once(
-    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int | None
+    complete: list[Checkpoint], notes: list[Note], most: int | None
 ) -> None:
     choice = choose(complete, Trust.of(notes), most)
 
@@ -63,7 +72,7 @@ def test_every_complete_checkpoint_is_used_or_told_of_once(
 
 @given(_COMPLETE, _NOTES, st.none() | st.integers(1, 4))
 def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_can_load(
-    complete: list[Checkpoint], notes: list[Resumes | Mark | Drained], most: int | None
+    complete: list[Checkpoint], notes: list[Note], most: int | None
 ) -> None:
     trust = Trust.of(notes)
 
@@ -82,7 +91,7 @@ def test_what_is_quarantined_for_its_starts_leaves_another_that_as_many_ranks_ca
 
 @given(_NOTES)
 def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
-    notes: list[Resumes | Mark | Drained],
+    notes: list[Note],
 ) -> None:
     frontier = Trust.of(notes).frontier
 
@@ -114,6 +123,12 @@ def test_a_checkpoint_is_progress_only_above_all_that_were_tried(
         [[1, 1, 1, 1, "splendid", ""]],
         [[1, 1, 1, 1, "quarantined", None]],
         [[1, "1", 1, 1, "quarantined", ""]],
+        [[1, 1, 1, 1, "measured", 0.5]],
+        [[1, 1, 1, 1, "measured", "loss"]],
+        [[1, 1, 1, 1, "measured", "0.5"]],
+        [[1, 1, 1, 1, "measured", "0.5 "]],
+        [[1, 1, 1, 1, "measured", "nan loss"]],
+        [[1, 1, 1, 1, "measured", f"0.5 {'l' * 201}"]],
     ],
 )
 def test_what_is_no_note_is_refused(told: object) -> None:

@@ -109,6 +109,7 @@ def test_explain(store: Path, tmp_path: Path) -> None:
                         "resumed": "int",
                         "mark": "NoneType",
                         "mark_why": "str",
+                        "metrics": {},
                         "passed_over": "str",
                     }
                 ],

@@ -6,6 +6,7 @@ import logging
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,19 +63,27 @@ def test_a_store_that_cannot_be_written_is_an_error_when_the_manager_is_made(
 
 @pytest.mark.fault("unusable-store")
 @pytest.mark.parametrize("root_option", ["disk", "memory"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"keep_last": 4},
+        {"retention": localckpt.Retention(last=1, best=localckpt.Best("loss", count=3))},
+    ],
+    ids=["last", "best"],
+)
 def test_checkpoints_that_will_not_fit_are_an_error_at_the_first_save(
-    root_option: str, small_disk: Callable[[str], Path]
+    root_option: str, kept: dict[str, Any], small_disk: Callable[[str], Path]
 ) -> None:
     root, given = small_disk("size=12m"), state(3 * MIB)
 
-    def manager(keep_last: int) -> localckpt.BaseCheckpointManager:
+    def manager(**options: Any) -> localckpt.BaseCheckpointManager:
         if root_option == "disk":
-            return localckpt.LocalCheckpointManager(root, keep_last=keep_last)
-        return localckpt.InMemoryCheckpointManager(root=root, keep_last=keep_last)
+            return localckpt.LocalCheckpointManager(root, **options)
+        return localckpt.InMemoryCheckpointManager(root=root, **options)
 
-    with manager(keep_last=4) as greedy:
+    with manager(**kept) as greedy:
         for iteration in (1, 2):
-            with pytest.raises(SaveFailedError, match=r"5 checkpoints of 3\.\d MB.*lower keep_las"):
+            with pytest.raises(SaveFailedError, match=r"5 checkpoints of 3\.\d MB.*keep fewer of"):
                 greedy.save(given, iteration)
         assert greedy.find_latest() == -1
     assert files(root) == []

@@ -1,0 +1,138 @@
+"""A training loop keeps its best checkpoint by a metric on the nodes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import localckpt
+from localckpt import Best, Checkpointer, CheckpointingException, MismatchError, Retention
+from tests.checkpointer.loops import stores
+from tests.managers.jobs import MAX_S, error_of
+from tests.ranks import node_store, run_ranks
+
+_LEAST = Retention(last=2, best=Best("loss"))
+
+
+def _run(
+    local: Path, losses: dict[int, float], *, back_to: int | None = None, **options: Any
+) -> tuple[int, list[int], float]:
+    """A start that saves each step with a loss: its first step, what is there, and its state."""
+    weight = torch.zeros(9)
+    state = {"weight": (lambda: weight, weight.copy_)}
+    usual = {"every": 1, "timeout_s": MAX_S, "retention": _LEAST}
+    with Checkpointer(state, local=local, **(usual | options)) as checkpointer:
+        first = checkpointer.resume(step=back_to)
+        loaded = float(weight[0])
+        for step, loss in losses.items():
+            weight.fill_(step)
+            checkpointer.step(step, metrics={"loss": torch.tensor(loss)})
+            checkpointer.wait_until_finished()
+        return first, checkpointer.manager.all_iterations(), loaded
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_best_stays_after_restarts_and_can_be_resumed(memory: bool, tmp_path: Path) -> None:
+    first = {0: 3.0, 1: 0.5, 2: math.nan, 3: 2.0}
+    assert _run(tmp_path, first, memory=memory) == (0, [3, 2, 1], 0.0)
+    assert _run(tmp_path, {4: 4.0, 5: 5.0}, memory=memory) == (4, [5, 4, 1], 3.0)
+
+    # Back to the best one, which stays the best so far.
+    told = _run(tmp_path, {2: 7.0, 3: 8.0, 4: 9.0}, back_to=1, memory=memory)
+
+    assert told == (2, [4, 3, 1], 1.0)
+    assert _run(tmp_path, {5: 0.1, 6: 7.0, 7: 8.0}, memory=memory) == (5, [7, 6, 5], 4.0)
+
+
+def test_the_greatest_is_the_best_where_the_rule_says_so(tmp_path: Path) -> None:
+    options = {"retention": Retention(last=1, best=Best("loss", mode="max", count=2))}
+
+    assert _run(tmp_path, {0: 3.0, 1: 9.0, 2: 1.0, 3: 0.0}, **options)[1] == [3, 1, 0]
+    assert _run(tmp_path, {4: 4.0, 5: 0.0}, **options)[1] == [5, 4, 1]
+
+
+def test_both_tiers_keep_the_best_by_their_own_rules(tmp_path: Path) -> None:
+    shared = {
+        "shared": tmp_path / "shared",
+        "shared_every": 1,
+        "shared_retention": Retention(last=1, best=Best("loss", mode="max")),
+    }
+    losses = {0: 3.0, 1: 0.5, 2: 2.0, 3: 1.0, 4: 1.5}
+
+    assert _run(tmp_path / "nodes", losses, **shared)[1] == [4, 3, 1]
+    with localckpt.GlobalCheckpointManager(tmp_path / "shared", read_only=True) as manager:
+        assert manager.all_iterations() == [4, 0]
+
+
+def test_a_step_that_is_saved_by_hand_or_at_the_end_has_its_metric(tmp_path: Path) -> None:
+    weight = torch.zeros(9)
+    state = {"weight": (lambda: weight, weight.copy_)}
+
+    def start(losses: dict[int, float], by_hand: int) -> list[int]:
+        options: dict[str, Any] = {"every": 100, "timeout_s": MAX_S, "retention": _LEAST}
+        with Checkpointer(state, local=tmp_path, **options) as checkpointer:
+            first = checkpointer.resume()
+            for step, loss in losses.items():
+                assert step >= first
+                checkpointer.step(step, metrics={"loss": loss})
+                if step == by_hand:
+                    checkpointer.save(step, metrics={"loss": loss})
+                    checkpointer.wait_until_finished()
+            return checkpointer.manager.all_iterations()
+
+    start({0: 2.0, 1: 0.5}, 0)
+    start({2: 5.0, 3: 6.0}, 2)
+
+    # Step 1 was saved by close().
+    assert start({4: 7.0, 5: 8.0}, 4) == [4, 3, 1]
+
+
+def _on_rank(rank: int, world_size: int, losses: dict[int, float], **options: Any) -> Any:
+    mine = {step: loss if rank == 0 else -loss for step, loss in losses.items()}
+    return _run(node_store(), mine, **options)
+
+
+def test_two_ranks_keep_what_the_first_one_says_is_best_with_a_node_replaced(
+    tmp_path: Path,
+) -> None:
+    nodes = stores(tmp_path, 2)
+    first = {0: 3.0, 1: 0.5, 2: 2.0, 3: 4.0}
+    assert run_ranks(_on_rank, 2, first, store_per_node=nodes) == [(0, [3, 2, 1], 0.0)] * 2
+
+    nodes = [tmp_path / "another", nodes[1]]
+
+    second = {4: 5.0, 5: 6.0, 6: 7.0}
+    assert run_ranks(_on_rank, 2, second, store_per_node=nodes) == [(4, [6, 5, 1], 3.0)] * 2
+
+
+def _differently(rank: int, world_size: int) -> str:
+    retention = Retention(last=2, best=Best("loss", count=1 + rank))
+    return error_of(lambda: _run(node_store(), {}, retention=retention), MismatchError)
+
+
+def test_rules_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_differently, 2, store_per_node=[tmp_path])
+
+    assert first == second
+    assert "retention is Retention(last=2, every=None, best=Best(metric='loss'" in first
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"keep_last": 2}, "give keep_last= or retention=, not both"),
+        ({"retention": Retention(best=Best("loss"))}, "need last=, at least 1"),
+        ({"retention": Retention(last=2, every=9)}, "every= would fill them"),
+    ],
+)
+def test_rules_that_make_no_sense_make_nothing(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        _run(tmp_path / "nodes", {}, **options)
+
+    assert not list(tmp_path.iterdir())

@@ -517,6 +517,7 @@ class Checkpointer:
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
 
+    @in_own_words
     def poll_stop(self) -> str | None:
         """Return why the job is to stop, ``None`` if it is not, where no :meth:`step` comes.
 

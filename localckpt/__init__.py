@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from localckpt.checkpointer.cadence import Every as Every
     from localckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from localckpt.checkpointer.elsewhere import Elsewhere as Elsewhere
+    from localckpt.checkpointer.values import Values as Values
     from localckpt.checkpointer.workers import worker_init_fn as worker_init_fn
     from localckpt.errors import CheckpointingException as CheckpointingException
     from localckpt.errors import CorruptShardError as CorruptShardError
@@ -114,6 +115,7 @@ _HOMES = {
     "SaveFailedError": "errors",
     "StorageError": "errors",
     "UnsafeGlobalError": "errors",
+    "Values": "checkpointer.values",
     "WorkerDiedError": "errors",
     "replicated": "managers.replicated",
     "worker_init_fn": "checkpointer.workers",

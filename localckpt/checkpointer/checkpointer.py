@@ -86,10 +86,10 @@ class Checkpointer:
     Args:
         state: Parts of the state by name: modules (also in DDP, FSDP, ``torch.compile``),
             optimizers, schedulers, data loaders and whatever else has ``state_dict`` and
-            ``load_state_dict``; a plain value as a pair of functions that give and take it. Each
-            may stand in :func:`localckpt.replicated`, which says on which ranks it is equal. Or a
-            function that gives them, for a program that makes them after :meth:`find_latest`:
-            :meth:`resume` calls it.
+            ``load_state_dict``; plain values as :class:`localckpt.Values`, or one as a pair of
+            functions that give and take it. Each may stand in :func:`localckpt.replicated`, which
+            says on which ranks it is equal. Or a function that gives them, for a program that makes
+            them after :meth:`find_latest`: :meth:`resume` calls it.
         local: Directory on a disk of each node; with ``memory`` one in shared memory, ``None`` for
             ``/dev/shm/localckpt-<uid>``.
         memory: Keep checkpoints in the nodes' memory instead, where they outlive the processes and
@@ -524,6 +524,7 @@ class Checkpointer:
         self._meter.leave(entered, is_save=is_save)
         return self.stopped is not None
 
+    @in_own_words
     def poll_stop(self) -> str | None:
         """Return why the job is to stop, ``None`` if it is not, where no :meth:`step` comes.
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localckpt.checkpointer.parts import OURS
+from localckpt.checkpointer.values import Values
 from localckpt.checkpointer.words import FIT
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
 from localckpt.state_dict.names import CLASS, KEYS, Names
 
 __all__ = [
+    "VALUES",
     "is_torchs",
     "judge_fits",
     "paired_groups",
@@ -26,6 +28,8 @@ __all__ = [
     "why_parts_differ",
 ]
 
+VALUES = f"part {Values.__module__}.{Values.__qualname__}"
+"""Kind of the parts whose names are all that is to be resumed."""
 _SHOWN = 8
 
 
@@ -48,7 +52,7 @@ def why_parts_differ(saved: Mapping[str, str], given: Mapping[str, str]) -> list
 def why_other_class(
     key: str, saved: str, given: str, saved_keys: Sequence[str], given_keys: Sequence[str]
 ) -> list[str]:
-    """Compare the class of a part that is no module.
+    """Compare the class of a part that is no module, and the names of :class:`Values`.
 
     A class that was renamed is taken if its state has the keys that were saved. Classes of torch
     are not renamed, and one may take the state of another one for its own.
@@ -59,7 +63,8 @@ def why_other_class(
         saved_keys, given_keys: Keys of its state.
     """
     if saved == given:
-        return []
+        is_other = given == VALUES and set(saved_keys) != set(given_keys)
+        return [f"{key}: its values are others{_other_keys('', saved_keys, given_keys)}"] * is_other
     if set(saved_keys) == set(given_keys) and not (is_torchs(saved) and is_torchs(given)):
         return []
     return [
@@ -67,7 +72,7 @@ def why_other_class(
     ]
 
 
-def why_classes_differ(saved: Names, given: Names) -> list[str]:
+def why_classes_differ(saved: Names, given: Names, *, is_partial: bool) -> list[str]:
     """Compare classes on the nodes by the rules of :func:`why_other_class`.
 
     Groups of one of torch's optimizers must have the keys that were saved; optimizers of another
@@ -75,6 +80,7 @@ def why_classes_differ(saved: Names, given: Names) -> list[str]:
 
     Args:
         saved, given: Names of the states, with what :func:`described` says of their parts.
+        is_partial: Whether values may have been saved, or are given, alone.
     """
     lines = []
     kinds = [{key: _kind(about) for key, about in names[OURS].items()} for names in (saved, given)]
@@ -83,7 +89,7 @@ def why_classes_differ(saved: Names, given: Names) -> list[str]:
         if before is None or now is None:
             continue
         keys = [_keys(names[key]) for names in (saved, given)]
-        if before != now:
+        if before != now or (before == VALUES and not is_partial):
             lines += why_other_class(key, before, now, *keys)
         elif before.startswith("optimizer ") and is_torchs(before) and set(keys[0]) != set(keys[1]):
             lines.append(f"{key} ({before}): param_groups differ{_other_keys('', *keys)}")

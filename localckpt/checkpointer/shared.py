@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from localckpt.checkpointer.fit import judge_fits, why_groups_differ, why_other_class
+from localckpt.checkpointer.fit import VALUES, judge_fits, why_groups_differ, why_other_class
 from localckpt.checkpointer.optimizer_names import NamedOptimizer, Path
 from localckpt.checkpointer.parts import OURS, RNG, ModulePart, OptimizerPart, is_odd, kind_of
 from localckpt.checkpointer.selection import PartsToLoad
@@ -240,7 +240,7 @@ class SharedState:
             elif key not in values[PARTS]:
                 if saved.world_size == self._manager.world_size:
                     lines.append(f"{key}: given, and this rank had none when it was saved")
-            elif kinds[0] != kinds[1]:
+            elif kinds[0] != kinds[1] or (kinds[0] == VALUES and not load.is_partial):
                 keys = [list(state) for state in (values[PARTS][key], part.state_dict())]
                 lines += why_other_class(key, *kinds, *keys)
         is_resized = saved.world_size != self._manager.world_size

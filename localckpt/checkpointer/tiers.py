@@ -214,7 +214,7 @@ class NodeTier:
         """
         kinds = described(load.everything)
         into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
-        compare = why_classes_differ
+        compare = partial(why_classes_differ, is_partial=load.is_partial)
         options = LoadOptions.of(into, converts=load.converts, compare=compare)
         if not load.is_whole:
             options = LoadOptions.of(

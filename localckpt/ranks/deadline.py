@@ -100,8 +100,13 @@ def answered(
         StorageError: It has not returned in time, or is given up.
     """
     task, waits_s = begin(call), Deadline.after(timeout_s).left_s
-    if not task.wait(min(waits_s, _SOON_S)):
-        wait_until(lambda: task.done() or given_up(), waits_s)
+    try:
+        if not task.wait(min(waits_s, _SOON_S)):
+            wait_until(lambda: task.done() or given_up(), waits_s)
+    except BaseException:
+        # Whoever is interrupted finds nothing under way, unless the storage is slow.
+        task.wait(_SOON_S)
+        raise
     if task.done():
         return task.take_result()
     raise StorageError(

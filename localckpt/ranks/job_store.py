@@ -252,17 +252,18 @@ class StorePart:
             return
         if self._group.store is None and dist.get_world_size() > 1:
             raise MismatchError(
-                f"this manager was made before torch.distributed.init_process_group(), as if this "
-                f"process were alone, and the job has {dist.get_world_size()} ranks: make the "
-                f"manager after the process group. Nothing was saved or read by this call"
+                f"{self._name!r} was made before torch.distributed.init_process_group(), as if "
+                f"this process were alone, and the job has {dist.get_world_size()} ranks: make the "
+                f"Checkpointer or the manager after the process group. Nothing was saved or read "
+                f"by this call"
             )
         group = self._group
         if group.store is None or group.made_for is None:
             return
         if default_store() is not group.store:
-            what = "torch.distributed was initialised anew after this manager was made"
+            what = f"torch.distributed was initialised anew after {self._name!r} was made"
         elif (Standing.of(), Standing.of(group.process_group)) != group.made_for:
-            what = "the members of the process group were changed after this manager was made"
+            what = f"the members of the process group were changed after {self._name!r} was made"
         else:
             return
         raise MismatchError(

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -141,6 +142,7 @@ class RankFolder(SeenFolder):
     def __init__(self, root: Path, session_id: str, rank: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._noted: tuple[int, Lineage | None] | None = None
+        self._writing = threading.Lock()
         super().__init__(root, session_id, rank)
 
     @property
@@ -232,7 +234,8 @@ class RankFolder(SeenFolder):
     def _write_epoch(self, epoch: int, lineage: Lineage | None) -> None:
         note = self.path / EPOCH_NAME
         lineage_json = "" if lineage is None else f"\n{json.dumps(lineage.to_json())}\n"
-        with storage_errors("write", note):
+        # A thread that is not waited for any more may be writing.
+        with self._writing, storage_errors("write", note):
             write_note(note, f"{epoch}{lineage_json}")
             sync_folder(self.path)
 

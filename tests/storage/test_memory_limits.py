@@ -232,7 +232,7 @@ def test_in_a_container_without_room_the_first_save_says_so_before_anything_is_w
 
 
 def test_within_an_address_space_for_one_buffer_saves_go_on_with_one(tmp_path: Path) -> None:
-    ended, log = _save_within("disk", tmp_path, 200 * MB, limit=700 * MB)
+    ended, log = _save_within("disk", tmp_path, 200 * MB, limit=850 * MB)
 
     assert ended == "newest: 4"
     assert "with 1 staging buffers for each image" in log

@@ -33,8 +33,6 @@ def _also_torchs(kind: type[CheckpointingException]) -> type[CheckpointingExcept
         return kind
 
     class Both(kind, CheckpointException):  # type: ignore[misc, valid-type]
-        __str__ = BaseException.__str__
-
         @property
         def failures(self) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
             """This rank's error, whose text names the ranks that failed."""

@@ -25,7 +25,10 @@ def _wipe(manager: Any, what: str) -> None:
     level, _, how = what.partition(" ")
     folder = manager.store.folder
     path = {"rank": folder, "session": folder.parent, "store": folder.parents[1]}[level]
-    shutil.rmtree(path)
+    # At once, though a save may be making files there.
+    gone = path.with_name(f"{path.name}.gone")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
     if how == "emptied":
         path.mkdir()
 

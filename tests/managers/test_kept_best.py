@@ -74,9 +74,11 @@ def test_several_of_the_greatest_stay_and_infinity_is_a_value(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_training_the_best_stays_as_well(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_behind_training_the_best_stays_as_well(kind: str, worker: str, tmp_path: Path) -> None:
+    options = {"retention": _LEAST, "async_worker": worker}
     with (
-        make_manager(kind, tmp_path, "job", retention=_LEAST) as manager,
+        make_manager(kind, tmp_path, "job", **options) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         for iteration, loss in enumerate([3.0, 1.0, 2.0, 4.0, 5.0]):
@@ -88,6 +90,9 @@ def test_behind_training_the_best_stays_as_well(kind: str, tmp_path: Path) -> No
         queue.maybe_finalize_async_calls(blocking=True)
 
         assert manager.all_iterations() == [4, 3, 1]
+    with make_manager(kind, tmp_path, "job", **options) as manager:
+        manager.load()
+        assert _save(manager, {5: 6.0, 6: 7.0}) == [6, 5, 1]
 
 
 def test_one_that_is_marked_bad_is_never_the_best(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_the_first_rank_says_which_is_best_and_either_node_knows_after_the_other
     nodes = [tmp_path / name for name in ("a", "b")]
     for node in nodes:
         node.mkdir()
-    first = {1: 3.0, 2: 0.5, 3: 2.0, 4: 4.0}
+    first = {1: math.inf, 2: 0.5, 3: 2.0, 4: 4.0}
     assert run_ranks(_on_rank, 2, kind, first, store_per_node=nodes) == [[4, 3, 2]] * 2
 
     shutil.rmtree(nodes[lost])

@@ -134,7 +134,13 @@ class SameMachineReplicationException(CheckpointingException):
 
 
 class SaveFailedError(CheckpointingException):
-    """A save failed on some rank; every rank raises this error, and older checkpoints are kept."""
+    """A save failed on some rank; every rank raises this error, and older checkpoints are kept.
+
+    Attributes:
+        is_mismatched: True if some rank made another save, or none.
+    """
+
+    is_mismatched = False
 
 
 class DivergenceError(SaveFailedError):

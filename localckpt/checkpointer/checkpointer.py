@@ -351,6 +351,7 @@ class Checkpointer:
         self._pulse, self._pulse_between = make_pulse(), make_pulse()
         if self._shared is not None:
             self._shared.manager.is_to_stop = self._is_to_stop
+        self._failures[0].is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
         self._schedule = Schedule(cadence, shared_cadence)
@@ -361,6 +362,8 @@ class Checkpointer:
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
+        # An error that is being handled by a program that makes its fallback run.
+        self._handled = sys.exception()
         self._last_step: int | None = None
         self._last_metrics: Mapping[str, SupportsFloat] | None = None
         self._is_counted = False
@@ -659,9 +662,16 @@ class Checkpointer:
         """
         if self._is_closed:
             return
-        # Also in the finally block of a loop that failed.
-        error, failed = sys.exception(), None
+        # Also in the finally block of a loop that failed; not where the whole job handles an error.
+        error = sys.exception()
+        self._close_in_step(None if error is self._handled else error)
+
+    def _close_in_step(self, error: BaseException | None) -> None:
+        """Close on all ranks, after an error of the loop or in order."""
+        failed = None
         self._save_after(error)
+        if error is not None and self._saves_last and self.stopped is None:
+            logger.info("the last step is not saved: close() is called while %r is handled", error)
         try:
             if error is None:
                 self._save_last_step()
@@ -717,9 +727,11 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._is_closed:
+            return
         if error is None:
-            self.close()
-        elif not self._is_closed:
+            self._close_in_step(None)
+        else:
             self._save_after(error)
             self._end(lambda: self._leave(error))
 

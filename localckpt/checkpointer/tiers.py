@@ -62,12 +62,14 @@ class Failures:
 
     Attributes:
         count: Number of all that failed.
+        is_to_stop: Tells whether the job is asked to stop.
     """
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
         self._most = most
         self.count = 0
+        self.is_to_stop: Callable[[], bool] = lambda: False
         self._in_a_row = 0
         self._last: CheckpointingException | None = None
 
@@ -75,6 +77,11 @@ class Failures:
         """Count a save that failed; raise the error at once if it was not of that save alone."""
         if isinstance(error, _NOT_OF_ONE_SAVE):
             raise error
+        if isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop():
+            # A rank that is asked to stop begins no save that would have to wait.
+            logger.info("a save to %s is given up, since the job is to stop: %s", self._what, error)
+            forget_frames(error)
+            return
         self.count += 1
         self._in_a_row += 1
         self._last = error

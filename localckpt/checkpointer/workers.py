@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,8 +15,21 @@ from types import FrameType
 __all__ = ["worker_init_fn"]
 
 _LOOK_S = 0.5
-# Shared with forked workers. Not 0 once the process that imported this module exits.
-_is_ending = mmap.mmap(-1, mmap.PAGESIZE)
+# Where workers that are not forked find the flag of the process that has started them.
+_VARIABLE = "LOCALCKPT_TRAINER_ENDS"
+_INHERITED = os.environ.get(_VARIABLE, "")
+
+
+def _make_flag() -> mmap.mmap:
+    """Make a flag of this process, which the workers that it starts see."""
+    file = os.memfd_create("localckpt-ends", os.MFD_CLOEXEC)
+    os.ftruncate(file, mmap.PAGESIZE)
+    os.environ[_VARIABLE] = f"/proc/{os.getpid()}/fd/{file}"
+    return mmap.mmap(file, mmap.PAGESIZE)
+
+
+# Not 0 once this process exits; forked workers have that of their trainer.
+_ends = _make_flag()
 
 
 def worker_init_fn(
@@ -33,17 +47,30 @@ def worker_init_fn(
         signals: The ``stop_signals`` of the :class:`Checkpointer`; for others than by default give
             the loader ``functools.partial(localckpt.worker_init_fn, signals=...)``.
     """
+    trainer_ends = _flag_of_trainer()
+
+    def leave_to_trainer(number: int, frame: FrameType | None) -> None:
+        # A trainer that exits ends workers that do not end by themselves, and waits for them.
+        if trainer_ends[0]:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     for number in signals:
-        signal.signal(number, _leave_to_trainer)
+        signal.signal(number, leave_to_trainer)
     ending = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
     ending.start()
 
 
-def _leave_to_trainer(number: int, frame: FrameType | None) -> None:
-    # A trainer that exits ends workers that do not end by themselves, and waits for them.
-    if _is_ending[0]:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+def _flag_of_trainer() -> mmap.mmap:
+    """Return the flag of the process that has started this one, by fork or otherwise."""
+    trainer = multiprocessing.parent_process()
+    if trainer is None or not _INHERITED.startswith(f"/proc/{trainer.pid}/"):
+        return _ends
+    file = os.open(_INHERITED, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(file, mmap.PAGESIZE)
+    finally:
+        os.close(file)
 
 
 def _end_with(trainer: int) -> None:
@@ -55,7 +82,7 @@ def _end_with(trainer: int) -> None:
 def _note_exit(process: int) -> None:
     # Also a fork runs this that ends by itself.
     if os.getpid() == process:
-        _is_ending[0] = 1
+        _ends[0] = 1
 
 
 atexit.register(_note_exit, os.getpid())

@@ -353,9 +353,9 @@ class Save:
         iteration, check = self.identity.iteration, self._parts.replica_check
         if verdict.reached is None:
             problems = "; ".join(verdict.problems)
-            return SaveFailedError(f"the save of iteration {iteration} failed: {problems}").advised(
-                "save", _kept(problems)
-            )
+            failed = SaveFailedError(f"the save of iteration {iteration} failed: {problems}")
+            failed.is_mismatched = verdict.is_mismatched
+            return failed.advised("save", _kept(problems))
         if self._compares_replicas:
             check.note(verdict.divergence)
         if verdict.divergence is None:

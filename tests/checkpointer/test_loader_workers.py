@@ -160,7 +160,8 @@ import os, signal, sys, torch
 from tests.checkpointer.test_loader_workers import _Stuck
 import localckpt
 loader = iter(torch.utils.data.DataLoader(
-    _Stuck(), num_workers=1, worker_init_fn=localckpt.worker_init_fn, prefetch_factor=2))
+    _Stuck(), num_workers=1, worker_init_fn=localckpt.worker_init_fn, prefetch_factor=2,
+    multiprocessing_context=sys.argv[2]))
 next(loader)
 print(loader._workers[0].pid, flush=True)
 os.kill(loader._workers[0].pid, signal.SIGTERM)
@@ -169,12 +170,15 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize("by", ["exit", "killed"])
+@pytest.mark.parametrize(
+    ("by", "started_by"),
+    [("exit", "fork"), ("killed", "fork"), ("exit", "spawn"), ("exit", "forkserver")],
+)
 def test_a_worker_that_is_stuck_outlives_a_signal_and_ends_with_its_trainer(
-    by: str, environment: dict[str, str]
+    by: str, started_by: str, environment: dict[str, str]
 ) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_BY, by],
+        [sys.executable, "-c", _ENDS_BY, by, started_by],
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,

@@ -90,6 +90,6 @@ def why_not_that(iteration: int, others: Sequence[int], unreadable: Sequence[Bad
     return (
         f"iteration {iteration} is not complete on the nodes, and nothing else was loaded."
         + (f" Copies that are no good: {'; '.join(bad)}." if bad else "")
-        + f" load(iteration=...) can give {', '.join(map(str, others)) or 'none'}; explain() says "
-        f"what is missing"
+        + f" Complete are: {', '.join(map(str, others)) or 'none'}. The command localckpt explain "
+        f"says what is missing"
     )

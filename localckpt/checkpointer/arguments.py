@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -46,8 +48,33 @@ def as_cadence(name: str, every: object) -> Every:
 
 def check_timeout(timeout_s: float) -> None:
     """Check the deadline of all waits; raises CheckpointingException."""
-    if timeout_s <= 0:
-        raise CheckpointingException(f"timeout_s is {timeout_s}; it must be above 0")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
+        raise CheckpointingException(
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0"
+        )
+
+
+def check_stopping(
+    stop_signals: object, stop_file: object, grace_s: float | None, events: object
+) -> None:
+    """Check arguments that concern stopping, and the record; raises CheckpointingException."""
+    if not isinstance(stop_signals, Iterable):
+        raise CheckpointingException(
+            f"stop_signals is {stop_signals!r}; give a list of signals, such as [signal.SIGTERM]"
+        )
+    for number in stop_signals:
+        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise CheckpointingException(
+                f"stop_signals has {number!r}, which no process can catch: leave it out"
+            )
+    if stop_file is not None and not isinstance(stop_file, str | os.PathLike):
+        raise CheckpointingException(f"stop_file is {stop_file!r}; give the path of a file")
+    if grace_s is not None and not (isinstance(grace_s, int | float) and 0 <= grace_s < inf):
+        raise CheckpointingException(
+            f"grace_s is {grace_s!r}; it must be a number of seconds, or None for timeout_s"
+        )
+    if events is not None and not isinstance(events, Iterable):
+        raise CheckpointingException(f"events is {events!r}; give a list of sinks, or ()")
 
 
 def judge_arguments(told_by: Sequence[Mapping[str, str]]) -> None:

@@ -22,6 +22,7 @@ from localckpt.checkpointer.arguments import (
     check_arguments,
     check_shared_arguments,
     check_state,
+    check_stopping,
     check_timeout,
     judge_arguments,
     judge_last_steps,
@@ -57,6 +58,7 @@ from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.refusals import refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
 from localckpt.storage.names import local_path
@@ -213,7 +215,8 @@ class Checkpointer:
         save_last: bool = True,
         read_only: bool = False,
     ) -> None:
-        check_timeout(timeout_s)
+        with refused_together("checkpointer"):
+            check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
         equal = {
             "session_id": session_id,
@@ -231,7 +234,10 @@ class Checkpointer:
             "max_failures": max_failures,
             "max_attempts": max_attempts,
             "finite": finite,
+            "check": check is not None,
             "check_replicas": check_replicas,
+            "divide_replicated": divide_replicated,
+            "private": sorted(private or {}),
             "on_divergence": on_divergence,
             "timeout_s": timeout_s,
             "save_last": save_last,
@@ -247,6 +253,7 @@ class Checkpointer:
                 *(on_resize, shared_keep_last, shared_retention),
             )
             node_rules(keep_last, retention)
+            check_stopping(stop_signals, stop_file, grace_s, events)
             as_cadence("every", every)
             check_state(state)
             self._state = TrainingState(

@@ -123,13 +123,15 @@ class Resumption:
                 step, source = self._load(load, elsewhere)
             else:
                 step, source = self._load_step(load, selection.step)
+            seconds = time.monotonic() - called
+            is_empty = step >= 0 and load.is_empty
+            job_run = self._say_what_was_loaded(step, source, seconds, is_empty=is_empty)
             if load.gone:
                 logger.log(
                     logging.WARNING if self._ranks.is_root else logging.INFO,
                     "resumed in part: not loaded, as the arguments of resume() allow: %s",
                     ", ".join(load.gone),
                 )
-            job_run = self._say_what_was_loaded(step, source, time.monotonic() - called)
         except BaseException as error:
             self._record.resumed(called, None, "", "", error)
             raise
@@ -222,9 +224,15 @@ class Resumption:
         if self._shared is not None:
             self._shared.manager.go_back(step)
 
-    def _say_what_was_loaded(self, step: int, source: str, seconds: float) -> str:
-        """Log on the root where all ranks' parts came from; return the name of the job's run."""
-        mine = [source, self._record.stream.run]
+    def _say_what_was_loaded(
+        self, step: int, source: str, seconds: float, *, is_empty: bool
+    ) -> str:
+        """Log on the root where all ranks' parts came from; return the name of the job's run.
+
+        Raises:
+            MismatchError: A checkpoint was found, and no rank has any part of it.
+        """
+        mine = [source, self._record.stream.run, is_empty]
         told, job_run = self._ranks.decide("say what was loaded", lambda: mine, _judge_sources)
         line = "no checkpoint is there: the job starts at step 0"
         if step >= 0:
@@ -243,10 +251,16 @@ def _leave_nodes(
     logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)
 
 
-def _judge_sources(told_by: list[list[str]]) -> list[str]:
+def _judge_sources(told_by: list[list[Any]]) -> list[str]:
     """Make the line that says from where the ranks have loaded; the root's name of the run."""
+    if all(is_empty for *_, is_empty in told_by):
+        raise MismatchError(
+            "nothing of this state is in the checkpoint: not one of its parts has the name of one "
+            "that was saved. Name the parts as they were, or say how they were called, "
+            "rename={'old': 'new'}. Nothing was changed but the random number generators"
+        )
     ranks_by_source: dict[str, list[int]] = {}
-    for rank, (source, _) in enumerate(told_by):
+    for rank, (source, *_) in enumerate(told_by):
         ranks_by_source.setdefault(source, []).append(rank)
     told = (f"{ranks_named(ranks)} from {source}" for source, ranks in ranks_by_source.items())
     return [", ".join(told), told_by[0][1]]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localckpt.checkpointer.parts import OURS, ModulePart
+from localckpt.checkpointer.parts import OURS, RNG, ModulePart
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in
@@ -56,6 +56,8 @@ class Selection:
                 raise CheckpointingException(
                     f"{name}={given!r}: give a list of names of parts, as {name}=['model']"
                 )
+        if only is not None and not only:
+            raise CheckpointingException("only= names no part: give the names of those to load")
         if only is not None and skip:
             raise CheckpointingException("give only= or skip=, not both")
         rename = {} if rename is None else rename
@@ -181,6 +183,11 @@ class PartsToLoad:
         self._takes_some = selection.only is not None
         self._skipped = {*selection.skip, *(everything.keys() - parts.keys())}
         self.gone = {key: None for key in everything if key not in parts}
+
+    @property
+    def is_empty(self) -> bool:
+        """True after a load that has filled no part, but for the random number generators."""
+        return {*self.everything} - {RNG} <= self.gone.keys() and bool({*self.everything} - {RNG})
 
     def lets_go(self, name: str) -> bool:
         """Return whether a part, or a value of one, may be on one side only; by its saved name."""

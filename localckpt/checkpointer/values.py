@@ -60,4 +60,6 @@ class Values:
         """Take the values that are here; with ``partial=True`` others may have been saved."""
         if gone := sorted(state.keys() - vars(self).keys()):
             logger.warning("saved, and no value here has the name: %s", ", ".join(gone))
+        if new := sorted(vars(self).keys() - state.keys()):
+            logger.warning("not saved, and left as they are: %s", ", ".join(new))
         self.__dict__.update((name, state[name]) for name in vars(self).keys() & state.keys())

@@ -344,7 +344,7 @@ def test_a_step_that_is_nowhere_is_an_error_that_says_which_are(tmp_path: Path) 
         _loop(local, shared, 0, fill=0, step=7777)
 
     assert "iteration 7777" in str(caught.value)
-    assert "can give 8, 7, 6, 5" in str(caught.value)
+    assert "Complete are: 8, 7, 6, 5" in str(caught.value)
     assert "has 8, 6, 4, 2, 0" in str(caught.value)
 
 
@@ -394,3 +394,21 @@ def test_a_stop_is_heard_at_once_after_going_far_back(tmp_path: Path) -> None:
     assert start == 100
     # Within the 2 s of a pulse, and far from the steps of before.
     assert step < 300
+
+
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+def test_a_state_of_which_nothing_was_saved_is_not_resumed(tier: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "nodes", "every": 1}
+    if tier == "shared":
+        options |= {"shared": tmp_path / "shared", "shared_every": 1}
+    with Checkpointer({"model": torch.nn.Linear(2, 2)}, **options) as checkpointer:
+        checkpointer.step(checkpointer.resume())
+    if tier == "shared":
+        shutil.rmtree(tmp_path / "nodes")
+
+    with Checkpointer({"modle": torch.nn.Linear(2, 2)}, **options) as checkpointer:
+        with pytest.raises(MismatchError, match="nothing of this state is in the checkpoint"):
+            checkpointer.resume(partial=True)
+        with pytest.raises(CheckpointingException, match="names no part"):
+            checkpointer.resume(only=[])
+        assert checkpointer.resume(partial=True, rename={"model": "modle"}) == 1

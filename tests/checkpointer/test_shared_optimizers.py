@@ -174,9 +174,9 @@ def _change(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     [
         (
             "class",
-            r"AdamW: saved, not given; .*SGD: given, not saved; .*s.momentum: given",
+            r"AdamW, given as optimizer .*SGD \(.*given, not saved: .*momentum",
         ),
-        ("class of torch with the same keys", r"adamw.AdamW: saved, not given; .*adam.Adam: given"),
+        ("class of torch with the same keys", r"adamw.AdamW, given as .*adam.Adam\."),
         ("fewer parameters", r"of 2 parameters: saved, not given; .*of 1 parameters: given"),
         ("groups", r"param_groups\[1\] of 1 parameters"),
         ("other order", r"parameters used.weight, late.weight .*parameters late.weight, used.weig"),

@@ -52,7 +52,9 @@ def test_an_iteration_that_is_not_there_is_an_error_that_says_which_are(tmp_path
         for iteration in (1, 2, 3):
             manager.save(state_of(0, iteration), iteration)
 
-        with pytest.raises(NoReplicasAvailableError, match=r"iteration 7 .* can give 3, 2, 1;"):
+        with pytest.raises(
+            NoReplicasAvailableError, match=r"iteration 7 .* Complete are: 3, 2, 1\."
+        ):
             manager.load(iteration=7)
 
         assert manager.find_latest() == 3

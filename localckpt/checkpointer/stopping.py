@@ -53,6 +53,7 @@ class StopRequests:
         self._on_signal = on_signal
         self._received: str | None = None
         self._looking: Task[str | None] | None = None
+        self._is_looking = threading.Lock()
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._is_closed = False
@@ -80,6 +81,15 @@ class StopRequests:
         """Return why the job is to stop; ``None`` if it is not."""
         if self._received is not None or (self._file is None and self._ask is None):
             return self._received
+        # A pulse and a wait for storage may ask at once: one of them looks.
+        if not self._is_looking.acquire(blocking=False):
+            return None
+        try:
+            return self._look_in_time()
+        finally:
+            self._is_looking.release()
+
+    def _look_in_time(self) -> str | None:
         # In a thread of its own: storage, or a cloud, that does not answer is to hold up no pulse,
         # without which no rank would save any more.
         if self._looking is None:

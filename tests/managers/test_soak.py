@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -35,7 +36,11 @@ class _Held:
 
     @classmethod
     def now(cls) -> _Held:
-        on_node = sum(p.stat().st_size for p in node_store().rglob("*") if p.is_file())
+        on_node = 0
+        for path in node_store().rglob("*"):
+            # A save that is under way may rename it meanwhile.
+            with suppress(FileNotFoundError):
+                on_node += path.stat().st_size if path.is_file() else 0
         return cls(
             psutil.Process().memory_full_info().uss,
             len(os.listdir("/proc/self/fd")),

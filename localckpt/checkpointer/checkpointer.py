@@ -1059,6 +1059,8 @@ class Checkpointer:
             logger.error("%s", failed)
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
+        # An error keeps all frames that it came through.
+        self._handled = None
         self._is_closed = True
         self._closing.set()
         step, self._last_step = self._last_step, None

@@ -90,23 +90,6 @@ class Selection:
         """True if all is to be as it was saved, but for dtypes."""
         return self == Selection(step=self.step, converts=self.converts)
 
-    def check_names(self, given: Collection[str]) -> None:
-        """Check the names of parts that must be there.
-
-        Args:
-            given: Names of the parts of all ranks.
-
-        Raises:
-            MismatchError: Some are not.
-        """
-        wanted = {"only": self.only or (), "rename": self.rename.values()}
-        for name, keys in wanted.items():
-            if unknown := sorted(set(keys) - {*given}):
-                raise MismatchError(
-                    f"{name}= has {', '.join(map(repr, unknown))}, and no part of the training "
-                    f"state is called so: there are {', '.join(sorted(given))}. Nothing was changed"
-                )
-
     def by_saved_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by key prefix with the names that parts were saved under."""
         olds = {new: old for old, new in self.rename.items()}

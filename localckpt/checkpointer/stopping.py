@@ -83,7 +83,7 @@ class StopRequests:
             return self._received
         # A pulse and a wait for storage may ask at once: one of them looks.
         if not self._is_looking.acquire(blocking=False):
-            return None
+            return self._received
         try:
             return self._look_in_time()
         finally:

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -157,6 +158,17 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(image, "lay_out", note)
     return made
+
+
+@pytest.fixture(autouse=True)
+def no_import_hook_is_left() -> Iterator[None]:
+    """Fails a test that changes what the tests after it import."""
+    yield
+
+    ours = [hook for hook in sys.meta_path if type(hook).__module__.startswith("localckpt")]
+    for hook in ours:
+        sys.meta_path.remove(hook)
+    assert not ours
 
 
 @pytest.fixture(scope="session", autouse=True)

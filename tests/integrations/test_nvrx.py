@@ -278,7 +278,8 @@ def test_a_rank_outside_of_a_group_may_wrap_it_and_not_use_it() -> None:
 
 
 def test_a_state_of_their_class_has_its_values() -> None:
-    base = _nvrx("local.base_state_dict").TensorAwareStateDict
+    name = f"{_LOCAL}.base_state_dict"
+    base = import_module(MODULES[name]["TensorAwareStateDict"]).TensorAwareStateDict
     methods = dict.fromkeys(base.__abstractmethods__, lambda self: None)
     state = type("State", (base,), methods)()
     state.a, state.b = torch.ones(1), "b"

@@ -20,7 +20,7 @@ from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
-from weakref import ref
+from weakref import finalize, ref
 
 __all__ = [
     "KeptThread",
@@ -233,6 +233,11 @@ def exit_by(at: float) -> None:
     """
     global _exit_at
     _exit_at = at
+
+
+# The interpreter runs its exit functions in reverse order. That of all finalizers is registered with
+# the first of them, and closes what tasks use, so register it before the wait for the tasks.
+finalize(Latch, int)
 
 
 @atexit.register

@@ -88,9 +88,25 @@ def test_interpreter_exit_lets_calls_end_well(
     code, output = trainer.ends()
 
     assert code == (1 if "/" in way else 0), output
-    assert (tmp_path / "a").exists()
-    assert (tmp_path / "b").exists()
+    assert (tmp_path / "a").exists(), output
+    assert (tmp_path / "b").exists(), output
     assert work.await_end(int((tmp_path / "a.started").read_text()))
+
+
+def test_finalizers_that_run_at_interpreter_exit_wait_for_the_calls(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start(
+        """
+        import weakref
+        caller = callers.ThreadAsyncCaller()
+        # As a worker process has its pipes closed, and a buffer its memory removed.
+        weakref.finalize(caller, lambda: print("finalizer"))
+        schedule(caller, lambda: time.sleep(0.5) or print("call"))
+        """
+    )
+
+    assert trainer.ends() == (0, "call\nfinalizer\n")
 
 
 @pytest.mark.fault("interrupted")

@@ -235,8 +235,8 @@ def exit_by(at: float) -> None:
     _exit_at = at
 
 
-# The interpreter runs its exit functions in reverse order. That of all finalizers is registered with
-# the first of them, and closes what tasks use, so register it before the wait for the tasks.
+# Exit functions run in reverse order. The one for all finalizers is registered with the first
+# finalizer, and closes what tasks use, so register it before the wait for the tasks.
 finalize(Latch, int)
 
 

@@ -1,4 +1,4 @@
-"""Training time that one save costs, by who writes behind training: a thread or a process."""
+"""Training time that one save costs, which a thread writes behind training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.limits import RecycledFile
 from benchmarks.loops import LOOPS, Lost, lost_in, running
-from benchmarks.peers.ours import OursProcess, OursThread
+from benchmarks.peers.ours import OursThread
 from benchmarks.report import Report
 from benchmarks.setup import Options, make_setting
 
@@ -17,34 +17,27 @@ _WARM_UP_SAVES = 4
 
 
 def measure(options: Options) -> Report:
-    """Each loop alone and with a save behind it, in turn, for both async workers and the limit."""
+    """Each loop alone and with a save behind it, in turn, and with the limit."""
     report = Report("async")
     setting = make_setting(options)
     state = setting.state
     raw = _RawWrite(RecycledFile(options.directory / "limit", setting.buffer))
-    savers = [
-        OursThread(options.directory / "thread", state),
-        OursProcess(options.directory / "process", state),
-    ]
+    saver = OursThread(options.directory / "ours", state)
     try:
-        for saver in savers:
-            for _ in range(_WARM_UP_SAVES):
-                saver.start()
-                saver.finish()
+        for _ in range(_WARM_UP_SAVES):
+            saver.start()
+            saver.finish()
         for name, loop in LOOPS.items():
-            lost: dict[str, list[Lost]] = {saver.worker: [] for saver in savers}
+            lost: list[Lost] = []
             to_raw_write: list[float] = []
             with running(loop) as (step, steps):
                 for _ in range(2 * options.rounds):
-                    for saver in savers:
-                        lost[saver.worker].append(lost_in(step, steps, saver))
+                    lost.append(lost_in(step, steps, saver))
                     to_raw_write.append(lost_in(step, steps, raw).lost_s)
             report.fact(f"lost to a raw write, {name}", median(to_raw_write) * 1e3, "ms")
-            for worker, samples in lost.items():
-                _tell(report, f"{name}, {worker}", samples)
+            _tell(report, name, lost)
     finally:
-        for saver in savers:
-            saver.close()
+        saver.close()
         raw.close()
     return report
 

@@ -16,33 +16,32 @@ _SAVES = 3
 
 
 def measure(options: Options) -> Report:
-    """Both async workers; the kernel's own high-water mark, and samples over the whole family."""
+    """The kernel's own high-water mark, and samples over the whole family of processes."""
     report = Report("memory")
     state = build_state(options.width)
     report.fact("state", state_nbytes(state) / 1e9, "GB")
-    for worker in ("thread", "process"):
-        root = options.directory / worker
-        family_before, own_before = family_bytes(), _reset_high_water()
-        with sampled_peak() as peak:
-            saver = Saver(localckpt.LocalCheckpointManager(root, async_worker=worker), state)
-            with closing_all([saver]):
-                for _ in range(_SAVES):
-                    # The second starts while the first may be under way, so both buffers are used.
-                    saver.start()
-                    saver.start()
-                    saver.finish()
-                image = largest_file(root).stat().st_size
-                own = status_bytes("VmHWM") - own_before
-        family = peak[0] - family_before
-        note = f"{_SAVES} times two saves at once; goal: 2 images and little more"
-        report.fact(f"image, {worker}", image / 1e9, "GB")
-        report.fact(f"trainer's peak (VmHWM), {worker}", own / image, "images", note)
-        report.fact(
-            f"trainer, worker and unmapped shm, {worker}",
-            family / image,
-            "images",
-            "sampled: private memory + used /dev/shm",
-        )
+    root = options.directory / "ours"
+    family_before, own_before = family_bytes(), _reset_high_water()
+    with sampled_peak() as peak:
+        saver = Saver(localckpt.LocalCheckpointManager(root), state)
+        with closing_all([saver]):
+            for _ in range(_SAVES):
+                # The second starts while the first may be under way, so both buffers are used.
+                saver.start()
+                saver.start()
+                saver.finish()
+            image = largest_file(root).stat().st_size
+            own = status_bytes("VmHWM") - own_before
+    family = peak[0] - family_before
+    note = f"{_SAVES} times two saves at once; goal: 2 images and little more"
+    report.fact("image", image / 1e9, "GB")
+    report.fact("trainer's peak (VmHWM)", own / image, "images", note)
+    report.fact(
+        "trainer and unmapped shm",
+        family / image,
+        "images",
+        "sampled: private memory + used /dev/shm",
+    )
     return report
 
 

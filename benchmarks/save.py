@@ -64,35 +64,19 @@ def _measure_copy_loop(report: Report, setting: Setting, options: Options) -> No
 
 
 def _measure_ours(report: Report, setting: Setting, file: RecycledFile, options: Options) -> None:
-    savers = {
-        worker: Saver(
-            localckpt.LocalCheckpointManager(options.directory / worker, async_worker=worker),
-            setting.state,
-        )
-        for worker in ("thread", "process")
-    }
+    saver = Saver(localckpt.LocalCheckpointManager(options.directory / "ours"), setting.state)
     write = "flat memcpy + O_DIRECT write + fsync"
-    stalls, durables = (
-        {
-            worker: report.compared(f"{what}, {worker}", limit, setting.nbytes, goal)
-            for worker in savers
-        }
-        for what, limit, goal in (
-            ("stall of save", _COPY, _STALL_GOAL),
-            ("durable", write, _DURABLE_GOAL),
-        )
-    )
-    with closing_all(list(savers.values())):
-        for saver in savers.values():
-            saver.warm_up()
+    stall = report.compared("stall of save", _COPY, setting.nbytes, _STALL_GOAL)
+    durable = report.compared("durable", write, setting.nbytes, _DURABLE_GOAL)
+    with closing_all([saver]):
+        saver.warm_up()
         for _ in range(options.rounds):
-            for worker, saver in savers.items():
-                write_s = file.write_s()
-                copy_s = setting.copy_flat_s()
-                stall_s = saver.start()
-                durable_s = saver.finish()
-                stalls[worker].add(copy_s, stall_s)
-                durables[worker].add(copy_s + write_s, durable_s)
+            write_s = file.write_s()
+            copy_s = setting.copy_flat_s()
+            stall_s = saver.start()
+            durable_s = saver.finish()
+            stall.add(copy_s, stall_s)
+            durable.add(copy_s + write_s, durable_s)
 
 
 def _measure_usual_ways(

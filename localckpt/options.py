@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnBusy", "OnDivergence", "PrivateRule", "SaveOptions"]
 
-OnBusy = Literal["wait", "skip", "error"]
+OnBusy = Literal["wait", "skip"]
 """Action of an asynchronous save when older ones still use all staging buffers."""
 
 PrivateRule = Literal["drop", "keep"] | Callable[[list[Any], int, int], Any]
@@ -40,7 +40,6 @@ class SaveOptions:
 
     timeout: float = 300.0
     process_group: dist.ProcessGroup | None = None
-    async_worker: Literal["thread", "process"] = "thread"
     safe_globals: Iterable[Any] = ()
     background: bool | None = None
     strict: bool = False
@@ -95,20 +94,6 @@ class SaveOptions:
             raise CheckpointingException(
                 f"on_divergence is {self.on_divergence!r}; it can be 'error' or 'warn'"
             )
-        if self.by_process and self.optimizers:
-            raise CheckpointingException(
-                "guard works with async_worker='thread' only: another process cannot wait for "
-                "copies of this one's GPU"
-            )
-        if self.async_worker not in ("thread", "process"):
-            raise CheckpointingException(
-                f"async_worker is {self.async_worker!r}; it can be 'thread' or 'process'"
-            )
-        if self.by_process and self.check is not None:
-            raise CheckpointingException(
-                "check works with async_worker='thread' only: another process does not have the "
-                "captured tensors"
-            )
         if self.read_only and self.max_attempts is not None:
             raise CheckpointingException(
                 "max_attempts counts the starts of a job that trains; a manager with "
@@ -126,11 +111,6 @@ class SaveOptions:
     def rules(self) -> Mapping[str, PrivateRule]:
         """Rules of the ``private`` option."""
         return self.private or {}
-
-    @property
-    def by_process(self) -> bool:
-        """True if another process writes this rank's shard."""
-        return self.async_worker == "process"
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

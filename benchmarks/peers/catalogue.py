@@ -21,7 +21,6 @@ __all__ = [
 OURS = "localckpt, thread"
 PEERS = {
     OURS: "ours:OursThread",
-    "localckpt, process": "ours:OursProcess",
     "torch.save": "plain_files:TorchSave",
     "safetensors": "plain_files:SafetensorsFile",
     "DCP save": "dcp:DcpSave",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import localckpt
 from benchmarks.peers.base import Peer
 from localckpt.global_tier.folders import folders_in
 from localckpt.global_tier.removal import remove
 
-__all__ = ["OursDrain", "OursGlobal", "OursPacedDrain", "OursProcess", "OursThread"]
+__all__ = ["OursDrain", "OursGlobal", "OursPacedDrain", "OursThread"]
 
 _TRAINING_S = 8.0
 
@@ -23,11 +23,10 @@ class OursThread(Peer):
     behind = True
     in_place = True
     note = "warm_up before the first save; every block verified in loads"
-    worker: Literal["thread", "process"] = "thread"
 
     def __init__(self, directory: Path, state: dict[str, Any]) -> None:
         super().__init__(directory, state)
-        self._manager = localckpt.LocalCheckpointManager(directory, async_worker=self.worker)
+        self._manager = localckpt.LocalCheckpointManager(directory)
         self._queue = localckpt.AsyncCallsQueue()
 
     def prepare(self) -> None:
@@ -60,12 +59,6 @@ class OursThread(Peer):
     def close(self) -> None:
         self._queue.close()
         self._manager.close()
-
-
-class OursProcess(OursThread):
-    """Written by a worker process."""
-
-    worker = "process"
 
 
 class OursGlobal(Peer):

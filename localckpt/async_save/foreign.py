@@ -1,9 +1,9 @@
-"""Calls that a queue of another library carries out, in a process of its own.
+"""Calls that a queue of another library has a process of its own for, and a thread here makes.
 
 Such a queue loses what its process raises, and its persistent worker ends with it. So the function
-that it is given raises nothing: it writes the outcome to a few bytes of memory that the trainer
-made, and the trainer reads them when the call is finalized. The function is plain data. It finds
-the memory by the trainer's pid and the number of a descriptor.
+that it is given raises nothing: it waits until the trainer has written the outcome to a few bytes
+of memory. The function is plain data. It finds the memory by the trainer's pid and the number of a
+descriptor.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from localckpt.async_save.processes import pack_call
-from localckpt.async_save.worker import carry_out_packed
 from localckpt.waiting import wait_until
 
-__all__ = ["ForeignOutcome", "RunAndReport", "WaitForTrainer"]
+__all__ = ["ForeignOutcome", "WaitForTrainer"]
 
 _LONGEST_TEXT = 4000
 _LONGEST_PAUSE_S = 0.01
@@ -28,9 +24,9 @@ _GOOD = b"+"
 
 
 class ForeignOutcome:
-    """The outcome of one call, written by the process that carries it out and read by the other.
+    """Outcome of one call, written by the trainer, which closes it.
 
-    Made by the trainer, which closes it. A process that comes later finds nothing and does nothing.
+    A process that comes later finds nothing and does nothing.
     """
 
     def __init__(self) -> None:
@@ -43,7 +39,9 @@ class ForeignOutcome:
         """Write the outcome: an error's text, or ``None`` for success."""
         with self._lock:
             if self._fd >= 0:
-                _write(self._fd, error)
+                text = _GOOD if error is None else b"-" + error.encode()[:_LONGEST_TEXT]
+                # One write of less than a page: the reader finds all of it, or nothing.
+                os.pwrite(self._fd, text, 0)
 
     @property
     def error(self) -> str | None:
@@ -85,42 +83,6 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class RunAndReport:
-    """Carries out a call in another process and writes its outcome.
-
-    Raises nothing, so that the worker of a foreign queue outlives a failed save.
-    """
-
-    place: _Place
-    packed: bytes
-
-    @classmethod
-    def of(
-        cls,
-        outcome: ForeignOutcome,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> RunAndReport:
-        """The call as plain data.
-
-        Raises:
-            NotSendableError: It cannot be pickled.
-        """
-        return cls(outcome.place, pack_call(function, args, kwargs))
-
-    def __call__(self) -> None:
-        fd = self.place.open()
-        if fd is None:
-            return
-        try:
-            failure = carry_out_packed(self.packed)
-            _write(fd, None if failure is None else failure.summary)
-        finally:
-            os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
 class WaitForTrainer:
     """Waits in another process while a thread of the trainer does the work.
 
@@ -143,9 +105,3 @@ class WaitForTrainer:
             )
         finally:
             os.close(fd)
-
-
-def _write(fd: int, error: str | None) -> None:
-    text = _GOOD if error is None else b"-" + error.encode()[:_LONGEST_TEXT]
-    # One write of less than a page: who reads finds all of it, or nothing.
-    os.pwrite(fd, text, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from localckpt.errors import CheckpointingException
 from localckpt.managers.in_flight import InFlight, forgotten
 from localckpt.options import SaveOptions
 from localckpt.ranks.ranks import Ranks
@@ -42,8 +41,8 @@ class LimitedInFlight(InFlight):
         """Finalize older saves as far as they must be, and answer as :meth:`InFlight.admits`.
 
         Raises:
-            CheckpointingException: An older save failed; or all buffers are busy, and ``on_busy``
-                is ``"error"``; or they will stay so. The same on all ranks.
+            CheckpointingException: An older save failed, or all buffers will stay busy. The same
+                on all ranks.
         """
         if self._on_busy == "wait" or not is_async:
             self._wait_for_older(iteration)
@@ -60,17 +59,12 @@ class LimitedInFlight(InFlight):
         ranks = sorted({*busy, *(waiting if self._is_full else ())})
         if not ranks:
             return True
-        why = (
-            f"iteration {iteration} is not saved: the {self._store.num_buffers} staging "
-            f"buffers of rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))} are busy with "
-            f"older saves"
+        logger.warning(
+            "iteration %d is not saved: the %d staging buffers of rank%s %s are busy with older "
+            "saves",
+            *(iteration, self._store.num_buffers),
+            *("s"[: len(ranks) > 1], ", ".join(map(str, ranks))),
         )
-        if self._on_busy == "error":
-            raise CheckpointingException(
-                f"{why}. Save less often, or with more buffers (num_buffers), or let the save wait "
-                f"(on_busy='wait')"
-            )
-        logger.warning("%s", why)
         return False
 
     @property

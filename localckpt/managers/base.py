@@ -64,8 +64,6 @@ class BaseCheckpointManager(Hooks):
         repl_strategy: Protects this rank's shards on other nodes; ``None`` for none.
         timeout: Deadline of every wait, in seconds.
         process_group: The ranks of the job; ``None`` for all.
-        async_worker: Whether an asynchronous save is written by a ``"thread"`` of the trainer or by
-            another ``"process"``.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
         background: Whether replicas are made while training goes on. By default they are, unless
             GPUs send the bytes.
@@ -94,7 +92,6 @@ class BaseCheckpointManager(Hooks):
         *,
         timeout: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
-        async_worker: Literal["thread", "process"] = "thread",
         safe_globals: Iterable[Any] = (),
         background: bool | None = None,
         strict: bool = False,

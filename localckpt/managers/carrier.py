@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localckpt.async_save.request import AsyncCall, AsyncRequest, Ticket
 from localckpt.availability.durability import judge_save
 from localckpt.managers.handed_over import HandedOver
 from localckpt.managers.parts import Parts
-from localckpt.storage.store import run_commit
 
 if TYPE_CHECKING:
     from localckpt.managers.save import Save
@@ -50,11 +49,10 @@ class Carrier:
                 so :attr:`is_gone` looks whether the function is still there.
         """
         self._finalizer = weakref.ref(finalize)
-        work = self._work(save)
         # A user's hooks are asked what they hold in the trainer's thread only.
         is_judged = self._parts.store.keeps_images
         call = AsyncCall(
-            work.func,
+            save.keep_local,
             then_fn=save.protect,
             report_fn=(lambda: save.outcome().to_json()) if is_judged else None,
             judge_fn=judge_save if is_judged else None,
@@ -66,9 +64,9 @@ class Carrier:
             waits_for_fn=save.waits_for,
             scheduled_fn=self._take_ticket,
             # A request that is frozen twice is written once.
-            hand_over=cache(lambda: self._hand_over(save, work)),
+            hand_over=cache(lambda: self._hand_over(save)),
         )
-        return AsyncRequest(call, work.args, [finalize])
+        return AsyncRequest(call, (), [finalize])
 
     @property
     def is_gone(self) -> bool:
@@ -84,30 +82,19 @@ class Carrier:
         """Forget the queue: it keeps its last error, whose frames keep the save."""
         self.ticket = None
 
-    def _work(self, save: Save) -> partial[Any]:
-        if not self._parts.options.by_process:
-            return partial(save.keep_local)
-        try:
-            return partial(run_commit, self._parts.store.commit(save.slots))
-        except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
-            save.note_error(error)
-            return partial(run_commit, self._parts.store.commit([]))
-
     def _take_ticket(self, ticket: Ticket) -> None:
         self.ticket, self.is_scheduled = ticket, True
 
-    def _hand_over(self, save: Save, work: partial[Any]) -> Callable[[], None]:
+    def _hand_over(self, save: Save) -> Callable[[], None]:
         self.is_scheduled = self.is_handed_over = True
-        finish = partial(_finish_here, save)
-        self._handed_over = self._parts.foreign.hand_over(work, finish)
+        self._handed_over = self._parts.foreign.hand_over(partial(_finish_here, save))
         return self._handed_over.function
 
 
-def _finish_here(save: Save, work: Callable[[], Any] | None) -> str | None:
-    """Do, in a thread, what another library's process cannot do; return the save's error."""
+def _finish_here(save: Save) -> str | None:
+    """Carry the save out in a thread of this process; return its error."""
     try:
-        if work is not None:
-            work()
+        save.keep_local()
         save.protect()
     except Exception as error:  # noqa: BLE001 - raised on every rank when all finalize
         save.note_error(error)

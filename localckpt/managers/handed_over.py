@@ -1,7 +1,7 @@
 """Saves that a queue of another library runs in a process of its own.
 
-That process writes from shared memory, or waits for a thread of this one that writes from private
-memory. The thread also keeps what other ranks send.
+That process waits for a thread of this one, which writes from its private memory, and keeps what
+other ranks send.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from localckpt.async_save.callers import OWN_WORK
-from localckpt.async_save.foreign import ForeignOutcome, RunAndReport, WaitForTrainer
-from localckpt.async_save.processes import NotSendableError
-from localckpt.async_save.request import must_run_in_trainer
+from localckpt.async_save.foreign import ForeignOutcome, WaitForTrainer
 from localckpt.errors import CheckpointingException
 from localckpt.threads import SerialThread, Task
 
 __all__ = ["ForeignQueues", "HandedOver"]
-
-Work = Callable[[], Any]
 
 
 class ForeignQueues:
@@ -36,17 +31,13 @@ class ForeignQueues:
         self._thread: SerialThread | None = None
         self._saves: list[HandedOver] = []
 
-    def hand_over(
-        self, work: partial[Any], finish: Callable[[Work | None], str | None]
-    ) -> HandedOver:
-        """Begin, in a thread, the work that a foreign queue's process cannot do.
+    def hand_over(self, work: Callable[[], str | None]) -> HandedOver:
+        """Begin a save in a thread of this process.
 
         Args:
-            work: Writes this rank's shard.
-            finish: Runs here, in a thread. Does the work that it is given, if any, and keeps what
-                other ranks send; returns what went wrong.
+            work: Carries the save out, and returns what went wrong.
         """
-        save = HandedOver(work, finish, self._timeout_s, self._saves)
+        save = HandedOver(work, self._timeout_s, self._saves)
         self._saves.append(save)
         if self._thread is None:
             self._thread = SerialThread("localckpt-foreign")
@@ -71,8 +62,7 @@ class HandedOver:
 
     def __init__(
         self,
-        work: partial[Any],
-        finish: Callable[[Work | None], str | None],
+        work: Callable[[], str | None],
         timeout_s: float,
         among: list[HandedOver],
     ) -> None:
@@ -80,23 +70,17 @@ class HandedOver:
         self._timeout_s = timeout_s
         self._among = among
         self.function: Callable[[], None] = WaitForTrainer(self._outcome.place, timeout_s)
-        is_here = True
-        if not must_run_in_trainer(work):
-            with suppress(NotSendableError):
-                self.function = RunAndReport.of(self._outcome, work.func, work.args, work.keywords)
-                is_here = False
-        self.task: Task[None] = Task(partial(self._run, work if is_here else None, finish))
+        self.task: Task[None] = Task(partial(self._run, work))
 
-    def _run(self, work: Work | None, finish: Callable[[Work | None], str | None]) -> None:
+    def _run(self, work: Callable[[], str | None]) -> None:
         error: str | None = "it was interrupted"
         try:
-            error = finish(work)
+            error = work()
         finally:
-            if work is not None:
-                self._outcome.report(error)
+            self._outcome.report(error)
 
     def await_error(self) -> str | None:
-        """Wait until this process's part is over; returns what went wrong in the other one.
+        """Wait until the save is over; returns what went wrong.
 
         Raises:
             CheckpointingException: It is not over in time.

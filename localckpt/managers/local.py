@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,13 @@ class LocalCheckpointManager(StoreCheckpointManager):
             each save under way. Short for ``retention=Retention(last=...)``.
         retention: Rules by which complete checkpoints are kept: ``last``, at least 1, and ``best``,
             by a metric that is given with saves.
-        timeout, process_group, async_worker, safe_globals, background, strict: As for
+        timeout, process_group, safe_globals, background, strict: As for
             :class:`BaseCheckpointManager`.
         num_buffers: Number of saves that can be under way at once.
         staging_threads: Threads that copy tensors; by default this rank's share of the cores, at
             most 4.
         on_busy: What an asynchronous save does when that many are under way: ``"wait"`` for the
-            oldest, ``"skip"`` itself on all ranks (logged, counted, and noted in ``last_save``), or
-            raise an ``"error"`` on all.
+            oldest, or ``"skip"`` itself on all ranks (logged, counted, and noted in ``last_save``).
         guard: Optimizers whose parameters and state, where they are on a GPU, change in their
             ``step`` only. ``save`` returns while those are still being copied, and the next step
             begins after the copies. Replicas in the foreground wait for them; whoever changes these
@@ -94,7 +93,6 @@ class LocalCheckpointManager(StoreCheckpointManager):
         retention: Retention | None = None,
         timeout: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
-        async_worker: Literal["thread", "process"] = "thread",
         safe_globals: Iterable[Any] = (),
         num_buffers: int = 2,
         staging_threads: int | None = None,
@@ -124,7 +122,6 @@ class LocalCheckpointManager(StoreCheckpointManager):
                 session_id,
                 self.rank,
                 timeout,
-                writer=async_worker,
                 num_buffers=num_buffers,
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         retention: As for :class:`LocalCheckpointManager`.
         root: Directory in shared memory, the same for all ranks of a node; ``None`` for
             ``/dev/shm/localckpt-<uid>``.
-        timeout, process_group, async_worker, safe_globals, background, strict: As for
+        timeout, process_group, safe_globals, background, strict: As for
             :class:`LocalCheckpointManager`.
         num_buffers, staging_threads, on_busy, guard, read_only, events, max_attempts, check: As for
             that class.
@@ -64,7 +64,6 @@ class InMemoryCheckpointManager(StoreCheckpointManager):
         root: str | os.PathLike[str] | None = None,
         timeout: float = 300.0,
         process_group: dist.ProcessGroup | None = None,
-        async_worker: Literal["thread", "process"] = "thread",
         safe_globals: Iterable[Any] = (),
         num_buffers: int = 2,
         staging_threads: int | None = None,

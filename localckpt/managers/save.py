@@ -114,8 +114,6 @@ class Save:
         parts.epoch.newest_iteration = iteration
         try:
             self._capture(state)
-            if parts.options.by_process:
-                self.slots[0].await_copied()
             if not self._replication.comes_later:
                 self._take_copies()
             best = parts.options.retention.best
@@ -284,8 +282,6 @@ class Save:
         with Attempt() as finishing:
             if (handed_over := self.carrier.take_handed_over()) is not None:
                 self.error = self.error or handed_over.await_error()
-                # The other process may have ended after the thread.
-                self._durable = time.monotonic()
             # A foreign queue that did not freeze the request has not called protect().
             self.protect()
             missing += [s.identity.ckpt_id for s in self.slots if not parts.store.holds(s.identity)]

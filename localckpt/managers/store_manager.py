@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 from localckpt.async_save.request import AsyncRequest
 from localckpt.availability.ordering import newest_first
-from localckpt.errors import CheckpointingException, StorageError
+from localckpt.errors import StorageError
 from localckpt.failure_texts import shown
 from localckpt.ids import CkptID, ShardIdentity
 from localckpt.managers.back_pressure import LimitedInFlight
@@ -50,14 +50,6 @@ class StoreCheckpointManager(BaseCheckpointManager):
     ) -> None:
         """Set the manager up, and open its store; called once, by the constructor."""
         with refused_together(MANAGER, options.process_group, options.timeout):
-            if (
-                options.async_worker == "process"
-                and type(self)._save is not StoreCheckpointManager._save
-            ):
-                raise CheckpointingException(
-                    f"{type(self).__name__} has a _save of its own, which the built-in worker "
-                    f"process would not call: use async_worker='thread'"
-                )
             # Before anything can fail, so that all ranks have made as many.
             self._reprotecting = Ranks("redundancy", options.process_group, options.timeout)
             self.read_only = options.read_only

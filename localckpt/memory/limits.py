@@ -6,7 +6,6 @@ They are the memory of the node, RLIMIT_AS, and the limits of the process's cgro
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import psutil
 
 from localckpt.memory.host_memory import PAGE_NBYTES
 
-__all__ = ["MemoryLimit", "cgroup_folders", "memory_limits", "parse_cgroup", "shared_memory_limit"]
+__all__ = ["MemoryLimit", "cgroup_folders", "memory_limits", "parse_cgroup"]
 
 # The files of a cgroup for each version: limit, use, limit of swap, use of swap. In version 1, swap
 # is counted together with memory.
@@ -81,17 +80,6 @@ def memory_limits() -> list[MemoryLimit]:
             scope = f"{boot} {status.st_dev}:{status.st_ino}"
             limits.append(MemoryLimit(name, scope, available_nbytes))
     return limits
-
-
-def shared_memory_limit(folder: Path) -> MemoryLimit:
-    """Return the limit that the size of a file system in shared memory is.
-
-    Raises:
-        OSError: It cannot be looked at.
-    """
-    status = os.statvfs(folder)
-    scope = f"{_boot()} {os.stat(folder).st_dev}"
-    return MemoryLimit(f"free space of {folder}", scope, status.f_bavail * status.f_frsize)
 
 
 def cgroup_folders(cgroups: str, mounts: str) -> list[tuple[Path, int]]:

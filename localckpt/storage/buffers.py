@@ -120,10 +120,7 @@ class Buffer(ABC):
     _pinned = _pin_refused = False
 
 
-_ONLY_HERE = (
-    "this save is staged in memory that only its own process can see: make the manager with "
-    "async_worker='process' to run its saves in another process"
-)
+_ONLY_HERE = "this save is staged in memory that only its own process can see: run it in a thread"
 
 
 class PrivateBuffer(Buffer):

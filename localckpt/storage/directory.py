@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from localckpt.errors import StorageError
-from localckpt.ids import Piece, ShardIdentity
+from localckpt.ids import CkptID, Piece, ShardIdentity
 from localckpt.storage.catalog import SessionFolder
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.files import FileSource
@@ -32,8 +32,8 @@ from localckpt.storage.preflight import check_space
 from localckpt.storage.problem import Problem, quarantine, why_quarantined
 from localckpt.storage.rank_folder import RankFolder, SeenFolder
 from localckpt.storage.slot import Slot
-from localckpt.storage.store import CommitJob, Store, Stored
-from localckpt.storage.write import ShardWrite, write_shard
+from localckpt.storage.store import Store, Stored
+from localckpt.storage.write import ShardWrite
 
 if TYPE_CHECKING:
     import torch
@@ -140,14 +140,14 @@ class DirectoryStore(Store):
     def limit_buffers(self, count: int) -> None:
         self.num_buffers = min(self.num_buffers, count)
 
-    def commit(self, slots: Sequence[Slot]) -> CommitJob:
-        writes = []
+    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
+        writes = list[tuple[Any, CkptID]]()
         for slot in slots:
             slot.required()
             assert slot.write is not None, "only what is filled is committed"
             write = replace(slot.write, digests=slot.digests)
             writes.append((write, slot.identity.ckpt_id))
-        return CommitJob(write_shard, tuple(writes))
+        return writes
 
     @one_at_a_time
     def _plan(self, slot: Slot) -> None:

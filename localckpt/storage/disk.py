@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from localckpt.errors import CheckpointingException
 from localckpt.ids import Piece, ShardIdentity
-from localckpt.memory.limits import memory_limits, shared_memory_limit
-from localckpt.storage.buffers import Buffer, PrivateBuffer, SharedBuffer
+from localckpt.memory.limits import memory_limits
+from localckpt.storage.buffers import Buffer, PrivateBuffer
 from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.failures import storage_errors
 from localckpt.storage.names import DIRTY
@@ -23,14 +22,12 @@ from localckpt.storage.pool import BufferPool, buffer_nbytes
 from localckpt.storage.preflight import (
     IN_MEMORY,
     MemoryNeeds,
-    check_shared_memory,
     file_system,
     try_out,
 )
 from localckpt.storage.problem import Problem
 from localckpt.storage.rank_folder import SeenFolder
 from localckpt.storage.slot import Slot
-from localckpt.storage.staging import StagingFolder, remove_orphans
 from localckpt.storage.store import Stored
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ class PooledStore(DirectoryStore):
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        make_buffer: Makes a buffer of at least a number of bytes.
         num_buffers: Number of saves that can be under way at once.
     """
 
@@ -56,11 +52,10 @@ class PooledStore(DirectoryStore):
         session_id: str,
         rank: int,
         timeout_s: float,
-        make_buffer: Callable[[int], Buffer],
         num_buffers: int,
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s, num_buffers)
-        self._pool = BufferPool(make_buffer, num_buffers)
+        self._pool = BufferPool(PrivateBuffer, num_buffers)
 
     def prepare(self, piece: Piece, nbytes: int, gpu: torch.device | None = None) -> None:
         self._sizes[piece] = nbytes
@@ -120,7 +115,7 @@ class ReadOnlyStore(PooledStore):
     def __init__(
         self, root: str | os.PathLike[str], session_id: str, rank: int, timeout_s: float
     ) -> None:
-        super().__init__(root, session_id, rank, timeout_s, PrivateBuffer, 2)
+        super().__init__(root, session_id, rank, timeout_s, 2)
 
     def _take_folder(self, timeout_s: float) -> SeenFolder:
         return SeenFolder(self.root, self.session_id, self.rank)
@@ -146,8 +141,6 @@ class DiskStore(PooledStore):
 
     Args:
         root, session_id, rank, timeout_s: As for :class:`DirectoryStore`.
-        writer: ``"thread"`` for writes by a thread of this process, from private memory;
-            ``"process"`` for writes by another process, from shared memory.
         num_buffers: Number of saves that can be under way at once.
     """
 
@@ -158,14 +151,9 @@ class DiskStore(PooledStore):
         rank: int,
         timeout_s: float,
         *,
-        writer: Literal["thread", "process"] = "thread",
         num_buffers: int = 2,
     ) -> None:
-        self._staging = StagingFolder()
-        make_buffer = PrivateBuffer if writer == "thread" else self._make_shared
-        super().__init__(root, session_id, rank, timeout_s, make_buffer, num_buffers)
-        self._writer = writer
-        remove_orphans()
+        super().__init__(root, session_id, rank, timeout_s, num_buffers)
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)
@@ -182,33 +170,3 @@ class DiskStore(PooledStore):
         with storage_errors("recycle a file in", self.folder):
             recycled = self._claim_recycled(slot.identity, slot.nbytes) is not None
         return {"recycled": recycled, "direct": self._direct}
-
-    def check_space(self, checkpoints: int, ranks: int) -> None:
-        super().check_space(checkpoints, ranks)
-        if self._writer == "process":
-            # One whose making fails may take all room, and be gone when the buffers are counted.
-            self._pool.await_prepared()
-            with storage_errors("look at", self._staging.path):
-                status = os.statvfs(self._staging.path)
-                had = self._staging.nbytes()
-            sizes = [buffer_nbytes(image) for image in self.image_nbytes.values()]
-            check_shared_memory(self._staging.path, status, had, sizes, self.num_buffers)
-
-    def planned_nbytes(self) -> tuple[int, int, bool]:
-        staging_nbytes, kept_nbytes, _ = super().planned_nbytes()
-        return staging_nbytes, kept_nbytes, self._writer == "process"
-
-    def memory_needs(self, nbytes: int) -> MemoryNeeds:
-        needs = super().memory_needs(nbytes)
-        if self._writer == "process":
-            with storage_errors("look at", self._staging.path):
-                needs.limits.append(shared_memory_limit(self._staging.path))
-        return needs
-
-    def close(self) -> None:
-        self._pool.close()
-        self._staging.close()
-        super().close()
-
-    def _make_shared(self, nbytes: int) -> Buffer:
-        return SharedBuffer(self._staging.new_path(), nbytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from localckpt.errors import MismatchError, RestoreError, StorageError
 from localckpt.ids import CkptID, Generation, ShardIdentity, ShardRecord
@@ -18,7 +19,7 @@ from localckpt.storage.buffers import Buffer, PrivateBuffer
 from localckpt.storage.pool import allocate
 from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
-from localckpt.storage.store import Claim, CommitJob, Store, Stored
+from localckpt.storage.store import Claim, Store, Stored
 
 __all__ = ["HookStore", "Hooks", "commit_here"]
 
@@ -41,7 +42,7 @@ class Hooks(ABC):
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
         """Keep a shard. Its tensors are in host memory, and it belongs to the hook.
 
-        It may run in another thread, or process, while the other hooks are called.
+        It may run in another thread while the other hooks are called.
         """
 
     @abstractmethod
@@ -55,7 +56,7 @@ class Hooks(ABC):
 
 def commit_here(store: Store, hooks: Hooks, slots: Sequence[Slot]) -> None:
     """Commit filled slots in this process by calling the ``_save`` hook."""
-    for piece, ckpt_id in store.commit(slots).pieces:
+    for piece, ckpt_id in store.to_commit(slots):
         hooks._save(piece, ckpt_id)
 
 
@@ -83,12 +84,9 @@ class HookStore(Store):
         self._world_size = world_size
         self._allowed = allowed
 
-    def commit(self, slots: Sequence[Slot]) -> CommitJob:
+    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
         images = [(slot.identity, MemorySource(slot.image)) for slot in slots]
-        return CommitJob(
-            self._hooks._save,
-            tuple((unpack(i, expect=e, allowed=self._allowed), e.ckpt_id) for e, i in images),
-        )
+        return [(unpack(i, expect=e, allowed=self._allowed), e.ckpt_id) for e, i in images]
 
     def list_stored(self) -> list[Stored]:
         found = [CkptID(*ckpt_id) for ckpt_id in self._hooks._my_ckpt_ids()]

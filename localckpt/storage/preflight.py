@@ -25,7 +25,6 @@ from localckpt.storage.write import reserve, sync_folder, write_range
 __all__ = [
     "IN_MEMORY",
     "MemoryNeeds",
-    "check_shared_memory",
     "check_space",
     "file_system",
     "plan_buffers",
@@ -223,31 +222,6 @@ def check_space(
             ranks,
             checkpoints,
             sum(images) / 1e6,
-        )
-
-
-def check_shared_memory(
-    folder: Path, status: os.statvfs_result, had: int, sizes: Collection[int], buffers: int
-) -> None:
-    """Check that shared memory has room for a rank's staging buffers.
-
-    Args:
-        folder: Directory of the buffers.
-        status: Status of its file system, taken before ``had``.
-        had: Bytes of the buffers that exist already.
-        sizes: Size of one buffer, in bytes, for each image of a checkpoint.
-        buffers: Number of buffers for each image.
-
-    Raises:
-        StorageError: There is no room for all buffers.
-    """
-    free = status.f_bavail * status.f_frsize
-    if buffers * sum(sizes) > free + had:
-        raise StorageError(
-            f"{folder} has {free / 1e6:.1f} MB free, and {buffers} staging buffers of "
-            f"{sum(sizes) / 1e6:.1f} MB are kept there for the worker process: make it larger "
-            f"(in a container often --shm-size), lower num_buffers, or use async_worker='thread'. "
-            f"Checkpoints saved before are as they were"
         )
 
 

@@ -22,7 +22,7 @@ from localckpt.storage.problem import Problem
 from localckpt.storage.slot import Slot
 from localckpt.trust import Mark, Measured, Resumes, Trust
 
-__all__ = ["Claim", "CommitJob", "Store", "Stored", "run_commit"]
+__all__ = ["Claim", "Store", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +41,6 @@ class Stored:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.problem or self.record}"
-
-
-@dataclass(frozen=True, slots=True)
-class CommitJob:
-    """Pieces that are to be committed, as plain data for another thread or process.
-
-    Attributes:
-        commit: Function that commits one piece, called with an item of ``pieces``.
-        pieces: The data and the ID of each piece, in the order of the commits.
-    """
-
-    commit: Callable[[Any, CkptID], None]
-    pieces: tuple[tuple[Any, CkptID], ...]
-
-
-def run_commit(job: CommitJob) -> None:
-    """Commit the pieces of a job one after another, in the calling process."""
-    for piece, ckpt_id in job.pieces:
-        job.commit(piece, ckpt_id)
 
 
 class Claim:
@@ -187,8 +168,10 @@ class Store(ABC):
         """Use no more than ``count`` staging buffers for each image from now on."""
 
     @abstractmethod
-    def commit(self, slots: Sequence[Slot]) -> CommitJob:
-        """Make the job that commits filled slots. A slot is committed once.
+    def to_commit(self, slots: Sequence[Slot]) -> list[tuple[Any, CkptID]]:
+        """Return what the ``_save`` hook is called with to commit filled slots, in their order.
+
+        A slot is committed once.
 
         Raises:
             StorageError: The store refused, or a slot was given back.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localckpt.errors import StorageError
-from localckpt.ids import CkptID, ShardIdentity
+from localckpt.ids import ShardIdentity
 from localckpt.memory.digests import BlockHasher
 from localckpt.memory.host_memory import PAGE_NBYTES, round_up
 from localckpt.storage.buffers import Buffer
@@ -61,8 +61,8 @@ class ShardWrite:
     direct: bool = False
 
 
-def write_shard(write: ShardWrite, _: CkptID | None = None) -> None:
-    """Commit an image. The second argument, the ID that every commit function gets, is unused.
+def write_shard(write: ShardWrite) -> None:
+    """Commit an image.
 
     Raises:
         StorageError: The disk or shared memory failed. The unfinished file is removed.

@@ -11,48 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from localckpt.async_save.foreign import ForeignOutcome, RunAndReport, WaitForTrainer
-from localckpt.async_save.processes import NotSendableError
-from tests.async_save import work
+from localckpt.async_save.foreign import ForeignOutcome, WaitForTrainer
 
 _PATIENCE_S = 20.0
-
-
-def _in_another_process(function: Callable[[], None]) -> None:
-    code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read())()"
-    sent = pickle.dumps(function)
-    subprocess.run([sys.executable, "-c", code], input=sent, timeout=60, check=True)
-
-
-def test_the_trainer_hears_how_a_call_in_another_process_ended(tmp_path: Path) -> None:
-    good, bad = ForeignOutcome(), ForeignOutcome()
-
-    _in_another_process(RunAndReport.of(good, work.write, (tmp_path / "a",), {"text": "words"}))
-    _in_another_process(RunAndReport.of(bad, work.fail_storage, (), {}))
-
-    assert (tmp_path / "a").read_text() == "words"
-    assert good.error is None
-    assert "no space left" in str(bad.error)
-    good.close()
-    bad.close()
-
-
-def test_a_call_that_cannot_be_sent_is_refused_before_a_queue_has_it() -> None:
-    outcome = ForeignOutcome()
-
-    with pytest.raises(NotSendableError):
-        RunAndReport.of(outcome, lambda: None, (), {})
-
-    outcome.close()
 
 
 def test_who_comes_after_the_trainer_has_closed_does_nothing_to_what_has_its_place(
     tmp_path: Path,
 ) -> None:
     outcome = ForeignOutcome()
-    late = RunAndReport.of(outcome, work.write, (tmp_path / "a",), {})
     outcome.close()
     outcome.close()
 
@@ -60,13 +27,11 @@ def test_who_comes_after_the_trainer_has_closed_does_nothing_to_what_has_its_pla
     if other != outcome.place.fd:
         os.dup2(other, outcome.place.fd)
         os.close(other)
-    late()
     WaitForTrainer(outcome.place, _PATIENCE_S)()
     outcome.report("too late")
 
     os.close(outcome.place.fd)
     assert (tmp_path / "other").read_bytes() == b""
-    assert not (tmp_path / "a").exists()
 
 
 def _ends_when(outcome: ForeignOutcome, event: Callable[[], object]) -> bool:

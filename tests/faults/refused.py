@@ -61,7 +61,7 @@ class Job:
     """
 
     kind: str
-    worker: Literal["thread", "process"] | None = None
+    worker: Literal["thread"] | None = None
     fresh: bool = False
     ranks: int = 1
     codes: tuple[int, ...] = _REFUSALS
@@ -84,8 +84,7 @@ class Job:
                 yield Fault(nth, "error", code, lasts=self.lasts, only=self.only)
 
     def manager(self, repl: Any) -> Any:
-        worker = self.worker or "thread"
-        return make_manager(self.kind, node_store(), "job", repl, keep_last=2, async_worker=worker)
+        return make_manager(self.kind, node_store(), "job", repl, keep_last=2)
 
     def __str__(self) -> str:
         said = (self.worker, "first" * self.fresh, "cold" * self.cold, "serves" * self.serves)

@@ -31,11 +31,10 @@ Dirs = Callable[[int], list[Path]]
 pytestmark = pytest.mark.fault("interrupted")
 
 _CHILD_S = 20
-_WAYS = [(kind, worker) for kind in KINDS for worker in ("thread", "process")]
 _ROUNDS, _ROUNDS_IN_LONG_FORM = 6, 75
 
 
-def _leave(rank: int, world_size: int, kind: str, worker: str, shared: Path) -> None:
+def _leave(rank: int, world_size: int, kind: str, shared: Path) -> None:
     replicas = cliques(1, 2)
     endings: dict[str, Callable[[], Any]] = {
         "sys.exit": lambda: sys.exit(7),
@@ -52,9 +51,7 @@ def _leave(rank: int, world_size: int, kind: str, worker: str, shared: Path) -> 
                 with (
                     localckpt.GlobalCheckpointManager(shared, timeout=MAX_S) as global_tier,
                     localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-                    make_manager(
-                        *(kind, node_store(), "run", replicas), async_worker=worker
-                    ) as manager,
+                    make_manager(*(kind, node_store(), "run", replicas)) as manager,
                 ):
                     # Large enough to be under way, with its replica, when the fork leaves.
                     state = state_of(rank, iteration, 4_000_000)
@@ -86,13 +83,13 @@ def _exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_that_leaves_the_blocks_takes_nothing_from_the_trainer(
-    kind: str, worker: str, node_dirs: Dirs, shm_roots: Dirs, tmp_path: Path
+    kind: str, node_dirs: Dirs, shm_roots: Dirs, tmp_path: Path
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)
 
-    run_ranks(_leave, 2, kind, worker, tmp_path / "shared", store_per_node=nodes)
+    run_ranks(_leave, 2, kind, tmp_path / "shared", store_per_node=nodes)
 
 
 def _use_in_a_fork(rank: int, world_size: int, kind: str) -> None:
@@ -189,13 +186,13 @@ class _Forker:
 
 
 def _save_and_fork(
-    rank: int, world_size: int, kind: str, worker: str, shared: Path, rounds: int, seed: int
+    rank: int, world_size: int, kind: str, shared: Path, rounds: int, seed: int
 ) -> int:
     with (
         cliques(1, 2) as replicas,
         localckpt.GlobalCheckpointManager(shared, keep_last=2, timeout=MAX_S) as global_tier,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-        make_manager(kind, node_store(), "run", replicas, async_worker=worker) as manager,
+        make_manager(kind, node_store(), "run", replicas) as manager,
     ):
         forker = _Forker(seed + rank, [manager, queue, global_tier, replicas])
 
@@ -217,10 +214,9 @@ def _save_and_fork(
     return len(forker.children)
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_forks_at_random_moments_disturb_no_save(
     kind: str,
-    worker: str,
     node_dirs: Dirs,
     shm_roots: Dirs,
     tmp_path: Path,
@@ -234,7 +230,7 @@ def test_forks_at_random_moments_disturb_no_save(
     print(f"seed {seed}")
 
     forks = run_ranks(
-        *(_save_and_fork, 2, kind, worker, tmp_path / "shared", rounds, seed),
+        *(_save_and_fork, 2, kind, tmp_path / "shared", rounds, seed),
         store_per_node=nodes,
         timeout_s=60.0 + 5 * rounds,
     )

@@ -40,31 +40,25 @@ _HELD_S = 0.3
 """How long a save is held up after the interruption: a trainer that does not wait is seen to."""
 _OLDER, _NEWER = 1, 2
 _LONG = pytest.mark.long
-_ONE_WAY = [("disk", "thread"), pytest.param("memory", "process", marks=_LONG)]
-_TWO_WAYS = [("disk", "thread"), ("memory", "process")]
-_WAYS = [
-    *_TWO_WAYS,
-    *(pytest.param(*way, marks=_LONG) for way in [("disk", "process"), ("memory", "thread")]),
-]
+_ONE_WAY = ["disk", pytest.param("memory", marks=_LONG)]
 
 # Two checkpoints come first and one is kept, so that the save in flight overwrites a file.
 _TRAINER = """
 import contextlib, multiprocessing, os, signal, sys, time
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 import localckpt
 from tests.async_save import work
 from tests.managers.jobs import MAX_S, cliques, make_manager, state_of
 
-here, root, kind, worker = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:5]
+here, root, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 blocks = contextlib.ExitStack()
 rank, replicas = 0, None
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
     rank, replicas = dist.get_rank(), cliques(1, 2)
-manager = make_manager(kind, root, "job", replicas, keep_last=1, async_worker=worker)
+manager = make_manager(kind, root, "job", replicas, keep_last=1)
 queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
 manager_save = type(manager)._save
 
@@ -73,19 +67,13 @@ def held_up(self, state, ckpt_id):
         work.await_file(here / "gate", MAX_S)
     manager_save(self, state, ckpt_id)
 
-if worker == "thread":
-    manager._save = held_up.__get__(manager)
+manager._save = held_up.__get__(manager)
 
 def begin_save(iteration):
     request = manager.save(state_of(rank, iteration), iteration, is_async=True)
     queue.schedule_async_request(request)
 
 def announce_save_in_flight():
-    if worker == "process":
-        # The call goes into the worker's pipe, which holds it.
-        (carrier,) = psutil.Process().children()
-        carrier.suspend()
-        work.write(here / f"carrier-{rank}", str(carrier.pid))
     begin_save(2)
     time.sleep(0.2)
     assert list(manager.store.folder.glob("000000000002.*.dirty")), "the save is not in flight"
@@ -93,8 +81,6 @@ def announce_save_in_flight():
 
 def open_gate():
     work.write(here / "gate")
-    if worker == "process":
-        os.kill(int((here / f"carrier-{rank}").read_text()), signal.SIGCONT)
 
 def train():
     for each in filter(None, (replicas, manager, queue)):
@@ -124,13 +110,13 @@ class _Trainers:
     Args:
         here: Where they tell how far they are.
         roots: The store of each.
-        kind, worker: How they save.
+        kind: How they save.
         script: What they do.
         port: Of the store where they meet; ``None`` for a rank that knows no other.
     """
 
     def __init__(
-        self, here: Path, roots: list[Path], kind: str, worker: str, script: str, port: int | None
+        self, here: Path, roots: list[Path], kind: str, script: str, port: int | None
     ) -> None:
         self.here = here
         file = here / "train.py"
@@ -147,7 +133,7 @@ class _Trainers:
             }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(file), str(here), str(root), kind, worker],
+                [sys.executable, str(file), str(here), str(root), kind],
                 cwd=here,
                 env=env if port is None else {**env, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
@@ -216,10 +202,8 @@ Start = Callable[..., _Trainers]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[_Trainers] = []
 
-    def begin(
-        roots: list[Path], kind: str, worker: str, script: str, port: int | None = None
-    ) -> _Trainers:
-        started.append(_Trainers(tmp_path, roots, kind, worker, script, port))
+    def begin(roots: list[Path], kind: str, script: str, port: int | None = None) -> _Trainers:
+        started.append(_Trainers(tmp_path, roots, kind, script, port))
         return started[-1]
 
     yield begin
@@ -228,9 +212,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         trainers.kill()
 
 
-def _start_again(rank: int, root: Path, kind: str, worker: str, strategy: object = None) -> int:
+def _start_again(rank: int, root: Path, kind: str, strategy: object = None) -> int:
     """A next life: the older or the newer checkpoint is there, whole; then one more is saved."""
-    options = {"keep_last": 1, "async_worker": worker}
+    options = {"keep_last": 1}
     with make_manager(kind, root, "job", strategy, **options) as manager:
         found = int(manager.find_latest())
         assert found in (_OLDER, _NEWER)
@@ -247,19 +231,19 @@ def _assert_only_shards(roots: list[Path], iterations: set[int]) -> None:
     assert [path for root in roots for path in root.rglob(".owner")] == []
 
 
-def _assert_a_next_life(trainers: _Trainers, root: Path, kind: str, worker: str) -> int:
-    found = _start_again(0, root, kind, worker)
+def _assert_a_next_life(trainers: _Trainers, root: Path, kind: str) -> int:
+    found = _start_again(0, root, kind)
     assert trainers.staging() == []
     _assert_only_shards([root], {7})
     return found
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, worker, _IN_BLOCKS.format(then="sys.exit(3)"))
+    trainers = start([root], kind, _IN_BLOCKS.format(then="sys.exit(3)"))
     trainers.await_in_flight()
 
     trainers.let_saves_go_on()
@@ -268,43 +252,41 @@ def test_a_trainer_that_exits_waits_for_its_save_and_leaves_nothing(
     assert codes == {3}, output
     assert trainers.staging() == []
     _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
+    assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
 
-@pytest.mark.parametrize(
-    ("kind", "worker"), [("memory", "process"), pytest.param("disk", "thread", marks=_LONG)]
-)
+@pytest.mark.parametrize("kind", ["memory", pytest.param("disk", marks=_LONG)])
 def test_a_trainer_that_ends_without_closing_anything_does_not_hang(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, worker, _WITHOUT_BLOCKS.format(then="1 / 0"))
+    trainers = start([root], kind, _WITHOUT_BLOCKS.format(then="1 / 0"))
     trainers.await_in_flight()
 
     trainers.let_saves_go_on()
 
     codes, output = trainers.end()
     assert codes == {1}, output
-    assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
+    assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
 
 _TRAINING, _WAITING = "time.sleep(600)", "queue.wait_until_finished()"
 
 
 @pytest.mark.parametrize(
-    ("kind", "worker", "doing"),
+    ("kind", "doing"),
     [
-        *((*way, _WAITING) for way in _TWO_WAYS[:1]),
-        *((*way, _TRAINING) for way in _TWO_WAYS[1:]),
-        *(pytest.param(*way, _WAITING, marks=_LONG) for way in _TWO_WAYS[1:]),
-        *(pytest.param(*way, _TRAINING, marks=_LONG) for way in _TWO_WAYS[:1]),
+        ("disk", _WAITING),
+        ("memory", _TRAINING),
+        pytest.param("memory", _WAITING, marks=_LONG),
+        pytest.param("disk", _TRAINING, marks=_LONG),
     ],
 )
 def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, doing: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, doing: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, worker, _IN_BLOCKS.format(then=doing))
+    trainers = start([root], kind, _IN_BLOCKS.format(then=doing))
     trainers.await_in_flight()
     # Time to begin to wait.
     time.sleep(0.1)
@@ -316,15 +298,15 @@ def test_ctrl_c_lets_the_save_end_well_and_leaves_nothing(
     assert codes == {-signal.SIGINT}, output
     assert trainers.staging() == []
     _assert_only_shards([root], {_OLDER, _NEWER})
-    assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
+    assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
 
-@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
+@pytest.mark.parametrize("kind", _ONE_WAY)
 def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, worker, _IN_BLOCKS.format(then=_TRAINING))
+    trainers = start([root], kind, _IN_BLOCKS.format(then=_TRAINING))
     trainers.await_in_flight()
 
     for _ in range(2):
@@ -335,15 +317,15 @@ def test_a_second_ctrl_c_may_give_the_save_up_and_leaves_nothing(
     codes, output = trainers.end()
     assert codes == {-signal.SIGINT}, output
     assert trainers.staging() == []
-    _assert_a_next_life(trainers, root, kind, worker)
+    _assert_a_next_life(trainers, root, kind)
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_sigterm_ends_a_trainer_at_once_and_the_next_start_removes_what_is_left(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
-    trainers = start([root], kind, worker, _IN_BLOCKS.format(then=_TRAINING))
+    trainers = start([root], kind, _IN_BLOCKS.format(then=_TRAINING))
     trainers.await_in_flight()
 
     trainers.signal(signal.SIGTERM)
@@ -351,7 +333,7 @@ def test_sigterm_ends_a_trainer_at_once_and_the_next_start_removes_what_is_left(
 
     codes, output = trainers.end()
     assert codes == {-signal.SIGTERM}, output
-    _assert_a_next_life(trainers, root, kind, worker)
+    _assert_a_next_life(trainers, root, kind)
 
 
 # As a data loader forks, as a script does, and as a library that leaves by itself.
@@ -379,38 +361,38 @@ queue.maybe_finalize_async_calls(blocking=True)
         pytest.param(_WITHOUT_BLOCKS, id="without", marks=_LONG),
     ],
 )
-@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
+@pytest.mark.parametrize("kind", _ONE_WAY)
 def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, script: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, script: str
 ) -> None:
     (root,) = _stores(kind, 1, node_dirs, shm_roots)
     forking = _FORKING.replace("\n", "\n    ") if script == _IN_BLOCKS else _FORKING
 
-    trainers = start([root], kind, worker, script.format(then=forking))
+    trainers = start([root], kind, script.format(then=forking))
 
     codes, output = trainers.end()
     assert codes == {0}, output
-    assert _assert_a_next_life(trainers, root, kind, worker) == _NEWER
+    assert _assert_a_next_life(trainers, root, kind) == _NEWER
 
 
-def _start_all_again(rank: int, world_size: int, kind: str, worker: str) -> int:
+def _start_all_again(rank: int, world_size: int, kind: str) -> int:
     with cliques(1, 2) as replicas:
-        return _start_again(rank, node_store(), kind, worker, replicas)
+        return _start_again(rank, node_store(), kind, replicas)
 
 
-@pytest.mark.parametrize(("kind", "worker"), _ONE_WAY)
+@pytest.mark.parametrize("kind", _ONE_WAY)
 @pytest.mark.parametrize(
     "way",
     ["SIGINT", *(pytest.param(way, marks=_LONG) for way in ("sys.exit(3)", "SIGTERM"))],
 )
 def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
-    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, worker: str, way: str
+    start: Start, node_dirs: Dirs, shm_roots: Dirs, kind: str, way: str
 ) -> None:
     roots = _stores(kind, 2, node_dirs, shm_roots)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     number = getattr(signal, way, None)
     then = way if number is None else _TRAINING
-    trainers = start(roots, kind, worker, _IN_BLOCKS.format(then=then), store.port)
+    trainers = start(roots, kind, _IN_BLOCKS.format(then=then), store.port)
     trainers.await_in_flight()
 
     if number is not None:
@@ -419,7 +401,7 @@ def test_ranks_that_are_interrupted_together_come_back_to_one_checkpoint(
 
     codes, output = trainers.end()
     assert codes == {3 if number is None else -number}, output
-    found = run_ranks(_start_all_again, 2, kind, worker, store_per_node=roots)
+    found = run_ranks(_start_all_again, 2, kind, store_per_node=roots)
     assert trainers.staging() == []
     _assert_only_shards(roots, {7})
     assert found in ([_NEWER] * 2, [_OLDER] * 2)

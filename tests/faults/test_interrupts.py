@@ -49,8 +49,8 @@ _CALLS = ("save", "save behind training", "schedule", "poll", "find_latest", "lo
 class _Trainer:
     """One rank that is interrupted, and goes on."""
 
-    def __init__(self, kind: str, worker: str, again_s: float) -> None:
-        self._options = {"keep_last": 2, "async_worker": worker, "staging_threads": 3}
+    def __init__(self, kind: str, again_s: float) -> None:
+        self._options = {"keep_last": 2, "staging_threads": 3}
         self._kind = kind
         self.interrupter = Interrupter(7, again_s)
         self.manager = make_manager(kind, node_store(), "job", **self._options)
@@ -140,9 +140,9 @@ def _await_ends_of_threads(at_most: int) -> None:
 
 
 def _interrupt_often(
-    rank: int, world_size: int, kind: str, worker: str, rounds: int, again_s: float
+    rank: int, world_size: int, kind: str, rounds: int, again_s: float
 ) -> tuple[int, dict[str, int]]:
-    trainer = _Trainer(kind, worker, again_s)
+    trainer = _Trainer(kind, again_s)
     for name in _CALLS:
         trainer.interrupt(name)
     memory, descriptors = staging_nbytes(trainer.manager.store), _descriptors()
@@ -163,19 +163,16 @@ def _interrupt_often(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("kind", "worker", "again_s"),
+    ("kind", "again_s"),
     [
-        ("disk", "thread", 0.0),
-        ("memory", "thread", 0.0),
-        pytest.param("disk", "process", 0.0, marks=pytest.mark.long),
-        pytest.param("memory", "process", 0.0, marks=pytest.mark.long),
-        pytest.param("disk", "thread", 0.003, marks=pytest.mark.long),
-        pytest.param("memory", "thread", 0.003, marks=pytest.mark.long),
+        ("disk", 0.0),
+        ("memory", 0.0),
+        pytest.param("disk", 0.003, marks=pytest.mark.long),
+        pytest.param("memory", 0.003, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_interrupted_in_any_call_goes_on(
     kind: str,
-    worker: str,
     again_s: float,
     node_dirs: Dirs,
     shm_roots: Dirs,
@@ -188,7 +185,7 @@ def test_a_rank_that_is_interrupted_in_any_call_goes_on(
     ((interrupts, refused),) = run_ranks(
         _interrupt_often,
         1,
-        *(kind, worker, rounds, again_s),
+        *(kind, rounds, again_s),
         init_group=False,
         store_per_node=nodes,
         timeout_s=1200.0 if long_form else 60.0,

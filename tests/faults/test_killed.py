@@ -83,7 +83,7 @@ class _Job:
 
     kind: str
     does: Literal["save", "load", "start"]
-    worker: Literal["thread", "process"] | None = None
+    worker: Literal["thread"] | None = None
     recycles: bool = False
     ranks: int = 1
     victim: int = 0
@@ -129,7 +129,7 @@ def _run(rank: int, world_size: int, job: _Job, address: str, fault: Fault | Non
     watched = Watched(address) if rank == job.victim else None
     dangerous = watched.section(fault) if watched else nullcontext()
     repl = cliques(1, 2) if job.replicates else None
-    options = {"keep_last": 2, "async_worker": job.worker or "thread", "elastic": bool(job.savers)}
+    options = {"keep_last": 2, "elastic": bool(job.savers)}
     with localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queues:
 
         def make() -> Any:
@@ -362,11 +362,11 @@ def _assert_older_or_newer_stands(job: _Job, stores: list[Path], ended: _Ended) 
         return
     if any(call.thread == section.hit.thread for call in commits):
         assert stood[0] == newer
-    elif not commits and job.worker != "process":
+    elif not commits:
         assert stood[0] == older
 
 
-_WORKERS: tuple[Literal["thread", "process"] | None, ...] = (None, "thread", "process")
+_WORKERS: tuple[Literal["thread"] | None, ...] = (None, "thread")
 _SAVES = [
     _Job(kind, "save", worker, recycles)
     for kind in KINDS
@@ -388,26 +388,6 @@ def test_a_job_killed_anywhere_in_a_save_finds_the_older_checkpoint_or_the_new_o
         templates,
         partial(_assert_older_or_newer_stands, job),
         None if long_form else 2,
-    )
-
-    record_property("cases", killed)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.fault("kill-save")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_or_a_worker_killed_alone_costs_at_most_the_save_in_hand(
-    kind: str, filled: Any, long_form: bool, record_property: Record
-) -> None:
-    job = _Job(kind, "save", "process", recycles=True)
-    templates = filled(job)
-
-    killed = _kill_at_each(
-        job,
-        templates,
-        partial(_assert_older_or_newer_stands, job),
-        None if long_form else 2,
-        "kill",
     )
 
     record_property("cases", killed)

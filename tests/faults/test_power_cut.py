@@ -60,8 +60,7 @@ def _state(iteration: int) -> dict[str, Any]:
 
 
 def _manager(root: Path, keep_last: int, how: str = "sync") -> Any:
-    worker = "process" if how == "process" else "thread"
-    return make_manager("disk", root, "job", keep_last=keep_last, async_worker=worker, timeout=60.0)
+    return make_manager("disk", root, "job", keep_last=keep_last, timeout=60.0)
 
 
 def _tell(told: Path, what: str) -> None:
@@ -150,7 +149,7 @@ def _check(after: DiskAfterPowerCut, keep_last: int, saved: int, begun: int) -> 
 
 _WAYS = [
     (how, keep_last, written, names)
-    for how in ("sync", "thread", "process")
+    for how in ("sync", "thread")
     for keep_last in (1, 2)
     for written in ("direct", "buffered")
     for names in ("when asked", "at once")

@@ -166,9 +166,9 @@ def _find_and_load(manager: Any, rank: int, iteration: int, nbytes: int = 4000) 
 
 
 _SAVES = [
-    *(Job("disk", worker) for worker in (None, "thread", "process")),
-    *(Job("disk", worker, fresh=True) for worker in (None, "process")),
-    *(Job("memory", worker) for worker in (None, "process")),
+    *(Job("disk", worker) for worker in (None, "thread")),
+    Job("disk", fresh=True),
+    Job("memory"),
     Job("memory", fresh=True),
 ]
 

@@ -16,7 +16,6 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import localckpt
-from localckpt import CheckpointingException
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
@@ -51,11 +50,11 @@ def root(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Path:
 
 
 def _save_more_than_there_is_room_for(
-    rank: int, world_size: int, kind: str, policy: str, worker: str, replicated: bool = False
+    rank: int, world_size: int, kind: str, policy: str, replicated: bool = False
 ) -> list[Any]:
     """Two buffers, and saves that nobody carries out on rank 1 until all have been tried."""
     told: list[Any] = []
-    options = {"on_busy": policy, "async_worker": worker, "keep_last": 9}
+    options = {"on_busy": policy, "keep_last": 9}
     with (
         cliques(1, 2) if replicated else nullcontext() as repl,
         make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -90,35 +89,17 @@ def _save_more_than_there_is_room_for(
     return told
 
 
-@pytest.mark.parametrize(
-    ("worker", "replicated"), [("thread", False), ("process", False), ("thread", True)]
-)
+@pytest.mark.parametrize("replicated", [False, True])
 def test_saves_that_find_all_buffers_busy_on_one_rank_are_skipped_on_all_and_say_so(
-    kind: str, worker: str, replicated: bool, node_dirs: Dirs, shm_roots: Dirs
+    kind: str, replicated: bool, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)
 
     told = run_ranks(
-        _save_more_than_there_is_room_for, 2, kind, "skip", worker, replicated, store_per_node=nodes
+        _save_more_than_there_is_room_for, 2, kind, "skip", replicated, store_per_node=nodes
     )
 
     assert told == [[(True, 3), (True, 4), 2]] * 2
-
-
-def test_saves_that_find_all_buffers_busy_on_one_rank_are_an_error_on_all_if_wanted(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    told = run_ranks(
-        _save_more_than_there_is_room_for, 2, kind, "error", "thread", store_per_node=nodes
-    )
-
-    for *errors, skipped in told:
-        assert skipped == 0
-        for iteration, text in zip((3, 4), errors, strict=True):
-            assert f"iteration {iteration} is not saved" in text
-            assert "of rank 1 are busy" in text or "of ranks 0, 1 are busy" in text
 
 
 def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
@@ -138,7 +119,7 @@ def test_a_save_waits_for_an_older_one_and_then_gives_up_with_a_reason(
     assert "was not over after a wait of 0.35 s" in told
 
 
-@pytest.mark.parametrize("policy", ["wait", "skip", "error"])
+@pytest.mark.parametrize("policy", ["wait", "skip"])
 def test_a_request_that_was_dropped_is_an_error_at_the_next_save_which_then_works(
     kind: str, root: Path, policy: str
 ) -> None:
@@ -241,7 +222,7 @@ def test_no_more_saves_than_buffers_are_in_flight_though_nobody_polls(
 
 def test_a_synchronous_save_waits_whatever_the_policy_of_the_others(kind: str, root: Path) -> None:
     with (
-        make_manager(kind, root, on_busy="error", num_buffers=1) as manager,
+        make_manager(kind, root, on_busy="skip", num_buffers=1) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         queue.schedule_async_request(manager.save(state_of(0, 1), 1, is_async=True))
@@ -411,18 +392,6 @@ def _fail_to_load_and_save(rank: int, world_size: int) -> int:
 @pytest.mark.usefixtures("can_attach")
 def test_a_load_that_fails_keeps_no_buffer_from_the_saves_after_it(node_dirs: Dirs) -> None:
     assert run_ranks(_fail_to_load_and_save, 2, store_per_node=node_dirs(2)) == [0, 0]
-
-
-def test_a_guard_and_a_worker_process_exclude_each_other(kind: str, root: Path) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
-
-    refused = error_of(
-        lambda: make_manager(kind, root, guard=[optimizer], async_worker="process"),
-        CheckpointingException,
-    )
-
-    assert "async_worker='thread'" in refused
-    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.fault("refused-io")

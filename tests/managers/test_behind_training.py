@@ -62,11 +62,6 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["thread", "process"])
-def worker(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def nodes(kind: str, node_dirs: Dirs, shm_roots: Dirs) -> Callable[[int], list[Path]]:
     return node_dirs if kind == "disk" else shm_roots
@@ -116,13 +111,11 @@ def _resume(rank: int, world_size: int, kind: str, iteration: int) -> str:
 # A peer that is late.
 
 
-def _save_while_a_peer_is_stopped(
-    rank: int, world_size: int, kind: str, worker: str
-) -> list[list[str]]:
+def _save_while_a_peer_is_stopped(rank: int, world_size: int, kind: str) -> list[list[str]]:
     told = []
     with (
         cliques(1, 2) as repl,
-        make_manager(kind, node_store(), "job", repl, async_worker=worker) as manager,
+        make_manager(kind, node_store(), "job", repl) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
     ):
         save(manager, state_of(rank, 0), 0)
@@ -149,13 +142,11 @@ def _save_while_a_peer_is_stopped(
 
 
 def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(
-    kind: str, worker: str, nodes: Dirs
+    kind: str, nodes: Dirs
 ) -> None:
     stores = nodes(2)
 
-    with start_ranks(
-        _save_while_a_peer_is_stopped, 2, kind, worker, store_per_node=stores
-    ) as group:
+    with start_ranks(_save_while_a_peer_is_stopped, 2, kind, store_per_node=stores) as group:
         group.await_announced("one has begun")
         group.kill(1, signal.SIGSTOP)
         group.announce("one is stopped")
@@ -173,9 +164,9 @@ def test_saves_go_on_while_a_peer_is_stopped_and_are_whole_once_it_goes_on(
 
 
 def _save_more_than_there_are_buffers(
-    rank: int, world_size: int, kind: str, worker: str, num_buffers: int
+    rank: int, world_size: int, kind: str, num_buffers: int
 ) -> list[str]:
-    options = {"num_buffers": num_buffers, "keep_last": 9, "async_worker": worker}
+    options = {"num_buffers": num_buffers, "keep_last": 9}
     with (
         cliques(1, 2) as repl,
         make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -196,13 +187,11 @@ def _save_more_than_there_are_buffers(
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
 def test_an_image_that_is_being_sent_is_not_overwritten_by_a_later_save(
-    kind: str, worker: str, num_buffers: int, nodes: Dirs
+    kind: str, num_buffers: int, nodes: Dirs
 ) -> None:
     stores = nodes(2)
 
-    told = run_ranks(
-        _save_more_than_there_are_buffers, 2, kind, worker, num_buffers, store_per_node=stores
-    )
+    told = run_ranks(_save_more_than_there_are_buffers, 2, kind, num_buffers, store_per_node=stores)
 
     newest = num_buffers + 2
     assert (
@@ -229,7 +218,7 @@ def test_a_buffer_is_not_free_while_digests_are_still_put_into_it(
     write = Capture.write
     monkeypatch.setattr(Capture, "write", write_as_from_a_gpu)
     monkeypatch.setattr(capture, "write_digests", write_late)
-    store = DiskStore(tmp_path, "job", 0, MAX_S, writer="process", num_buffers=1)
+    store = DiskStore(tmp_path, "job", 0, MAX_S, num_buffers=1)
     states = capture.StateCapture(store, SafeGlobals(), SaveOptions(timeout=MAX_S))
     identity = ShardIdentity("job", Generation(1, 1), 1, 0, 2)
     slot, _ = states.capture(wrapped(state_of(0, 1)), identity, is_sent=True)
@@ -351,10 +340,10 @@ def _breaking(*iterations: int) -> Iterator[_Breaking]:
 
 
 def _lose_a_peer_now_and_then(
-    rank: int, world_size: int, kind: str, worker: str, strict: bool
+    rank: int, world_size: int, kind: str, strict: bool
 ) -> tuple[list[str], list[str]]:
     errors, standing = [], []
-    options = {"strict": strict, "keep_last": 2, "async_worker": worker}
+    options = {"strict": strict, "keep_last": 2}
     with (
         _breaking(2, 5) as repl,
         make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -380,10 +369,8 @@ def _lose_a_peer_now_and_then(
     return errors, standing
 
 
-def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(
-    kind: str, worker: str, nodes: Dirs
-) -> None:
-    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, worker, False, store_per_node=nodes(2))
+def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(kind: str, nodes: Dirs) -> None:
+    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, False, store_per_node=nodes(2))
 
     whole = "iteration {} is replicated, 2 of 2"
     lacking = "iteration {} is local, 1 of 2: 2 shards lack copies"
@@ -392,9 +379,9 @@ def test_a_lost_peer_costs_the_copies_and_the_next_save_is_whole(
 
 
 def test_where_copies_are_asked_for_strictly_a_lost_peer_is_an_error_on_all(
-    kind: str, worker: str, nodes: Dirs
+    kind: str, nodes: Dirs
 ) -> None:
-    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, worker, True, store_per_node=nodes(2))
+    told = run_ranks(_lose_a_peer_now_and_then, 2, kind, True, store_per_node=nodes(2))
 
     # What stands after a failed save is what stood before.
     expected = [f"iteration {i} is replicated, 2 of 2" for i in (1, 1, 3, 4, 4, 6)]
@@ -613,10 +600,10 @@ def test_who_never_looked_keeps_what_an_earlier_attempt_left_until_something_sur
 # Ends.
 
 
-def _leave_one_save_apart(rank: int, world_size: int, worker: str, with_queue: bool) -> float:
+def _leave_one_save_apart(rank: int, world_size: int, with_queue: bool) -> float:
     took_s = 0.0
     with cliques(1, 2, _LONG_S) as repl:
-        options = {"timeout": _LONG_S, "async_worker": worker}
+        options = {"timeout": _LONG_S}
         manager = make_manager("disk", node_store(), "job", repl, **options)
         queue = localckpt.AsyncCallsQueue(timeout_s=_LONG_S)
         save(manager, state_of(rank, 0), 0, queue)
@@ -652,11 +639,11 @@ def _leave_one_save_apart(rank: int, world_size: int, worker: str, with_queue: b
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("with_queue", [False, True])
 def test_an_error_of_the_training_is_not_held_up_by_a_peer_that_does_not_come(
-    worker: str, with_queue: bool, node_dirs: Dirs
+    with_queue: bool, node_dirs: Dirs
 ) -> None:
     stores = node_dirs(2)
 
-    took_s, _ = run_ranks(_leave_one_save_apart, 2, worker, with_queue, store_per_node=stores)
+    took_s, _ = run_ranks(_leave_one_save_apart, 2, with_queue, store_per_node=stores)
 
     assert took_s < _QUICK_S
 
@@ -684,11 +671,10 @@ def test_saves_after_a_queue_that_was_given_up_are_whole(node_dirs: Dirs) -> Non
     assert run_ranks(_give_up_a_queue_and_go_on, 2, store_per_node=node_dirs(2)) == [0, 0]
 
 
-def _close_with_saves_under_way(rank: int, world_size: int, worker: str, closes: bool) -> None:
-    # In which a worker process starts, on a machine that is busy.
+def _close_with_saves_under_way(rank: int, world_size: int, closes: bool) -> None:
     timeout_s = 4.0
     repl = cliques(1, 2, timeout_s)
-    options = {"timeout": timeout_s, "async_worker": worker}
+    options = {"timeout": timeout_s}
     manager = make_manager("disk", node_store(), "job", repl, **options)
     queue = localckpt.AsyncCallsQueue(timeout_s=2 * timeout_s)
     save(manager, state_of(rank, 0), 0, queue)
@@ -710,11 +696,11 @@ def _close_with_saves_under_way(rank: int, world_size: int, worker: str, closes:
 @pytest.mark.fault("interrupted")
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_process_ends_well_with_saves_under_way_closed_or_not(
-    worker: str, closes: bool, node_dirs: Dirs
+    closes: bool, node_dirs: Dirs
 ) -> None:
     # A rank that ends by a signal, or not in time, fails this.
     stores = node_dirs(2)
-    run_ranks(_close_with_saves_under_way, 2, worker, closes, store_per_node=stores)
+    run_ranks(_close_with_saves_under_way, 2, closes, store_per_node=stores)
 
     assert run_ranks(_resume, 2, "disk", 0, store_per_node=stores) == ["own node"] * 2
 
@@ -850,9 +836,7 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
     for number, options in enumerate(
         (
             {"background": False},
-            {"background": False, "async_worker": "process"},
             {"background": True},
-            {"async_worker": "process"},
             {},
         )
     ):
@@ -865,11 +849,11 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
         ):
             # A manager's first save waits for all ranks.
             save(manager, state_of(rank, 0), 0)
-            if rank == 1 and number >= 2:
+            if rank == 1 and number >= 1:
                 await_announced(f"zero has returned {number}")
             request = manager.save(state_of(rank, 1), 1, is_async=True)
             told.append(manager.last_save.replicate_s is not None)
-            if rank == 0 and number >= 2:
+            if rank == 0 and number >= 1:
                 announce(f"zero has returned {number}")
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
@@ -881,7 +865,7 @@ def _in_the_foreground(rank: int, world_size: int) -> list[bool]:
 def test_copies_are_made_before_save_returns_where_that_is_asked_for(node_dirs: Dirs) -> None:
     told = run_ranks(_in_the_foreground, 2, store_per_node=node_dirs(2))
 
-    assert told[0] == [True, True, False, False, False]
+    assert told[0] == [True, False, False]
 
 
 def _save_by_hooks(rank: int, world_size: int, background: bool) -> list[str]:

@@ -132,9 +132,9 @@ def test_a_bit_that_is_flipped_in_one_replica_is_found_a_hundred_times_of_a_hund
     record_property("cases", 100)
 
 
-def _two_ranks(rank: int, world_size: int, worker: str) -> tuple[str, Any]:
+def _two_ranks(rank: int, world_size: int) -> tuple[str, Any]:
     parts = {"model": _model()}
-    options = {"check_replicas": 1, "async_worker": worker}
+    options = {"check_replicas": 1}
     with (
         make_manager("disk", node_store(), **options) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
@@ -161,9 +161,8 @@ def _two_ranks(rank: int, world_size: int, worker: str) -> tuple[str, Any]:
     return str(error), (error.keys, error.ranks)
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_of_two_ranks_both_are_named(worker: str, node_dirs: Dirs) -> None:
-    told = run_ranks(_two_ranks, 2, worker, store_per_node=node_dirs(2))
+def test_of_two_ranks_both_are_named(node_dirs: Dirs) -> None:
+    told = run_ranks(_two_ranks, 2, store_per_node=node_dirs(2))
 
     assert told[0] == told[1]
     text, (keys, ranks) = told[0]

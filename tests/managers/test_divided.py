@@ -95,8 +95,8 @@ def _require_loads(manager: Any, rank: int, iteration: int) -> str:
     return source
 
 
-def _saves_once(rank: int, world_size: int, kind: str, root: Path, worker: str) -> int:
-    options: dict[str, Any] = {"async_worker": worker, "divide_replicated": True}
+def _saves_once(rank: int, world_size: int, kind: str, root: Path) -> int:
+    options: dict[str, Any] = {"divide_replicated": True}
     with (
         make_manager(kind, root, "once", **options) as manager,
         localckpt.AsyncCallsQueue() as queue,
@@ -116,15 +116,11 @@ def _saves_once(rank: int, world_size: int, kind: str, root: Path, worker: str) 
     return nbytes
 
 
-@pytest.mark.parametrize(
-    ("kind", "worker"), [(kind, "thread") for kind in KINDS] + [("disk", "process")]
-)
-def test_four_ranks_of_a_node_write_what_they_have_equal_once(
-    node_dirs: Dirs, kind: str, worker: str
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks_of_a_node_write_what_they_have_equal_once(node_dirs: Dirs, kind: str) -> None:
     (root,) = node_dirs(1)
 
-    nbytes = run_ranks(_saves_once, 4, kind, root, worker, timeout_s=_LONG_S)
+    nbytes = run_ranks(_saves_once, 4, kind, root, timeout_s=_LONG_S)
 
     shared = _nbytes(_expected(0, 4))
     private = sum(_expected(rank, 4)["private"].nbytes for rank in range(4))

@@ -22,7 +22,7 @@ from localckpt.storage.disk import DiskStore
 def epoch(tmp_path: Path) -> Iterator[Epoch]:
     """The epoch of a rank that is alone, and has joined."""
     strategy = NoReplication(5.0, None)
-    store = DiskStore(tmp_path, "job", 0, 5.0, writer="thread", num_buffers=2)
+    store = DiskStore(tmp_path, "job", 0, 5.0, num_buffers=2)
     known = JobCheckpoints(strategy)
     begun = Epoch(Ranks("manager"), store, strategy, "job", known, EventStream())
     begun.join()

@@ -12,19 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 import localckpt
-from localckpt import CheckpointingException, PeerLostError, StorageError
-from localckpt.async_save.worker import is_readable
+from localckpt import PeerLostError, StorageError
 from localckpt.ranks.round import Round
 from tests.managers.jobs import (
     KINDS,
     MAX_S,
-    assert_same,
     cliques,
     error_of,
     files,
@@ -420,138 +416,7 @@ def test_a_writer_that_comes_late_leaves_nothing_and_does_no_harm(node_dirs: Dir
     assert [name for name in files(root) if "000001." in name] == []
 
 
-# Killed workers and trainers.
-
-
-def _worker() -> psutil.Process:
-    """This rank's worker process."""
-    found = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if any("localckpt.async_save.worker" in word for word in child.cmdline())
-    ]
-    assert len(found) == 1, found
-    return found[0]
-
-
-def _wait_until_asked(worker: psutil.Process) -> None:
-    """Return when a request waits for a worker that is stopped.
-
-    One that dies before is replaced without an error.
-    """
-    requests = worker.cmdline()[-2]
-    with open(f"/proc/{worker.pid}/fd/{requests}", "rb", buffering=0) as pipe:
-        assert is_readable(pipe.fileno(), MAX_S)
-
-
-def _kill(worker: psutil.Process) -> None:
-    """Kill a process, and return when it has ended: on a busy machine it works on until then."""
-    worker.kill()
-    deadline = time.monotonic() + MAX_S
-    # The manager may notice and reap it meanwhile.
-    with suppress(psutil.NoSuchProcess):
-        while worker.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-
-
-def _worker_is_killed(rank: int, world_size: int, kind: str) -> list[str]:
-    told = []
-    repl = cliques(1, 2)
-    options = {"keep_last": 2, "async_worker": "process"}
-    with (
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-        make_manager(kind, node_store(), "job", repl, **options) as manager,
-    ):
-        save(manager, state_of(rank, 0), 0, queue)
-        for bad_rank in range(world_size):
-            good = 2 * bad_rank
-            if rank == bad_rank:
-                worker = _worker()
-                worker.suspend()
-            request = manager.save(state_of(rank, good + 1), good + 1, is_async=True)
-            queue.schedule_async_request(request)
-            assert queue.maybe_finalize_async_calls(blocking=False) == []
-            if rank == bad_rank:
-                _wait_until_asked(worker)
-                worker.kill()
-
-            told.append(error_of(lambda: queue.maybe_finalize_async_calls(blocking=True)))
-
-            assert iterations_on(node_store()) == {good, good - 2} - {-2}
-            assert resume(manager, rank, good) == "own node"
-            save(manager, state_of(rank, good + 2), good + 2, queue)
-            assert resume(manager, rank, good + 2) == "own node"
-        mine = [p for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name]
-        buffers = [p.name for p in mine if p.suffix != ".lock"]
-        assert len(buffers) <= 4
-    repl.close()
-    assert not [p.name for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name]
-    assert psutil.Process().children(recursive=True) == []
-    return told
-
-
-@pytest.mark.fault("worker-dies")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_is_killed_is_an_error_on_all_ranks_and_is_replaced(
-    kind: str, node_dirs: Dirs, shm_roots: Dirs
-) -> None:
-    nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-
-    told = run_ranks(_worker_is_killed, 2, kind, store_per_node=nodes)
-
-    assert told[0] == told[1]
-    for bad_rank, text in enumerate(told[0]):
-        assert text.startswith("WorkerDiedError")
-        assert f"rank {bad_rank}" in text
-        assert "SIGKILL" in text
-
-
-def _worker_is_killed_at_some_moment(rank: int, world_size: int) -> list[bool]:
-    succeeded = []
-    options = {"keep_last": 9, "async_worker": "process"}
-    with (
-        localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
-        make_manager("disk", node_store(), "job", **options) as manager,
-    ):
-        save(manager, _large_state(rank, 0), 0, queue)
-        for attempt, delay_s in enumerate((0.0, 0.001, 0.003, 0.008, 0.02)):
-            iteration = 2 * attempt + 1
-            request = manager.save(_large_state(rank, iteration), iteration, is_async=True)
-            queue.schedule_async_request(request)
-            if rank == 1:
-                time.sleep(delay_s)
-                _kill(_worker())
-            try:
-                queue.maybe_finalize_async_calls(blocking=True)
-                failure = None
-            except CheckpointingException as error:
-                failure = str(error)
-            if failure is None:
-                assert manager.find_latest() == iteration
-            else:
-                assert "rank 1" in failure
-                assert iteration not in iterations_on(node_store())
-            succeeded.append(failure is None)
-            # With a new worker, to be killed in the next attempt.
-            save(manager, _large_state(rank, iteration + 1), iteration + 1, queue)
-            assert manager.find_latest() == iteration + 1
-        state, _ = manager.load()
-        assert_same(state, _large_state(rank, 10))
-    return succeeded
-
-
-def _large_state(rank: int, iteration: int) -> dict[str, Any]:
-    return {"large": torch.full((1_500_000,), 1000.0 * rank + iteration)}
-
-
-@pytest.mark.fault("worker-dies")
-def test_whenever_a_worker_is_killed_all_ranks_have_the_checkpoint_or_none_has(
-    node_dirs: Dirs,
-) -> None:
-    told = run_ranks(_worker_is_killed_at_some_moment, 2, store_per_node=node_dirs(2))
-
-    assert told[0] == told[1]
+# Killed trainers.
 
 
 _TIMEOUT_S = 5.0

@@ -74,9 +74,8 @@ def test_several_of_the_greatest_stay_and_infinity_is_a_value(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_behind_training_the_best_stays_as_well(kind: str, worker: str, tmp_path: Path) -> None:
-    options = {"retention": _LEAST, "async_worker": worker}
+def test_behind_training_the_best_stays_as_well(kind: str, tmp_path: Path) -> None:
+    options = {"retention": _LEAST}
     with (
         make_manager(kind, tmp_path, "job", **options) as manager,
         localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,

@@ -33,23 +33,20 @@ _READERS: dict[str, tuple[Any, str]] = {
 _LATE_S = 0.1
 
 
-def _read_late(
-    rank: int, world_size: int, kind: str, worker: str, readers: tuple[str, ...]
-) -> list[str]:
+def _read_late(rank: int, world_size: int, kind: str, readers: tuple[str, ...]) -> list[str]:
     """Save more often than there are buffers, with one reader after another late on rank 1."""
     failed = []
     state = {"model": localckpt.replicated({"w": torch.zeros(1 << 16)})}
     for reader in readers:
         owner, name = _READERS[reader]
-        options = {"async_worker": worker, "check_replicas": 1, "keep_last": 9}
+        options = {"check_replicas": 1, "keep_last": 9}
         checked = []
 
         def check(tensors: Any, checked: list[float] = checked) -> None:
             (weight,) = tensors.values()
             checked.append(float(weight.unique()))
 
-        if worker == "thread":
-            options["check"] = check
+        options["check"] = check
         on_time = getattr(owner, name)
 
         def late(*args: Any, on_time: Any = on_time) -> Any:
@@ -76,26 +73,24 @@ def _read_late(
                 if not (loaded["model"]["w"] == iteration).all():
                     failed.append(f"{reader}: iteration {iteration} has other values")
         setattr(owner, name, on_time)
-        if worker == "thread" and checked != [1.0, 2.0, 3.0, 4.0]:
+        if checked != [1.0, 2.0, 3.0, 4.0]:
             failed.append(f"{reader}: the check saw {checked}")
     return failed
 
 
 @pytest.mark.parametrize(
-    ("kind", "worker", "readers"),
+    ("kind", "readers"),
     [
-        ("disk", "thread", tuple(_READERS)),
-        ("memory", "thread", ("comparison", "replication")),
-        ("disk", "process", ("comparison",)),
-        ("memory", "process", ("comparison",)),
+        ("disk", tuple(_READERS)),
+        ("memory", ("comparison", "replication")),
     ],
 )
 def test_saves_wait_for_readers_of_older_images(
-    kind: str, worker: str, readers: tuple[str, ...], node_dirs: Dirs, shm_roots: Dirs
+    kind: str, readers: tuple[str, ...], node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     stores = (node_dirs if kind == "disk" else shm_roots)(2)
 
-    assert run_ranks(_read_late, 2, kind, worker, readers, store_per_node=stores) == [[], []]
+    assert run_ranks(_read_late, 2, kind, readers, store_per_node=stores) == [[], []]
 
 
 @pytest.mark.parametrize("make", [DiskStore, MemoryStore])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import localckpt
@@ -30,8 +28,6 @@ from tests.ranks import DeadRank, announce, await_announced, node_store, run_ran
 
 Dirs = Callable[[int], list[Path]]
 
-_WAYS = [(kind, worker) for kind in KINDS for worker in ("thread", "process")]
-
 
 def _staging_of(pids: list[int]) -> list[str]:
     """Shared staging buffers of these processes."""
@@ -42,12 +38,12 @@ def _staging_of(pids: list[int]) -> list[str]:
     ]
 
 
-def _live_and_close(rank: int, world_size: int, kind: str, worker: str) -> None:
+def _live_and_close(rank: int, world_size: int, kind: str) -> None:
     threads_before = set(threading.enumerate())
     descriptors_before = len(os.listdir("/proc/self/fd"))
     for life in range(2):
         repl = cliques(1, 2)
-        options = {"keep_last": 2, "async_worker": worker}
+        options = {"keep_last": 2}
         with (
             localckpt.AsyncCallsQueue(timeout_s=MAX_S) as queue,
             make_manager(kind, node_store(), "job", repl, **options) as manager,
@@ -62,8 +58,6 @@ def _live_and_close(rank: int, world_size: int, kind: str, worker: str) -> None:
                 if iteration % 2:
                     queue.maybe_finalize_async_calls(blocking=True)
             queue.maybe_finalize_async_calls(blocking=True)
-            if worker == "process":
-                assert [name for name in our_children() if "async_save.worker" in name]
         repl.close()
         assert our_threads() == []
         assert our_children() == []
@@ -78,38 +72,31 @@ def _live_and_close(rank: int, world_size: int, kind: str, worker: str) -> None:
     assert len(os.listdir("/proc/self/fd")) < descriptors_before + 20
 
 
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_after_close_there_are_shards_and_nothing_else(
-    kind: str, worker: str, node_dirs: Dirs, shm_roots: Dirs
+    kind: str, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)
 
-    run_ranks(_live_and_close, 2, kind, worker, store_per_node=nodes)
+    run_ranks(_live_and_close, 2, kind, store_per_node=nodes)
 
 
-def _die_while_saving(rank: int, world_size: int, kind: str, worker: str) -> None:
+def _die_while_saving(rank: int, world_size: int, kind: str) -> None:
     repl = cliques(1, 2)
-    options = {"keep_last": 1, "async_worker": worker}
+    options = {"keep_last": 1}
     manager = make_manager(kind, node_store(), "job", repl, **options)
     queue = localckpt.AsyncCallsQueue(timeout_s=MAX_S)
     for iteration in range(3):
         save(manager, state_of(rank, iteration), iteration, queue)
     # Two under way: the files that they take are claimed, the buffers are full.
     requests = [manager.save(state_of(rank, i), i, is_async=True) for i in (3, 4)]
-    if worker == "process":
-        (process,) = psutil.Process().children()
-        announce(f"worker of {rank}", process.pid)
-        process.suspend()
-        for request in requests:
-            queue.schedule_async_request(request)
-        # So that the call is in the worker's pipe.
-        time.sleep(0.3)
+    assert all(requests)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _start_again(rank: int, world_size: int, kind: str, worker: str) -> None:
+def _start_again(rank: int, world_size: int, kind: str) -> None:
     repl = cliques(1, 2)
-    options = {"keep_last": 1, "async_worker": worker}
+    options = {"keep_last": 1}
     with make_manager(kind, node_store(), "job", repl, **options) as manager:
         left = [n for n in files(node_store()) if not n.endswith((".safetensors", ".recycled"))]
         assert left == []
@@ -123,56 +110,35 @@ def _start_again(rank: int, world_size: int, kind: str, worker: str) -> None:
 
 @pytest.mark.fault("trainer-dies")
 @pytest.mark.parametrize("swapped", [False, True], ids=["same nodes", "nodes swapped"])
-@pytest.mark.parametrize(("kind", "worker"), _WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_killed_ranks_left_is_removed_at_the_next_start(
-    kind: str, worker: str, swapped: bool, node_dirs: Dirs, shm_roots: Dirs
+    kind: str, swapped: bool, node_dirs: Dirs, shm_roots: Dirs
 ) -> None:
     nodes = (node_dirs if kind == "disk" else shm_roots)(2)
-    workers = []
-    with start_ranks(_die_while_saving, 2, kind, worker, store_per_node=nodes) as group:
-        if worker == "process":
-            workers = [group.await_announced(f"worker of {rank}") for rank in range(2)]
+    with start_ranks(_die_while_saving, 2, kind, store_per_node=nodes) as group:
         pids = group.pids
         died = group.join(expect_dead=[0, 1])
-        # Leaving the group ends the trainers' workers, too, unless they are kept.
         left = {name.rpartition(".")[2] for name in files(*nodes)}
         staged = _staging_of(pids)
 
         again = nodes[::-1] if swapped else nodes
-        with start_ranks(_start_again, 2, kind, worker, store_per_node=again) as second:
+        with start_ranks(_start_again, 2, kind, store_per_node=again) as second:
             for rank in range(2):
                 second.await_announced(f"started {rank}")
-            staged_again = _staging_of(pids)
-            # Those who wrote for the dead come late, and find nothing of theirs.
-            for pid in workers:
-                os.kill(pid, signal.SIGCONT)
-            for pid in workers:
-                _await_end(pid)
             late = [name for name in files(*nodes) if "000003." in name or "000004." in name]
             second.announce("go on")
             second.join()
 
     assert died == [DeadRank(rank, -signal.SIGKILL) for rank in range(2)]
     assert "dirty" in left
-    # Any manager that starts on this machine meanwhile removes them, those of other tests too.
-    assert not staged or (kind, worker) == ("disk", "process")
-    assert staged_again == []
+    assert staged == []
     assert [name for name in late if name.endswith((".safetensors", ".dirty"))] == []
     assert _staging_of(pids) == []
     assert {name.rpartition(".")[2] for name in files(*nodes)} == {"safetensors"}
 
 
-def _await_end(pid: int, timeout_s: float = MAX_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            psutil.Process(pid).kill()
-            raise TimeoutError(f"worker {pid} did not end after its trainer was killed")
-        time.sleep(0.02)
-
-
 def _live_beside_another_session(rank: int, world_size: int, kind: str, session: str) -> Any:
-    with make_manager(kind, node_store(), session, async_worker="process", keep_last=1) as manager:
+    with make_manager(kind, node_store(), session, keep_last=1) as manager:
         request = manager.save(state_of(rank, 1), 1, is_async=True)
         announce(f"{session} is saving")
         await_announced("the other was there")
@@ -190,7 +156,7 @@ def test_what_belongs_to_a_live_process_is_left_alone(
         group.await_announced("a is saving")
         before = files(*root), _staging_of(group.pids)
         for session in ("b", "c"):
-            with make_manager(kind, root[0], session, async_worker="process") as manager:
+            with make_manager(kind, root[0], session) as manager:
                 manager.save(state_of(0, 3), 3)
         after = [name for name in files(*root) if "session-a/" in name], _staging_of(group.pids)
         group.announce("the other was there")

@@ -27,7 +27,7 @@ from tests.managers.jobs import (
     state_of,
 )
 
-WAYS = ("sync", "thread", "process")
+WAYS = ("sync", "thread")
 
 
 @pytest.fixture(params=KINDS)
@@ -54,8 +54,7 @@ def queue() -> Iterator[localckpt.AsyncCallsQueue]:
 def test_what_was_saved_comes_back_in_the_next_process_life(
     kind: str, root: Path, way: str, queue: localckpt.AsyncCallsQueue
 ) -> None:
-    options = {"async_worker": "process"} if way == "process" else {}
-    with make_manager(kind, root, **options) as manager:
+    with make_manager(kind, root) as manager:
         assert manager.find_latest() == -1
         for iteration in (0, 3):
             save(manager, state_of(0, iteration), iteration, None if way == "sync" else queue)
@@ -410,7 +409,6 @@ def test_options_that_make_no_sense_are_refused(kind: str, root: Path) -> None:
         ({"keep_last": 0}, "keep_last"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": -1.0}, "timeout"),
-        ({"async_worker": "fork"}, "'thread' or 'process'"),
     ):
         assert named in error_of(lambda o=options: make_manager(kind, root, **o))
     assert list(root.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,54 +227,25 @@ def test_a_hook_that_fails_is_an_error_and_the_next_save_is_good(
     assert ("no place for it" in told) == (trouble == "raises")
 
 
-def test_a_built_in_manager_with_a_hook_of_ones_own_cannot_use_the_worker_process(
-    tmp_path: Path,
-) -> None:
+def test_a_built_in_manager_calls_a_hook_of_ones_own(tmp_path: Path) -> None:
+    saved = []
+
     class Own(localckpt.LocalCheckpointManager):
         def _save(self, state_dict: Any, ckpt_id: localckpt.CkptID) -> None:
+            saved.append(ckpt_id.iteration)
             super()._save(state_dict, ckpt_id)
 
-    assert "async_worker='thread'" in error_of(lambda: Own(tmp_path, async_worker="process"))
-    with Own(tmp_path, async_worker="thread", timeout=MAX_S) as manager:
+    with Own(tmp_path, timeout=MAX_S) as manager:
         manager.save(state_of(0, 1), 1)
         assert resume(manager, 0, 1) == "own node"
 
-
-@pytest.mark.parametrize("picklable", [True, False], ids=["picklable", "unpicklable"])
-def test_the_hooks_can_be_called_in_another_process(
-    picklable: bool, tmp_path: Path, queue: localckpt.AsyncCallsQueue
-) -> None:
-    with FileManager(tmp_path, async_worker="process", timeout=MAX_S) as manager:
-        if not picklable:
-            manager.open_file = (tmp_path / "log").open("w")
-        for iteration in (1, 2):
-            state = state_of(0, iteration)
-            request = manager.save(state, iteration, is_async=True)
-            state["model"]["weight"].zero_()
-            queue.schedule_async_request(request)
-            queue.maybe_finalize_async_calls(blocking=True)
-        writer, _, command = (manager.folder / "written by").read_text().partition(" ")
-        failed = error_of(lambda: save(manager, {"refuse": torch.ones(2)}, 3, queue))
-        assert manager.find_latest() == 2
-        assert_same(manager.load()[0], state_of(0, 2))
-        save(manager, state_of(0, 3), 3, queue)
-        assert manager.find_latest() == 3
-        if not picklable:
-            manager.open_file.close()
-    queue.close()
-
-    assert int(writer) != os.getpid()
-    assert ("localckpt.async_save.worker" in command) == picklable
-    assert "this folder refuses" in failed
-    assert [name for name in our_children() if "async_save" in name] == []
+    assert saved == [1]
 
 
-def _two_ranks(
-    rank: int, world_size: int, kind: str, folder: Path, replicated: bool, worker: str
-) -> None:
+def _two_ranks(rank: int, world_size: int, kind: str, folder: Path, replicated: bool) -> None:
     kept: dict[Any, Any] = {}
     repl = cliques(1, 2) if replicated else None
-    options = {"session_id": "job", "repl_strategy": repl, "timeout": MAX_S, "async_worker": worker}
+    options = {"session_id": "job", "repl_strategy": repl, "timeout": MAX_S}
 
     def begin() -> BaseCheckpointManager:
         if kind == "dict":
@@ -335,20 +305,19 @@ def _fail_on_one_rank(rank: int, manager: Any, queue: Any, replicated: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "replicated", "worker"),
+    ("kind", "replicated"),
     [
-        ("dict", False, "thread"),
-        ("dict", True, "thread"),
-        ("fsspec", True, "thread"),
-        ("files", True, "thread"),
-        ("files", True, "process"),
-        pytest.param("files", False, "process", marks=pytest.mark.long),
+        ("dict", False),
+        ("dict", True),
+        ("fsspec", True),
+        ("files", True),
+        pytest.param("files", False, marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_with_hooks_replicate_fail_and_recover_together(
-    kind: str, replicated: bool, worker: str, tmp_path: Path
+    kind: str, replicated: bool, tmp_path: Path
 ) -> None:
-    run_ranks(_two_ranks, 2, kind, tmp_path, replicated, worker)
+    run_ranks(_two_ranks, 2, kind, tmp_path, replicated)
 
 
 def test_every_hook_must_be_there() -> None:

@@ -86,15 +86,14 @@ _PRIVATE_NBYTES = 64_000
 
 
 @pytest.mark.parametrize(
-    ("kind", "worker", "ranks", "nodes"),
-    [(kind, "thread", 4, 2) for kind in KINDS]
-    + [("disk", "process", 2, 2), ("disk", "thread", 3, 3)],
+    ("kind", "ranks", "nodes"),
+    [(kind, 4, 2) for kind in KINDS] + [("disk", 2, 2), ("disk", 3, 3)],
 )
 def test_what_two_nodes_have_equal_is_not_sent_and_survives_either(
-    node_dirs: Dirs, kind: str, worker: str, ranks: int, nodes: int
+    node_dirs: Dirs, kind: str, ranks: int, nodes: int
 ) -> None:
     dirs = node_dirs(nodes)
-    options = {"divide_replicated": True, "async_worker": worker}
+    options = {"divide_replicated": True}
 
     saved = run_ranks(
         *(_saves, ranks, kind, nodes, -1, options), store_per_node=dirs, timeout_s=_LONG_S

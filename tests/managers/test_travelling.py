@@ -10,7 +10,7 @@ from localckpt.options import SaveOptions
 from localckpt.state_dict.basic import wrapped
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.store import run_commit
+from localckpt.storage.write import write_shard
 from tests.managers.jobs import state_of
 
 
@@ -22,7 +22,7 @@ def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_pa
     )
     sent, _ = capture.capture(wrapped(state_of(0, 1)), first, is_sent=True)
     sent.await_digests()
-    run_commit(store.commit([sent]))
+    write_shard(store.to_commit([sent])[0][0])
     assert sent.source is not None
     before = bytes(sent.source.read(0, sent.nbytes))
 
@@ -32,9 +32,9 @@ def test_a_buffer_is_used_again_when_its_image_is_written_and_has_arrived(tmp_pa
     assert sent.buffer is not later.buffer
     buffers = [sent.buffer, later.buffer]
     sent.end_hold("replication")
-    run_commit(store.commit([later]))
+    write_shard(store.to_commit([later])[0][0])
     last, _ = capture.capture(wrapped(state_of(0, 3)), third, is_sent=False)
     assert last.buffer in buffers
-    run_commit(store.commit([last]))
+    write_shard(store.to_commit([last])[0][0])
     capture.close()
     store.close()

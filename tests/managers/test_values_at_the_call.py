@@ -50,11 +50,9 @@ def _spoil(value: Any) -> None:
         value.clear()
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
     kind: str,
-    worker: str,
     node_dirs: Callable[[int], list[Path]],
     shm_roots: Callable[[int], list[Path]],
     training: tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]],
@@ -64,7 +62,7 @@ def test_training_on_while_a_save_is_written_does_not_change_what_is_saved(
     expected: dict[int, Any] = {}
     with (
         localckpt.AsyncCallsQueue(timeout_s=20.0) as queue,
-        make_manager(kind, root, keep_last=9, async_worker=worker) as manager,
+        make_manager(kind, root, keep_last=9) as manager,
     ):
         # The second and later saves go into buffers and files that are used again.
         for iteration in range(4):

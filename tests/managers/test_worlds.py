@@ -32,7 +32,7 @@ def _session(params: tuple[int, int] | None) -> str:
 
 
 def _save_async(
-    rank: int, world_size: int, kind: str, sessions: list[tuple[int, int] | None], worker: str
+    rank: int, world_size: int, kind: str, sessions: list[tuple[int, int] | None]
 ) -> None:
     for params in sessions:
         with (
@@ -43,7 +43,6 @@ def _save_async(
                 _session(params),
                 cliques(*params) if params else None,
                 keep_last=2,
-                async_worker=worker,
             ) as manager,
         ):
             assert (manager.rank, manager.world_size) == (rank, world_size)
@@ -94,26 +93,25 @@ def _assert_copies(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks_per_node", "kind", "worker"),
+    ("world_size", "ranks_per_node", "kind"),
     [
-        *((world_size, 1, kind, "thread") for kind in KINDS for world_size in (1, 2, 4)),
-        *((4, 2, kind, "process") for kind in KINDS),
-        (8, 1, "disk", "thread"),
-        (8, 2, "disk", "thread"),
+        *((world_size, 1, kind) for kind in KINDS for world_size in (1, 2, 4)),
+        *((4, 2, kind) for kind in KINDS),
+        (8, 1, "disk"),
+        (8, 2, "disk"),
     ],
 )
 def test_every_rank_gets_its_own_shard_back_and_every_shard_has_its_copies(
     world_size: int,
     ranks_per_node: int,
     kind: str,
-    worker: str,
     node_dirs: Callable[[int], list[Path]],
     shm_roots: Callable[[int], list[Path]],
 ) -> None:
     sessions = (_ONE_RANK_A_NODE if ranks_per_node == 1 else _TWO_RANKS_A_NODE)[world_size]
     nodes = (node_dirs if kind == "disk" else shm_roots)(world_size // ranks_per_node)
 
-    run_ranks(_save_async, world_size, kind, sessions, worker, store_per_node=nodes)
+    run_ranks(_save_async, world_size, kind, sessions, store_per_node=nodes)
 
     for params in sessions:
         _assert_copies(nodes, world_size, params, {4, 10})

@@ -17,7 +17,7 @@ from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.targets import find_targets
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.store import run_commit
+from localckpt.storage.write import write_shard
 from tests.state_dict.states import IDENTITY
 
 pytestmark = pytest.mark.fault("hard-state")
@@ -42,7 +42,7 @@ def test_a_tensor_of_more_than_4_gib_goes_to_disk_and_back(tmp_path: Path) -> No
     slot = store.reserve(IDENTITY, nbytes, 10.0)
     written = capture.write(slot.image, IDENTITY, copier, SideStreams())
     slot.filled(written.covered_nbytes, MemorySource(slot.image), is_complete=written.has_digests)
-    run_commit(store.commit([slot]))
+    write_shard(store.to_commit([slot])[0][0])
     store.release([slot])
     del slot, capture
     words[:: 1 << 17] = 0

@@ -13,7 +13,7 @@ from localckpt.storage.directory import DirectoryStore
 from localckpt.storage.disk import DiskStore
 from localckpt.storage.memory import MemoryStore
 
-KINDS = ["thread", "process", "memory"]
+KINDS = ["disk", "memory"]
 
 
 class Node(Protocol):
@@ -40,8 +40,7 @@ class _Node:
         if self.kind == "memory":
             store = MemoryStore(root or self.root, session, rank, timeout_s)
         else:
-            writer = "thread" if self.kind == "thread" else "process"
-            store = DiskStore(root or self.root, session, rank, timeout_s, writer=writer)
+            store = DiskStore(root or self.root, session, rank, timeout_s)
         self.stores.append(store)
         return store
 

@@ -67,7 +67,7 @@ def staged(store: DirectoryStore, who: ShardIdentity, nbytes: int = 100_000) -> 
 
 def write_of(store: DirectoryStore, slot: Slot) -> ShardWrite:
     """What the job that commits a slot writes."""
-    ((write, _),) = store.commit([slot]).pieces
+    ((write, _),) = store.to_commit([slot])
     assert isinstance(write, ShardWrite)
     return write
 
@@ -130,13 +130,13 @@ staging.SHARED_MEMORY = Path(shared)
 if kind == "memory":
     store = MemoryStore(root, session, int(rank), 5.0)
 else:
-    store = DiskStore(root, session, int(rank), 5.0, writer=kind)
+    store = DiskStore(root, session, int(rank), 5.0)
 who = ShardIdentity(session, Generation(1, 1), 1, int(rank), 8)
 # Nothing is made ahead of time.
 store.prepare = lambda *_: None
 slot = store.reserve(who, 100_000, 5.0)
 slot.filled(90_000, None, is_complete=False)
-((job, _),) = store.commit([slot]).pieces
+((job, _),) = store.to_commit([slot])
 if kind != "memory":
     job.dirty.write_bytes(b"half of a shard")
 assert "torch" not in sys.modules

@@ -60,7 +60,7 @@ def test_a_slice_of_a_closed_buffer_stays_good() -> None:
 
 
 def test_a_private_buffer_cannot_be_sent_and_says_what_to_do() -> None:
-    with pytest.raises(TypeError, match="async_worker='process'"):
+    with pytest.raises(TypeError, match="run it in a thread"):
         pickle.dumps(PrivateBuffer(1))
 
 

@@ -16,9 +16,8 @@ import pytest
 
 from localckpt.storage.buffers import SharedBuffer
 from localckpt.storage.catalog import find_staging
-from localckpt.storage.disk import DiskStore
 from localckpt.storage.owner import Owner, owner_of
-from localckpt.storage.staging import StagingFolder
+from localckpt.storage.staging import StagingFolder, remove_orphans
 from tests.storage.conftest import Node
 from tests.storage.shards import (
     ROOT,
@@ -166,10 +165,9 @@ def test_staging_files_of_dead_processes_are_removed_and_other_files_are_not(
     # What another rank removed in the same moment looks the same as a link to nothing.
     (shared / f"{dead}.link").symlink_to(tmp_path / "nothing")
 
-    store = DiskStore(tmp_path / "disk", "run", 0, 5.0)
+    remove_orphans()
 
     assert {path.name for path in shared.iterdir()} == {live, *odd}
-    store.close()
 
 
 def test_nothing_but_the_shards_and_the_token_stays_after_close(node: Node) -> None:
@@ -197,14 +195,11 @@ sys.stdin.read()
 
 @pytest.mark.fault("two-jobs")
 def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_be_seen(
-    tmp_path: Path, shared: Path
+    shared: Path,
 ) -> None:
     owner = f"localckpt-staging-{Owner('0123456789ab', 1, 1)}.0"
     path, lock = shared / f"{owner}.0", shared / f"{owner}.lock"
     path.touch()
-
-    def start() -> None:
-        DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process").close()
 
     with subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(lock)],
@@ -214,10 +209,10 @@ def test_a_staging_buffer_stays_while_its_owner_is_locked_though_no_process_can_
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holds\n"
-        start()
+        remove_orphans()
         assert {path, lock} <= {*shared.iterdir()}
         kill(holder)
-    start()
+    remove_orphans()
 
     assert not {path, lock} & {*shared.iterdir()}
 
@@ -256,12 +251,11 @@ _STAGE_AND_FORK = """
 import os, sys
 from pathlib import Path
 from localckpt.storage import staging
-from localckpt.storage.disk import DiskStore
-from tests.storage.shards import identity, staged
+from localckpt.storage.buffers import SharedBuffer
 
-staging.SHARED_MEMORY = Path(sys.argv[2])
-store = DiskStore(sys.argv[1], "run", 0, 5.0, writer="process")
-job = staged(store, identity(1), 4_000_000)
+staging.SHARED_MEMORY = Path(sys.argv[1])
+folder = staging.StagingFolder()
+buffer = SharedBuffer(folder.new_path(), 4_000_000)
 child = os.fork()
 if child == 0:
     sys.stdin.read()
@@ -273,10 +267,10 @@ sys.stdin.read()
 
 @pytest.mark.fault("trainer-dies")
 def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_lives(
-    tmp_path: Path, shared: Path
+    shared: Path,
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _STAGE_AND_FORK, str(tmp_path / "node"), str(shared)],
+        [sys.executable, "-c", _STAGE_AND_FORK, str(shared)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -294,7 +288,7 @@ def test_staging_of_a_killed_trainer_is_removed_and_freed_while_a_fork_of_it_liv
             assert not [name for name in opened if str(shared) in name and "lock" not in name]
             assert {file.is_live for file in find_staging()} == {False}
 
-            DiskStore(tmp_path / "node", "run", 0, 5.0).close()
+            remove_orphans()
 
             assert not list(shared.iterdir())
         finally:

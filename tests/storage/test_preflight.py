@@ -13,12 +13,9 @@ import torch
 
 import localckpt
 from localckpt.errors import SaveFailedError, StorageError
-from localckpt.storage import staging
-from localckpt.storage.disk import DiskStore
 from localckpt.storage.preflight import file_system, try_out
 from tests.managers.jobs import assert_same, files, iterations_on
 from tests.ranks import node_store, run_ranks
-from tests.storage.shards import identity
 
 MIB = 1 << 20
 
@@ -144,23 +141,3 @@ def test_what_a_rank_left_that_runs_elsewhere_now_is_not_counted_as_taken(
     run_ranks(_save_some, 2, [3, 4, 5], store_per_node=nodes[::-1])
 
     assert iterations_on(*nodes) == {4, 5}
-
-
-@pytest.mark.fault("unusable-store")
-def test_too_little_shared_memory_for_the_worker_is_an_error_before_anything_is_written(
-    tmp_path: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Room for one of two buffers.
-    small = small_disk("size=9m")
-    monkeypatch.setattr(staging, "SHARED_MEMORY", small)
-    store = DiskStore(tmp_path / "store", "run", 0, 5.0, writer="process", num_buffers=2)
-    slot = store.reserve(identity(1), 4 * MIB, 5.0)
-
-    with pytest.raises(StorageError, match=str(small)) as raised:
-        store.check_space(2, 1)
-
-    assert "num_buffers" in str(raised.value)
-    store.release([slot])
-    store.prepare(identity(1).piece, 2 * MIB)
-    store.check_space(2, 1)
-    store.close()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,13 @@ from localckpt.errors import CorruptShardError, StorageError
 from localckpt.memory.digests import BlockHasher
 from localckpt.storage.buffers import PrivateBuffer
 from localckpt.storage.disk import DiskStore
-from localckpt.storage.store import CommitJob, run_commit
 from localckpt.storage.write import ShardWrite, write_shard
 from tests.storage.conftest import Node
 from tests.storage.shards import (
-    PATIENCE_S,
-    ROOT,
     assert_loads,
     everything,
     found,
     identity,
-    older_than,
     save,
     slots_of,
     staged,
@@ -131,47 +124,6 @@ def test_digests_that_are_done_are_taken_as_they_are(store: DiskStore) -> None:
     store.close()
 
 
-IN_A_WORKER = """
-import pickle, sys
-jobs = pickle.load(sys.stdin.buffer)
-from localckpt.storage.write import write_shard
-for job in jobs:
-    write_shard(job)
-assert "torch" not in sys.modules, "torch"
-assert "numpy" not in sys.modules, "numpy"
-"""
-
-
-def in_a_worker(jobs: list[ShardWrite]) -> None:
-    """Carry out writes in a process that has nothing but their pickle."""
-    subprocess.run(
-        [sys.executable, "-c", IN_A_WORKER],
-        input=pickle.dumps(jobs),
-        cwd=ROOT,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-
-
-def test_a_worker_process_without_torch_writes_what_was_staged(node: Node) -> None:
-    store = node()
-    if node.kind == "thread":
-        with pytest.raises(TypeError, match="async_worker='process'"):
-            pickle.dumps(staged(store, identity(1)))
-        return
-    for iteration in range(1, 5):
-        jobs = [staged(store, identity(iteration, rank)) for rank in (0, 5)]
-        assert node.kind == "memory" or all(job.buffer.in_use for job in jobs)
-
-        in_a_worker(jobs)
-
-        assert not any(job.buffer.in_use for job in jobs)
-        for job in jobs:
-            assert store.holds(job.identity)
-            assert_loads(store, job.identity)
-        store.prune(older_than(identity(iteration)), [])
-
-
 @pytest.mark.fault("refused-io")
 def test_a_job_whose_buffer_was_closed_is_an_error_and_not_a_hang(store: DiskStore) -> None:
     job = staged(store, identity(1))
@@ -216,13 +168,12 @@ def test_a_recycled_file_that_vanished_is_an_error_and_the_next_save_is_good(
 
 @pytest.mark.fault("refused-io")
 def test_an_error_in_one_shard_leaves_those_before_it(store: DiskStore) -> None:
-    good, bad, _ = jobs = [staged(store, identity(1, rank)) for rank in range(3)]
+    good, bad = (staged(store, identity(1, rank)) for rank in range(2))
     bad.dirty.mkdir()
 
-    pieces = tuple((job, job.identity.ckpt_id) for job in jobs)
-    job = CommitJob(write_shard, pieces)
+    write_shard(good)
     with pytest.raises(StorageError):
-        run_commit(job)
+        write_shard(bad)
 
     assert found(store) == {good.identity}
     bad.dirty.rmdir()

@@ -24,7 +24,6 @@ def choose_setup(seed: int) -> Setup:
     choice = random.Random(str(seed))
     return Setup(
         kind=choice.choice(["disk", "memory"]),
-        worker=choice.choice(["thread", "process"]),
         world_size=choice.choice([3, 4]),
         keep_last=choice.choice([1, 2, 3]),
         lazy=choice.random() < 0.3,
@@ -78,7 +77,6 @@ _ALIVE = [
     _Choice(steps.kill_in_save, 2),
     _Choice(steps.stop_in_save, 0.7),
     _Choice(steps.kill_in_load, 1),
-    _Choice(steps.kill_worker, 1.5, lambda c: c.setup.worker == "process"),
     _Choice(steps.fill_node, 1, _can_fill),
     _Choice(steps.break_directory, 1),
     _Choice(steps.damage_alive, 0.7),

@@ -27,7 +27,6 @@ class Setup:
     """How a job saves; the same in all of its lives."""
 
     kind: str
-    worker: str
     world_size: int
     keep_last: int
     lazy: bool
@@ -37,7 +36,7 @@ class Setup:
 
     def __str__(self) -> str:
         return (
-            f"{self.world_size} ranks, {self.kind}, async_worker={self.worker}, "
+            f"{self.world_size} ranks, {self.kind}, "
             f"keep_last={self.keep_last}{', lazy' if self.lazy else ''}"
         )
 
@@ -77,7 +76,6 @@ class Trainer:
             *(setup.kind, root, SESSION, self._repl),
             timeout=setup.timeout_s,
             keep_last=setup.keep_last,
-            async_worker=setup.worker,
             strict=setup.strict,
             elastic=setup.elastic,
         )

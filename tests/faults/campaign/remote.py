@@ -147,18 +147,6 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             self._group.kill(rank, sig)
 
-    def kill_worker(self, rank: int) -> None:
-        """End the process that saves for a rank, if there is one; returns when it has ended."""
-        workers = [
-            child
-            for child in _children(self.pids[rank])
-            if any("localckpt.async_save.worker" in word for word in _command(child))
-        ]
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.kill()
-        _await_ends(workers)
-
     def end(self, *, spare_workers: bool = False, leave: bool = False) -> None:
         """End the job.
 

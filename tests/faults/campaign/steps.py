@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Sequence
 
 from tests.faults.campaign.campaign import Blow, Campaign, Settled
@@ -21,7 +20,6 @@ __all__ = [
     "go_back",
     "kill_in_load",
     "kill_in_save",
-    "kill_worker",
     "look_again",
     "lose_node",
     "move_ranks",
@@ -89,18 +87,6 @@ def kill_in_load(c: Campaign) -> None:
     settle_all(c)
     c.resume(c.look(), load=c.choice.random() < 0.7, blow=_blow(c))
     _end_after_loss(c)
-
-
-def kill_worker(c: Campaign) -> None:
-    c.had_trouble = True
-    c.begin()
-    rank, moment = _rank(c), c.fraction()
-    time.sleep(0.1 * moment)
-    c.ranks.kill_worker(rank)
-    c.say(f"of rank {rank}")
-    c.settle(*c.finalize(why_not=["its worker was killed"]))
-    save_behind_training(c)
-    settle_all(c)
 
 
 def fill_node(c: Campaign) -> None:

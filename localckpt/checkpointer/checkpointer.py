@@ -48,7 +48,7 @@ from localckpt.checkpointer.tiers import (
     SharedTier,
     with_redundancy,
 )
-from localckpt.checkpointer.words import in_own_words
+from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
@@ -932,7 +932,9 @@ class Checkpointer:
         try:
             self._ranks.raise_hand()
         except PeerLostError as error:
-            logger.warning("other ranks do not hear of a signal before the next pulse: %s", error)
+            logger.warning(
+                "other ranks do not hear of a signal before the next pulse: %s", error.text
+            )
         # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
         # has notes of its own on its node, and none on shared storage.
         self._nodes.manager.take_back_attempt()
@@ -972,7 +974,7 @@ class Checkpointer:
             self._ranks.require_same_world()
         except MismatchError as error:
             # Everything is freed all the same.
-            logger.warning("the last step is not saved: %s", error)
+            logger.warning("the last step is not saved: %s", error.text)
             return
         # One that made no step has nothing that is not saved, and takes part.
         step = self._last_step if self._is_counted else None
@@ -1005,7 +1007,7 @@ class Checkpointer:
         try:
             self._ranks.decide("save after an error", lambda: report, judge_ends)
         except CheckpointingException as refused:
-            logger.error("step %d is not saved after the signal to stop: %s", step, refused)
+            logger.error("step %d is not saved after the signal to stop: %s", step, refused.text)
             return
         why = f"{self._stop_requests.why()}, and then {type(error).__name__}"
         self._stop(why, step, self._last_metrics)
@@ -1056,7 +1058,7 @@ class Checkpointer:
         try:
             self._close(is_in_step=is_in_step, error=error)
         except CheckpointingException as failed:
-            logger.error("%s", failed)
+            logger.error("%s", worded(failed, "close"))
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
         # An error keeps all frames that it came through.

@@ -10,6 +10,7 @@ from math import inf
 from localckpt.checkpointer.record import RunRecord
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.failure_texts import described
 from localckpt.ranks.deadline import begin as begin_task
 from localckpt.ranks.deadline import end_waits_by
 from localckpt.ranks.ranks import Ranks
@@ -100,7 +101,7 @@ class LastSave:
                         is_on_shared = not is_late and self._shared.has_saved(step)
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
-            logger.error("the last save has failed: %s", error)
+            logger.error("the last save has failed: %s", described(error))
             is_busy = self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
             is_late = is_busy or isinstance(error, PeerLostError)
         if self._nodes.newest != step:

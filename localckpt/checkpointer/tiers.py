@@ -11,10 +11,11 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.availability.retention import Retention
-from localckpt.checkpointer.fit import why_classes_differ
+from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared import OnResize, SharedState
+from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -36,6 +37,7 @@ from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
+from localckpt.state_dict.names import ABOUT
 
 __all__ = [
     "Failures",
@@ -79,7 +81,7 @@ class Failures:
             raise error
         if isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop():
             # A rank that is asked to stop begins no save that would have to wait.
-            logger.info("a save to %s is given up, since the job is to stop: %s", self._what, error)
+            logger.info("a save to %s is given up on all ranks: the job is to stop", self._what)
             forget_frames(error)
             return
         self.count += 1
@@ -89,7 +91,7 @@ class Failures:
         forget_frames(error)
         logger.warning(
             "a save to %s failed (%d in a row; training ends at %d): %s",
-            *(self._what, self._in_a_row, self._most, error),
+            *(self._what, self._in_a_row, self._most, worded(error, "step")),
         )
 
     def leave_out(self, waited_s: float) -> None:
@@ -219,9 +221,9 @@ class NodeTier:
         Returns:
             Its step. Raises as the manager's ``load``.
         """
-        kinds = described(load.everything)
-        into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
-        compare = partial(why_classes_differ, is_partial=load.is_partial)
+        about = described(load.everything)[ABOUT]
+        into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
+        compare = partial(why_parts_are_others, is_partial=load.is_partial)
         options = LoadOptions.of(into, converts=load.converts, compare=compare)
         if not load.is_whole:
             options = LoadOptions.of(

@@ -52,6 +52,7 @@ from localckpt.checkpointer.words import in_own_words, worded
 from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
+from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
@@ -699,7 +700,9 @@ class Checkpointer:
             return self._nodes.is_over_here and not (self._shared and self._shared.is_busy)
 
         asked = self._stop_requests.asked
-        wait_until(lambda: are_over() or asked.is_set(), self._ranks.timeout_s)
+        self._ranks.patience("finish its saves").until(
+            lambda: are_over() or asked.is_set(), self._ranks.timeout_s, self._nodes.waits_for
+        )
         if asked.is_set():
             self._is_late = not self._last_save.await_in_time(are_over)
 
@@ -796,7 +799,9 @@ class Checkpointer:
     def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
-        wait_until(lambda: nodes.has_room or self._is_to_stop(), waits_s)
+        self._ranks.patience(f"save step {step}").until(
+            lambda: nodes.has_room or self._is_to_stop(), waits_s, nodes.waits_for
+        )
         if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
             nodes.save(self._state.parts, step, metrics)
         elif not self._is_to_stop():
@@ -846,6 +851,7 @@ class Checkpointer:
         """
         assert self._shared is not None, "without it no such save is planned"
         shared, until = self._shared, time.monotonic() + self._ranks.timeout_s
+        patience = self._ranks.patience(f"save step {step} to shared storage")
 
         def wait() -> list[Any]:
             asked = self._stop_requests.asked
@@ -856,11 +862,12 @@ class Checkpointer:
         kind = "save to shared storage"
         what = f"{kind} after step {step}"
         while True:
-            is_over, is_too_late, why = self._ranks.agree(
+            is_over, is_too_late, why, busy = self._ranks.agree(
                 what, Attempt(), wait(), _judge_waits, kind=kind, order=step
             )
             if is_over or is_too_late or why is not None:
                 return is_over, why
+            patience.left_s(partial("{} to end the save before".format, busy))
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
@@ -1078,7 +1085,10 @@ class Checkpointer:
 
 
 def _judge_waits(waits: list[list[Any]]) -> list[Any]:
-    """Judge the waits of all ranks: whether all are over, some too late, and why to stop."""
+    """Judge the waits of all ranks: whether all are over, some too late, why to stop, and who is
+    not over.
+    """
     over, too_late, stops = zip(*waits, strict=True)
     why = next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None)
-    return [all(over), any(too_late), why]
+    busy = ranks_named(rank for rank, is_over in enumerate(over) if not is_over)
+    return [all(over), any(too_late), why, busy]

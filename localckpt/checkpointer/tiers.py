@@ -164,6 +164,10 @@ class NodeTier:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
 
+    def waits_for(self) -> str:
+        """Describe what the oldest save waits for on this rank."""
+        return self._queue.waits_for()
+
     @property
     def is_over_here(self) -> bool:
         """True if no save is under way on this rank, whatever others do."""
@@ -386,6 +390,10 @@ class SharedTier:
     def is_busy(self) -> bool:
         """True if a save is under way on this rank."""
         return self.manager.is_saving
+
+    def waits_for(self) -> str:
+        """Return in words whom or what the last save waits for on this rank."""
+        return self.manager.waits_for()
 
     def has_saved(self, step: int) -> bool:
         """Return whether the last save is of this step and complete; asks no other rank."""

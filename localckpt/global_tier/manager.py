@@ -307,6 +307,10 @@ class GlobalCheckpointManager:
         """True while the last save is under way on this rank; asks no other rank."""
         return self._save is not None and not self._save.over.is_set()
 
+    def waits_for(self) -> str:
+        """Return in words whom or what the last save waits for; empty if there is none."""
+        return "" if self._save is None else self._save.waits_for()
+
     def has_saved(self, iteration: int) -> bool:
         """Return whether the last save is of this iteration and committed; asks no other rank."""
         save = self._save

@@ -49,7 +49,7 @@ from localckpt.checkpointer.tiers import (
     with_redundancy,
 )
 from localckpt.checkpointer.words import in_own_words, worded
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
 from localckpt.failure_texts import ranks_named
@@ -57,6 +57,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import refused_together
@@ -358,7 +359,8 @@ class Checkpointer:
 
         self._pulse, self._pulse_between = make_pulse(), make_pulse()
         if self._shared is not None:
-            self._shared.manager.is_to_stop = self._is_to_stop
+            self._shared.manager.is_to_stop = self._is_to_begin_nothing
+        self._nodes.manager.is_to_stop = self._is_to_begin_nothing
         self._failures[0].is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
@@ -819,6 +821,10 @@ class Checkpointer:
             self._next_look = time.monotonic() + _AWAIT_S
         return self._is_hand_raised
 
+    def _is_to_begin_nothing(self) -> bool:
+        """Return whether no save is to begin that waits for storage; the last has its time."""
+        return not self._last_save.has_begun and self._is_to_stop()
+
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
         if not self._is_bad(step):
@@ -895,9 +901,19 @@ class Checkpointer:
         if not self._is_listening:
             self._is_listening = True
             Task(self._listen).start("localckpt-stop", daemon=True)
-        self._nodes.manager.count_attempt()
-        if self._shared is not None:
-            self._shared.manager.count_attempt()
+        nodes, shared = self._nodes.manager, self._shared
+
+        def count() -> None:
+            nodes.count_attempt()
+            if shared is not None:
+                shared.manager.count_attempt()
+
+        try:
+            # The note is durable before training goes on, unless the job is to stop.
+            waits_s = self._ranks.timeout_s
+            answered("note this start in", nodes.store.root, waits_s, count, self._is_to_stop)
+        except StorageError as error:
+            logger.warning("%s", error)
 
     def _take_back_attempt(self) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
@@ -1090,5 +1106,5 @@ def _judge_waits(waits: list[list[Any]]) -> list[Any]:
     """
     over, too_late, stops = zip(*waits, strict=True)
     why = next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None)
-    busy = ranks_named(rank for rank, is_over in enumerate(over) if not is_over)
-    return [all(over), any(too_late), why, busy]
+    busy = [rank for rank, is_over in enumerate(over) if not is_over]
+    return [not busy, any(too_late), why, ranks_named(busy) if busy else ""]

@@ -79,7 +79,8 @@ class Failures:
         """Count a save that failed; raise the error at once if it was not of that save alone."""
         if isinstance(error, _NOT_OF_ONE_SAVE):
             raise error
-        if isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop():
+        is_cut = isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop()
+        if is_cut or (isinstance(error, StorageError) and error.is_given_up):
             # A rank that is asked to stop begins no save that would have to wait.
             logger.info("a save to %s is given up on all ranks: the job is to stop", self._what)
             forget_frames(error)

@@ -650,7 +650,10 @@ class Checkpointer:
 
     @in_own_words
     def wait_until_finished(self) -> None:
-        """Return when every save is complete on all ranks, or has failed; all ranks call it."""
+        """Return when every save is complete on all ranks, or has failed; all ranks call it.
+
+        After :meth:`close`, and with ``read_only``, none is under way, and it returns at once.
+        """
         with self._record.stream.timed("wait", self._last_step):
             while self._nodes.is_busy:
                 self._finalize(self._last_step, blocking=True)

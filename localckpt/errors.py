@@ -52,7 +52,13 @@ class CheckpointingException(Exception):
 
 
 class StorageError(CheckpointingException):
-    """The node's disk or shared memory failed: full, read-only, no permission, I/O error."""
+    """The node's disk or shared memory failed: full, read-only, no permission, I/O error.
+
+    Attributes:
+        is_given_up: True if the job was told to stop before the storage had answered.
+    """
+
+    is_given_up = False
 
 
 class CorruptShardError(CheckpointingException):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from localckpt.errors import MismatchError, PeerLostError
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.watch import Verdict, Watch, Watched, judge_ends
 
@@ -47,6 +48,11 @@ class Agreement:
         self.is_under_way = False
         self.has_lost_ranks = False
         self.step: int | None = None
+
+    def patience(self, what: str) -> Patience:
+        """Begin a wait of this rank, as :meth:`Ranks.patience`; after :meth:`join`."""
+        assert self._ranks is not None, "a call was scheduled"
+        return self._ranks.patience(what)
 
     def join(self) -> None:
         """Find the other ranks, before the first call is scheduled."""

@@ -212,6 +212,11 @@ class AsyncCallsQueue:
         """Number of calls that were scheduled and are not finalized."""
         return len(self._entries)
 
+    def waits_for(self) -> str:
+        """Describe what the oldest call waits for on this rank."""
+        waits_for = self._entries[0].request.call.waits_for_fn() if self._entries else ""
+        return f"its own part{': ' * bool(waits_for)}{waits_for}"
+
     @property
     def is_over_here(self) -> bool:
         """True if all calls are over on this rank; asks no other rank."""
@@ -414,7 +419,9 @@ class AsyncCallsQueue:
 
     def _wait_for_own_work(self, entry: _Entry, start: float) -> None:
         patience_s = OWN_WORK * self._timeout_s
-        if entry.call.wait(start + patience_s - time.monotonic()) or entry.caller is None:
+        left_s = start + patience_s - time.monotonic()
+        patience = self._agreement.patience(f"finish {entry.name}")
+        if patience.wait(entry.call.wait, left_s, self.waits_for) or entry.caller is None:
             return
         text = (
             f"{entry.name} was not over after a wait of {patience_s:g} s (of timeout_s="

@@ -48,14 +48,16 @@ from localckpt.checkpointer.tiers import (
     SharedTier,
     with_redundancy,
 )
-from localckpt.checkpointer.words import in_own_words
-from localckpt.errors import CheckpointingException, MismatchError, PeerLostError
+from localckpt.checkpointer.words import in_own_words, worded
+from localckpt.errors import CheckpointingException, MismatchError, PeerLostError, StorageError
 from localckpt.events.event import Outcome
 from localckpt.events.stream import Sink
+from localckpt.failure_texts import ranks_named
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
+from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
 from localckpt.ranks.refusals import refused_together
@@ -357,7 +359,8 @@ class Checkpointer:
 
         self._pulse, self._pulse_between = make_pulse(), make_pulse()
         if self._shared is not None:
-            self._shared.manager.is_to_stop = self._is_to_stop
+            self._shared.manager.is_to_stop = self._is_to_begin_nothing
+        self._nodes.manager.is_to_stop = self._is_to_begin_nothing
         self._failures[0].is_to_stop = self._is_to_stop
         self._is_hand_raised, self._next_look = False, 0.0
         self._closing = Latch()
@@ -647,7 +650,10 @@ class Checkpointer:
 
     @in_own_words
     def wait_until_finished(self) -> None:
-        """Return when every save is complete on all ranks, or has failed; all ranks call it."""
+        """Return when every save is complete on all ranks, or has failed; all ranks call it.
+
+        After :meth:`close`, and with ``read_only``, none is under way, and it returns at once.
+        """
         with self._record.stream.timed("wait", self._last_step):
             while self._nodes.is_busy:
                 self._finalize(self._last_step, blocking=True)
@@ -699,7 +705,9 @@ class Checkpointer:
             return self._nodes.is_over_here and not (self._shared and self._shared.is_busy)
 
         asked = self._stop_requests.asked
-        wait_until(lambda: are_over() or asked.is_set(), self._ranks.timeout_s)
+        self._ranks.patience("finish its saves").until(
+            lambda: are_over() or asked.is_set(), self._ranks.timeout_s, self._nodes.waits_for
+        )
         if asked.is_set():
             self._is_late = not self._last_save.await_in_time(are_over)
 
@@ -796,7 +804,9 @@ class Checkpointer:
     def _begin_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         nodes, waits_s = self._nodes, self._ranks.timeout_s
         # A request to stop ends the wait: the last save is that of the next step.
-        wait_until(lambda: nodes.has_room or self._is_to_stop(), waits_s)
+        self._ranks.patience(f"save step {step}").until(
+            lambda: nodes.has_room or self._is_to_stop(), waits_s, nodes.waits_for
+        )
         if nodes.has_room and nodes.answers(waits_s, self._is_to_stop):
             nodes.save(self._state.parts, step, metrics)
         elif not self._is_to_stop():
@@ -813,6 +823,10 @@ class Checkpointer:
             self._is_hand_raised |= self._ranks.is_hand_raised()
             self._next_look = time.monotonic() + _AWAIT_S
         return self._is_hand_raised
+
+    def _is_to_begin_nothing(self) -> bool:
+        """Return whether no save is to begin that waits for storage; the last has its time."""
+        return not self._last_save.has_begun and self._is_to_stop()
 
     def _begin_shared_save(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> None:
         assert self._shared is not None, "without it no such save is planned"
@@ -846,6 +860,7 @@ class Checkpointer:
         """
         assert self._shared is not None, "without it no such save is planned"
         shared, until = self._shared, time.monotonic() + self._ranks.timeout_s
+        patience = self._ranks.patience(f"save step {step} to shared storage")
 
         def wait() -> list[Any]:
             asked = self._stop_requests.asked
@@ -856,11 +871,12 @@ class Checkpointer:
         kind = "save to shared storage"
         what = f"{kind} after step {step}"
         while True:
-            is_over, is_too_late, why = self._ranks.agree(
+            is_over, is_too_late, why, busy = self._ranks.agree(
                 what, Attempt(), wait(), _judge_waits, kind=kind, order=step
             )
             if is_over or is_too_late or why is not None:
                 return is_over, why
+            patience.left_s(partial("{} to end the save before".format, busy))
 
     def _finalize(self, step: int | None, *, blocking: bool) -> None:
         """Finalize the saves to the nodes that are over on all ranks."""
@@ -888,9 +904,19 @@ class Checkpointer:
         if not self._is_listening:
             self._is_listening = True
             Task(self._listen).start("localckpt-stop", daemon=True)
-        self._nodes.manager.count_attempt()
-        if self._shared is not None:
-            self._shared.manager.count_attempt()
+        nodes, shared = self._nodes.manager, self._shared
+
+        def count() -> None:
+            nodes.count_attempt()
+            if shared is not None:
+                shared.manager.count_attempt()
+
+        try:
+            # The note is durable before training goes on, unless the job is to stop.
+            waits_s = self._ranks.timeout_s
+            answered("note this start in", nodes.store.root, waits_s, count, self._is_to_stop)
+        except StorageError as error:
+            logger.warning("%s", error)
 
     def _take_back_attempt(self) -> None:
         """Do not count this start as one in vain: the job is asked to stop."""
@@ -932,7 +958,9 @@ class Checkpointer:
         try:
             self._ranks.raise_hand()
         except PeerLostError as error:
-            logger.warning("other ranks do not hear of a signal before the next pulse: %s", error)
+            logger.warning(
+                "other ranks do not hear of a signal before the next pulse: %s", error.text
+            )
         # A launcher sends SIGTERM to the first rank, too, when another one has crashed. That one
         # has notes of its own on its node, and none on shared storage.
         self._nodes.manager.take_back_attempt()
@@ -972,7 +1000,7 @@ class Checkpointer:
             self._ranks.require_same_world()
         except MismatchError as error:
             # Everything is freed all the same.
-            logger.warning("the last step is not saved: %s", error)
+            logger.warning("the last step is not saved: %s", error.text)
             return
         # One that made no step has nothing that is not saved, and takes part.
         step = self._last_step if self._is_counted else None
@@ -1005,7 +1033,7 @@ class Checkpointer:
         try:
             self._ranks.decide("save after an error", lambda: report, judge_ends)
         except CheckpointingException as refused:
-            logger.error("step %d is not saved after the signal to stop: %s", step, refused)
+            logger.error("step %d is not saved after the signal to stop: %s", step, refused.text)
             return
         why = f"{self._stop_requests.why()}, and then {type(error).__name__}"
         self._stop(why, step, self._last_metrics)
@@ -1056,7 +1084,7 @@ class Checkpointer:
         try:
             self._close(is_in_step=is_in_step, error=error)
         except CheckpointingException as failed:
-            logger.error("%s", failed)
+            logger.error("%s", worded(failed, "close"))
 
     def _close(self, *, is_in_step: bool, error: BaseException | None = None) -> None:
         # An error keeps all frames that it came through.
@@ -1076,7 +1104,10 @@ class Checkpointer:
 
 
 def _judge_waits(waits: list[list[Any]]) -> list[Any]:
-    """Judge the waits of all ranks: whether all are over, some too late, and why to stop."""
+    """Judge the waits of all ranks: whether all are over, some too late, why to stop, and who is
+    not over.
+    """
     over, too_late, stops = zip(*waits, strict=True)
     why = next((f"rank {rank}: {why}" for rank, why in enumerate(stops) if why), None)
-    return [all(over), any(too_late), why]
+    busy = [rank for rank, is_over in enumerate(over) if not is_over]
+    return [not busy, any(too_late), why, ranks_named(busy) if busy else ""]

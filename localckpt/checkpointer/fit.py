@@ -8,29 +8,31 @@ The nodes compare names of values by themselves, so what they are to compare bes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from localckpt.checkpointer.parts import OURS
 from localckpt.checkpointer.values import Values
-from localckpt.checkpointer.words import FIT
+from localckpt.checkpointer.words import fit
 from localckpt.errors import MismatchError
 from localckpt.failure_texts import said_by
-from localckpt.state_dict.names import CLASS, KEYS, Names
+from localckpt.state_dict.names import ABOUT, CLASS, KEYS, ORDER, Names
 
 __all__ = [
     "VALUES",
     "is_torchs",
     "judge_fits",
     "paired_groups",
-    "why_classes_differ",
     "why_groups_differ",
     "why_other_class",
+    "why_parts_are_others",
     "why_parts_differ",
 ]
 
 VALUES = f"part {Values.__module__}.{Values.__qualname__}"
 """Kind of the parts whose names are all that is to be resumed."""
 _SHOWN = 8
+_UNNAMED = "one of no module"
 
 
 def why_parts_differ(saved: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
@@ -72,33 +74,66 @@ def why_other_class(
     ]
 
 
-def why_classes_differ(saved: Names, given: Names, *, is_partial: bool) -> list[str]:
-    """Compare classes on the nodes by the rules of :func:`why_other_class`.
+def why_parts_are_others(saved: Names, given: Names, *, is_partial: bool) -> dict[str, list[str]]:
+    """Compare what :func:`described` says of parts on the nodes; by the name of each what differs.
 
-    Groups of one of torch's optimizers must have the keys that were saved; optimizers of another
-    class may add keys while they train.
+    Classes are compared by the rules of :func:`why_other_class`. Groups of one of torch's
+    optimizers must have the keys that were saved; optimizers of another class may add keys while
+    they train. The parameters of an optimizer must be in the order that they were saved in.
 
     Args:
-        saved, given: Names of the states, with what :func:`described` says of their parts.
+        saved, given: Names of the states.
         is_partial: Whether values may have been saved, or are given, alone.
     """
-    lines = []
-    kinds = [{key: _kind(about) for key, about in names[OURS].items()} for names in (saved, given)]
-    for key in kinds[0].keys() & kinds[1].keys() & saved.keys() & given.keys():
-        before, now = kinds[0][key], kinds[1][key]
-        if before is None or now is None:
-            continue
-        keys = [_keys(names[key]) for names in (saved, given)]
-        if before != now or (before == VALUES and not is_partial):
-            lines += why_other_class(key, before, now, *keys)
-        elif before.startswith("optimizer ") and is_torchs(before) and set(keys[0]) != set(keys[1]):
-            lines.append(f"{key} ({before}): param_groups differ{_other_keys('', *keys)}")
-    return sorted(lines)
+    if ABOUT not in (saved.get(OURS) or {}):
+        why = (
+            "it was saved by another object than a Checkpointer: load it with that one, as "
+            "resume(Elsewhere(step, load=...)) does"
+        )
+        return {OURS: [why]}
+    about = [names[OURS][ABOUT] for names in (saved, given)]
+    found = {}
+    for key in about[0].keys() & about[1].keys() & saved.keys() & given.keys():
+        # Several if ranks have different ones.
+        before, now = (" or ".join(sorted(of_parts[key][CLASS])) for of_parts in about)
+        is_module = before == now == "module"
+        keys = [[] if is_module else _keys(names[key]) for names in (saved, given)]
+        lines, groups = [], [[*(names[key] or {})] for names in (saved, given)]
+        if _sort(before) != _sort(now):
+            lines = [f"{key}: saved as {before}, given as {now}"]
+        elif before != now or (before == VALUES and not is_partial):
+            lines = why_other_class(key, before, now, *keys)
+        if ORDER in about[0][key] and ORDER in about[1][key]:
+            lines += _why_other_order(key, *({*of_parts[key][ORDER]} for of_parts in about))
+            if not lines and set(groups[0]) != set(groups[1]):
+                how = _other_keys("", *groups)
+                lines = [f"{key}: its param_groups divide the parameters otherwise{how}"]
+            elif not lines and is_torchs(before) and set(keys[0]) != set(keys[1]):
+                lines = [f"{key} ({before}): param_groups differ{_other_keys('', *keys)}"]
+        if lines:
+            found[key] = lines
+    return dict(sorted(found.items()))
 
 
-def _kind(about: Names) -> str | None:
-    """Return the class of a part, of several if ranks have different ones."""
-    return " or ".join(sorted(about[CLASS])) if CLASS in about else None
+def _why_other_order(key: str, saved: set[str], given: set[str]) -> list[str]:
+    """Compare the names of an optimizer's parameters, of which ranks may have different ones."""
+    if saved == given:
+        return []
+    names = [
+        sorted({name or _UNNAMED for order in orders for name in order.split("\n")})
+        for orders in (saved, given)
+    ]
+    if names[0] != names[1]:
+        return [f"{key}: its parameters are others{_other_keys('', *names)}"]
+    before, now = (
+        min(one - other or one).split("\n") for one, other in ((saved, given), (given, saved))
+    )
+    moved = [
+        f"number {number} was {was or _UNNAMED}, and is {is_now or _UNNAMED}"
+        for number, (was, is_now) in enumerate(zip_longest(before, now, fillvalue="none"))
+        if was != is_now
+    ]
+    return [f"{key}: its parameters are in another order ({', '.join(_cut(moved))})"]
 
 
 def _keys(names: Names | None) -> list[str]:
@@ -194,7 +229,7 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
     if lines:
         raise MismatchError(
             f"the state is not as it was saved: {'; '.join(_cut(lines))}. Nothing was changed"
-        ).advised("fit", FIT)
+        ).advised("fit", fit())
 
 
 def _cut(lines: Sequence[str]) -> list[str]:

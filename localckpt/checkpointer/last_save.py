@@ -10,8 +10,10 @@ from math import inf
 from localckpt.checkpointer.record import RunRecord
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.failure_texts import described
 from localckpt.ranks.deadline import begin as begin_task
 from localckpt.ranks.deadline import end_waits_by
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import exit_by
 from localckpt.waiting import wait_until
@@ -74,6 +76,7 @@ class LastSave:
             are lost.
         """
         self.begin()
+        patience = self._ranks.patience(f"save step {step}, the last")
         is_late = is_on_shared = False
         if not is_new:
             return False
@@ -86,6 +89,7 @@ class LastSave:
                 with self._record.stream.timed("wait", step):
                     while self._nodes.is_busy and self._left_s > 0:
                         finalize()
+                        patience.left_s(self._nodes.waits_for)
                         time.sleep(_LOOK_S)
                 is_late = self._is_on_any_rank(self._nodes.is_busy)
                 if is_late or self._nodes.newest == step:
@@ -93,14 +97,14 @@ class LastSave:
             if self._shared is not None and not is_late:
                 with self._record.stream.timed("wait", step):
                     # An older save is waited for as well.
-                    is_late = self._is_on_any_rank(not self._await_shared())
+                    is_late = self._is_on_any_rank(not self._await_shared(patience))
                     if not is_late:
                         begin_shared()
-                        is_late = self._is_on_any_rank(not self._await_shared())
+                        is_late = self._is_on_any_rank(not self._await_shared(patience))
                         is_on_shared = not is_late and self._shared.has_saved(step)
         except CheckpointingException as error:
             # The job ends, whatever becomes of this save.
-            logger.error("the last save has failed: %s", error)
+            logger.error("the last save has failed: %s", described(error))
             is_busy = self._nodes.is_busy or (self._shared is not None and self._shared.is_busy)
             is_late = is_busy or isinstance(error, PeerLostError)
         if self._nodes.newest != step:
@@ -155,10 +159,10 @@ class LastSave:
         can: bool = self._ranks.decide("make room for the last save", wait, all)
         return can
 
-    def _await_shared(self) -> bool:
+    def _await_shared(self, patience: Patience) -> bool:
         assert self._shared is not None
         shared = self._shared
-        return wait_until(lambda: not shared.is_busy, self._left_s)
+        return patience.until(lambda: not shared.is_busy, self._left_s, shared.waits_for)
 
     def _is_on_any_rank(self, is_late: bool) -> bool:
         """Return whether time is over for some rank, so that all go on in the same way."""

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import xxhash
 
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.memory.tensor_bytes import copy_values
 from localckpt.state_dict.basic import is_stateful
-from localckpt.state_dict.names import CLASS, Names
+from localckpt.state_dict.names import ABOUT, CLASS, ORDER, Names
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
 from localckpt.state_dict.stateful import (
@@ -47,7 +46,6 @@ OURS = "localckpt"
 """Key of what is saved beside the parts."""
 RNG = "rng"
 """Key of the states of the random number generators."""
-_SHOWN_PARAMETERS = 4
 # Those that torch.iinfo knows, and bool.
 _INTEGERS = {
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -155,29 +153,25 @@ def described(parts: Mapping[str, Any]) -> Names:
         parts: The parts by name.
 
     Returns:
-        By the name of a part whether it is a module, an optimizer, a value or another part; its
-        class, if it is no module, which :func:`why_classes_differ` compares; and for an optimizer
-        the order of its parameters, by whose numbers its state is kept.
+        By the name of a part whether it is a module, or else its kind, and the names of an
+        optimizer's parameters in their order, by whose numbers its state is kept. It is for
+        :func:`why_parts_are_others` to compare.
     """
     plain = {key: without_marker(part) for key, part in parts.items()}
     names: dict[int, str] = {}
-    for part in plain.values():
+    # Sorted, for a parameter that several modules share.
+    for key, part in sorted(plain.items()):
         if isinstance(part, ModulePart):
-            names = part.parameter_names() | names
+            names = {id_: f"{key}.{name}" for id_, name in part.parameter_names().items()} | names
     found: Names = {}
     for key, part in plain.items():
         kind = kind_of(part)
-        found[key] = {f"is a {kind.partition(' ')[0]}": None}
-        if not isinstance(part, ModulePart):
-            found[key][CLASS] = {kind: None}
+        found[key] = {CLASS: {"module" if isinstance(part, ModulePart) else kind: None}}
         if isinstance(part, OptimizerPart):
             groups = part.optimizer.param_groups
             order = [names.get(id(p), "") for group in groups for p in group["params"]]
-            digest = xxhash.xxh3_64_hexdigest("\n".join(order).encode())
-            shown = ", ".join(order[:_SHOWN_PARAMETERS])
-            more = ", ..." * (len(order) > _SHOWN_PARAMETERS)
-            found[key][f"parameters {shown}{more} (in the order {digest})"] = None
-    return found
+            found[key][ORDER] = {"\n".join(order): None}
+    return {ABOUT: found}
 
 
 class ModulePart:

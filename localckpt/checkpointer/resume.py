@@ -20,7 +20,7 @@ from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE, RunRe
 from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
-from localckpt.failure_texts import ranks_named
+from localckpt.failure_texts import described, ranks_named
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import Ranks
 
@@ -210,13 +210,13 @@ class Resumption:
             raise error
         there = self._shared.manager.all_iterations()
         if step in there:
-            logger.warning("step %d is loaded from shared storage: %s", step, error)
+            logger.warning("step %d is loaded from shared storage: %s", step, described(error))
         elif isinstance(error, MismatchError):
             raise error
         else:
             listed = ", ".join(map(str, there[:_SHOWN])) or "none"
             raise NoReplicasAvailableError(
-                f"{error}. Shared storage ({self._shared.manager.root}) has {listed}"
+                f"{error.text}. Shared storage ({self._shared.manager.root}) has {listed}"
             ) from error
 
     def _go_back(self, step: int) -> None:
@@ -248,7 +248,9 @@ def _leave_nodes(
     if beside < 0:
         # What is on shared storage was given up before.
         raise error from given_up
-    logger.warning("the checkpoints on the nodes are left for step %d: %s", beside, error)
+    logger.warning(
+        "the checkpoints on the nodes are left for step %d: %s", beside, described(error)
+    )
 
 
 def _judge_sources(told_by: list[list[Any]]) -> list[str]:

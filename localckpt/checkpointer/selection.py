@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localckpt.checkpointer.parts import OURS, RNG, ModulePart
+from localckpt.checkpointer.parts import RNG, ModulePart
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in
@@ -174,20 +174,19 @@ class PartsToLoad:
 
     def lets_go(self, name: str) -> bool:
         """Return whether a part, or a value of one, may be on one side only; by its saved name."""
-        plain = name.removeprefix(f"{OURS}.")
-        may_go = self._may_go(plain, is_described=plain != name)
-        if may_go and prefix_in(plain, self.gone) is None:
-            self.gone[plain] = None
+        may_go = self._may_go(name)
+        if may_go and prefix_in(name, self.gone) is None:
+            self.gone[name] = None
         return may_go
 
-    def _may_go(self, name: str, *, is_described: bool) -> bool:
+    def _may_go(self, name: str) -> bool:
         key = prefix_in(name, self.parts)
         if key is None:
             # Saved, and not to be loaded.
             is_left = self._takes_some or prefix_in(name, self._skipped) is not None
             return is_left or self.is_partial
         is_module = isinstance(without_marker(self.parts[key]), ModulePart)
-        return self.is_partial and (name == key or (is_module and not is_described))
+        return self.is_partial and (name == key or is_module)
 
 
 def _partial(part: Any) -> Any:

@@ -11,10 +11,11 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from localckpt.async_save.queue import AsyncCallsQueue
 from localckpt.availability.retention import Retention
-from localckpt.checkpointer.fit import why_classes_differ
+from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared import OnResize, SharedState
+from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
     CorruptShardError,
@@ -36,6 +37,7 @@ from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import forget_frames
 from localckpt.ranks.ranks import Ranks
 from localckpt.replication.strategies import CliqueReplicationStrategy, ReplicationStrategy
+from localckpt.state_dict.names import ABOUT
 
 __all__ = [
     "Failures",
@@ -77,9 +79,10 @@ class Failures:
         """Count a save that failed; raise the error at once if it was not of that save alone."""
         if isinstance(error, _NOT_OF_ONE_SAVE):
             raise error
-        if isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop():
+        is_cut = isinstance(error, SaveFailedError) and error.is_mismatched and self.is_to_stop()
+        if is_cut or (isinstance(error, StorageError) and error.is_given_up):
             # A rank that is asked to stop begins no save that would have to wait.
-            logger.info("a save to %s is given up, since the job is to stop: %s", self._what, error)
+            logger.info("a save to %s is given up on all ranks: the job is to stop", self._what)
             forget_frames(error)
             return
         self.count += 1
@@ -89,7 +92,7 @@ class Failures:
         forget_frames(error)
         logger.warning(
             "a save to %s failed (%d in a row; training ends at %d): %s",
-            *(self._what, self._in_a_row, self._most, error),
+            *(self._what, self._in_a_row, self._most, worded(error, "step")),
         )
 
     def leave_out(self, waited_s: float) -> None:
@@ -162,6 +165,10 @@ class NodeTier:
         """True if a save is under way; the same on all ranks."""
         return self._queue.get_num_unfinalized_calls() > 0
 
+    def waits_for(self) -> str:
+        """Describe what the oldest save waits for on this rank."""
+        return self._queue.waits_for()
+
     @property
     def is_over_here(self) -> bool:
         """True if no save is under way on this rank, whatever others do."""
@@ -219,9 +226,9 @@ class NodeTier:
         Returns:
             Its step. Raises as the manager's ``load``.
         """
-        kinds = described(load.everything)
-        into = {OURS: {key: kinds[key] for key in load.parts}, **load.parts}
-        compare = partial(why_classes_differ, is_partial=load.is_partial)
+        about = described(load.everything)[ABOUT]
+        into = {OURS: {ABOUT: {key: about[key] for key in load.parts}}, **load.parts}
+        compare = partial(why_parts_are_others, is_partial=load.is_partial)
         options = LoadOptions.of(into, converts=load.converts, compare=compare)
         if not load.is_whole:
             options = LoadOptions.of(
@@ -384,6 +391,10 @@ class SharedTier:
     def is_busy(self) -> bool:
         """True if a save is under way on this rank."""
         return self.manager.is_saving
+
+    def waits_for(self) -> str:
+        """Return in words whom or what the last save waits for on this rank."""
+        return self.manager.waits_for()
 
     def has_saved(self, step: int) -> bool:
         """Return whether the last save is of this step and complete; asks no other rank."""

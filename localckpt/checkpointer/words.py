@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 from localckpt.errors import CheckpointingException
 
-__all__ = ["FIT", "in_own_words", "worded"]
+__all__ = ["fit", "in_own_words", "worded"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FIT = (
-    "Make the parts as they were, under the same names; or let resume() go on without some "
-    "(skip=[...] or only=[...]), find one under its older name (rename={'old': 'new'}), let values "
-    "go that a module has not or that were not saved (partial=True), or convert dtypes "
-    "(allow_dtype_change=True)"
+_SLOW = (
+    "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else restart the "
+    "job. Is {call}() called on every rank?"
 )
-"""Advice on the topic ``fit``, on a state that is not as it was saved."""
-
-_ADVICE = {
-    "fit": FIT,
-    "slow": "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else "
-    "restart the job. Is {call}() called on every rank?",
-}
 _SAVING = ("step", "save", "wait_until_finished")
 
 
-def worded(error: CheckpointingException, call: str) -> CheckpointingException:
-    """Return an error with the advice of the front door, of which ``call`` is a method."""
-    if error.topic in _ADVICE:
-        error.advice = _ADVICE[error.topic].replace("{call}", call)
+def fit(*, is_partial: bool = False, converts: bool = False) -> str:
+    """Advice on the topic ``fit``, on a state that is not as it was saved.
+
+    Args:
+        is_partial, converts: Whether ``partial`` and ``allow_dtype_change`` are given already.
+    """
+    ways = [
+        "go on without some (skip=[...] or only=[...])",
+        "find one under its older name (rename={'old': 'new'})",
+    ]
+    if not is_partial:
+        ways.append("let values go that a module has not or that were not saved (partial=True)")
+    if not converts:
+        ways.append("convert dtypes (allow_dtype_change=True)")
+    *others, last = ways
+    return (
+        f"Make the parts as they were, under the same names; or let resume() {', '.join(others)}, "
+        f"or {last}"
+    )
+
+
+def worded(
+    error: CheckpointingException, call: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> CheckpointingException:
+    """Return an error with the advice of the front door.
+
+    Args:
+        error: The error.
+        call: Name of the method that was called, or is to be.
+        options: Keyword arguments that it was given.
+    """
+    if error.topic == "slow":
+        error.advice = _SLOW.replace("{call}", call)
+    elif error.topic == "fit":
+        error.advice = fit(
+            is_partial=bool(options.get("partial")),
+            converts=bool(options.get("allow_dtype_change")),
+        )
     return error
 
 
@@ -45,7 +71,7 @@ def in_own_words(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except CheckpointingException as error:
-            worded(error, call)
+            worded(error, call, kwargs)
             if call in _SAVING:
                 setattr(args[0], "_has_failed", True)  # noqa: B010 - of any class
             raise

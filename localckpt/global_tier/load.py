@@ -93,7 +93,7 @@ class Loads:
                 f"for {deadline.timeout_s:g} s every checkpoint under {self._committed.path} was "
                 f"pruned before it was read, the last one iteration {failed.folder.iteration}, and "
                 f"{found.folder.iteration} is the newest now: have the job keep more of them, or "
-                f"load with a longer timeout"
+                f"let the load take longer"
             )
         return found
 

@@ -26,8 +26,8 @@ from localckpt.global_tier.write_items import load_object
 __all__ = ["FIT", "ReshardingLoadPlanner"]
 
 FIT = (
-    "Give all that was saved, or load with allow_partial_load=True, which leaves out what only one "
-    "side has; allow_dtype_change=True converts values to other dtypes"
+    "Give all that was saved, or load with partial=True (of a planner: allow_partial_load=True), "
+    "which leaves out what only one side has; allow_dtype_change=True converts values"
 )
 """Advice on the topic ``fit``, on a state that is not as it was saved."""
 

@@ -307,6 +307,10 @@ class GlobalCheckpointManager:
         """True while the last save is under way on this rank; asks no other rank."""
         return self._save is not None and not self._save.over.is_set()
 
+    def waits_for(self) -> str:
+        """Return in words whom or what the last save waits for; empty if there is none."""
+        return "" if self._save is None else self._save.waits_for()
+
     def has_saved(self, iteration: int) -> bool:
         """Return whether the last save is of this iteration and committed; asks no other rank."""
         save = self._save
@@ -450,7 +454,7 @@ class GlobalCheckpointManager:
         *,
         into: dict[str, Any],
         iteration: int | None = None,
-        allow_partial_load: bool = False,
+        partial: bool = False,
         allow_dtype_change: bool = False,
     ) -> tuple[dict[str, Any], CkptID]: ...
 
@@ -460,7 +464,7 @@ class GlobalCheckpointManager:
         state_dict: dict[str, Any],
         iteration: int | None = None,
         *,
-        allow_partial_load: bool = False,
+        partial: bool = False,
         allow_dtype_change: bool = False,
     ) -> int: ...
 
@@ -470,19 +474,19 @@ class GlobalCheckpointManager:
         iteration: int | None = None,
         *,
         into: dict[str, Any] | None = None,
-        allow_partial_load: bool = False,
+        partial: bool = False,
         allow_dtype_change: bool = False,
     ) -> tuple[dict[str, Any], CkptID] | int:
         """Fill a state in place, with whatever sharding it has; all ranks call it.
 
         Every block is verified as it is read. If the newest checkpoint turns out damaged, all ranks
-        take the one before; not with ``allow_partial_load``, where values of both would be left.
+        take the one before; not with ``partial``, where values of both would be left.
 
         Args:
             into: The state to fill. Tensors on the meta device are made; objects are replaced.
             iteration: The checkpoint; ``None`` for the newest.
-            allow_partial_load: Leave values that the checkpoint has not as they are, and leave out
-                saved values that no rank gives; both are logged.
+            partial: Leave values that the checkpoint has not as they are, and leave out saved
+                values that no rank gives; both are logged.
             allow_dtype_change: Convert values to the dtypes of the tensors that they fill.
             state_dict: Older name of ``into``, with which only the iteration is returned.
 
@@ -504,7 +508,7 @@ class GlobalCheckpointManager:
             raise CheckpointingException("load() needs the state to fill, once: load(into=state)")
         given = without_markers(given)
         self._prepare_load()
-        options = LoadOptions(allow_partial_load, allow_dtype_change)
+        options = LoadOptions(partial, allow_dtype_change)
         with self._events.timed("read"):
             found = self._loads.load_newest(given, iteration, options)
         self._go_on_from(found)

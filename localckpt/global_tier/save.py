@@ -171,11 +171,16 @@ class Save:
             raise CheckpointingException(
                 "on_commit called the manager that waits for it: leave word for the training loop"
             )
-        if not self.over.wait(timeout_s):
+        patience = self._ranks.patience(f"finish the save of iteration {self.iteration}")
+        if not patience.wait(self.over.wait, timeout_s, self.waits_for):
             raise CheckpointingException(
                 f"the save of iteration {self.iteration} is not over after {timeout_s:g} s: is "
                 f"{self._root.path} stuck? Older checkpoints are as they were"
             )
+
+    def waits_for(self) -> str:
+        """Return in words whom or what it waits for, in any thread."""
+        return self._ranks.awaits() or str(self._root.path)
 
     @property
     def _nbytes(self) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self, SupportsFloat, SupportsIndex, overload
 
@@ -80,6 +80,8 @@ class BaseCheckpointManager(Hooks):
         last_load: The last load on this rank.
         skipped_saves: Number of saves that found no room and were left out.
         degraded_saves: Number of saves that are complete with fewer replicas than asked for.
+        is_to_stop: Tells whether the job is to stop, so that no save begins that has to wait for
+            storage. A training loop may set it.
     """
 
     read_only = False
@@ -117,6 +119,7 @@ class BaseCheckpointManager(Hooks):
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
         self.skipped_saves = 0
+        self.is_to_stop: Callable[[], bool] = lambda: False
         self.degraded_saves = 0
         self._parts = Parts(session_id, repl_strategy, options, self, hint=lambda: self._calls.hint)
         # What was loaded or saved last.
@@ -638,7 +641,7 @@ class BaseCheckpointManager(Hooks):
         if is_new and self._parts.store.keeps_images and self._parts.checkpoints.seen is None:
             # The job did not ask what is there, and what it starts over from must be known.
             self._finder.look()
-        return self._parts.epoch.begin(iteration)
+        return self._parts.epoch.begin(iteration, self.is_to_stop)
 
     def _forget_latest(self) -> None:
         self.latest_iteration = -1

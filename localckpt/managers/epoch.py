@@ -7,7 +7,7 @@ what it has saved. Nothing here reads or writes shards.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import SupportsIndex
 
@@ -127,10 +127,14 @@ class Epoch:
             )
         return number
 
-    def begin(self, iteration: int) -> Lineage:
+    def begin(self, iteration: int, given_up: Callable[[], bool]) -> Lineage:
         """Fix the lineage before the epoch's first save, and note it on every node.
 
         All ranks call it before each save.
+
+        Args:
+            iteration: The iteration that is saved.
+            given_up: As for :func:`answered`.
 
         Raises:
             CheckpointingException: Some node cannot note it; on all ranks.
@@ -143,7 +147,7 @@ class Epoch:
         lineage = begin_lineage(self.generation.epoch_id, resumed, seen, self._checkpoints.lineages)
         with Attempt() as noting:
             note = partial(self._store.claim.note_lineage, lineage)
-            answered("write to", "this node's store", self._ranks.timeout_s, note)
+            answered("write to", "this node's store", self._ranks.timeout_s, note, given_up)
         self._ranks.agree("note what the job resumed from", noting)
         self.generation = self.generation._replace(epoch=lineage.epoch.number)
         self._checkpoints.began(lineage)

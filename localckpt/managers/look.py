@@ -157,8 +157,8 @@ class Finder:
             if any(is_late):
                 raise NoReplicasAvailableError(
                     f"for {deadline.timeout_s:g} s a job has saved on the nodes and pruned every "
-                    f"checkpoint before it was read: have the job keep more of them, or load "
-                    f"with a longer timeout. Nothing was changed on the nodes"
+                    f"checkpoint before it was read: have the job keep more of them, or let "
+                    f"the load take longer. Nothing was changed on the nodes"
                 )
 
         self._parts.ranks.agree("look again", Attempt(), deadline.left_s == 0, require_time)

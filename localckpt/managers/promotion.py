@@ -19,6 +19,7 @@ from localckpt.errors import (
     NoReplicasAvailableError,
     StorageError,
 )
+from localckpt.failure_texts import described
 from localckpt.ids import Checkpoint
 from localckpt.managers.job_checkpoints import JobCheckpoints
 from localckpt.storage.kept_shard import KeptShard
@@ -128,7 +129,8 @@ class Promotion:
         try:
             self._drain.wait(timeout_s)
         except (CheckpointingException, TimeoutError) as error:
-            logger.warning("iteration %d was not drained: %s", self.checkpoint.iteration, error)
+            iteration = self.checkpoint.iteration
+            logger.warning("iteration %d was not drained: %s", iteration, described(error))
         self._release()
 
     def _release(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from localckpt.availability.inventory import Inventory
 from localckpt.errors import CheckpointingException, StorageError
-from localckpt.failure_texts import short
+from localckpt.failure_texts import described, short
 from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
 from localckpt.ranks.failure import Attempt
 from localckpt.ranks.ranks import Ranks
@@ -88,7 +88,9 @@ class Reprotection:
             work.drop()
             for owner, rank in computed.items():
                 inventory.remove(checkpoint, Piece(owner), inventory.node_of(rank))
-            logger.warning("%d shards stay with fewer copies: %s", len(lacking.copies), error)
+            logger.warning(
+                "%d shards stay with fewer copies: %s", len(lacking.copies), described(error)
+            )
             self._parts.events.emit("reprotected", step=checkpoint.iteration, error=error)
             return
         # No daemon: the interpreter must not end while it is inside of gloo.
@@ -149,7 +151,8 @@ class Reprotection:
             problems += work.make_copies() if work.lacking.copies else []
             problems += work.lacking.renewal.make(work) if work.lacking.renewal else []
         except CheckpointingException as error:
-            logger.warning("shards of iteration %d stay with fewer copies: %s", iteration, error)
+            why = described(error)
+            logger.warning("shards of iteration %d stay with fewer copies: %s", iteration, why)
             events.emit("reprotected", began=began, step=iteration, error=error)
             return
         finally:

@@ -81,7 +81,7 @@ class LoadOptions:
         converts: bool = False,
         lets_go: LetsGo = let_nothing_go,
         named: frozenset[str] = frozenset(),
-        compare: Callable[[Names, Names], list[str]] | None = None,
+        compare: Callable[[Names, Names], Mapping[str, list[str]]] | None = None,
         private: Mapping[str, PrivateRule] | None = None,
     ) -> LoadOptions:
         """Make the options from the arguments of a caller."""

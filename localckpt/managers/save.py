@@ -493,7 +493,7 @@ class Save:
             self.identity.rank,
             self.identity.iteration,
             # The text alone, since a handler that keeps the exception keeps the image's memory.
-            str(error),
+            described(error),
             exc_info=not isinstance(error, CheckpointingException),
         )
         # What went wrong first is why; what follows from it says less.

@@ -109,10 +109,14 @@ def answered(
         raise
     if task.done():
         return task.take_result()
-    raise StorageError(
-        f"could not {what} {place}: the storage did not answer within {waits_s:g} s, or before "
-        f"the job was told to stop. Checkpoints saved before are as they were"
+    is_given_up = given_up()
+    when = "before the job was told to stop" if is_given_up else f"within {waits_s:.3g} s"
+    error = StorageError(
+        f"could not {what} {place}: the storage did not answer {when}. Checkpoints saved before "
+        f"are as they were"
     )
+    error.is_given_up = is_given_up
+    raise error
 
 
 def begin(call: Callable[[], T]) -> Task[T]:

@@ -7,7 +7,6 @@ finds out who is missing, and gives the verdict in its place.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -75,6 +74,8 @@ class Deciding:
         # Verdicts before it have been deleted.
         self._forgotten = 0
         self._attended: tuple[int, str] | None = None
+        # Round in which this rank waits for others.
+        self._waits: int | None = None
 
     @property
     def is_root(self) -> bool:
@@ -374,10 +375,10 @@ class Deciding:
             failure = self._absences.late(what, missing, seen, waited_s, self._hint())
         return Verdict(failure=failure, late=missing, given_up=what)
 
-    def attended_awaits(self) -> str:
-        """Return in words which ranks an :meth:`attend` in another thread waits for."""
-        attended = self._attended
-        return "its own calls" if attended is None else self._awaited(attended[0])
+    def awaits(self) -> str:
+        """Return in words which ranks a call in another thread waits for; empty for none."""
+        number = self._waits if self._attended is None else self._attended[0]
+        return "" if number is None else self._awaited(number)
 
     def _awaited(self, number: int) -> str:
         """Return in words which ranks a round waits for: on the root all, else whether it does.
@@ -412,7 +413,11 @@ class Deciding:
 
     def _wait(self, number: int, what: str, call: Callable[[Round], T], waits_s: float) -> T | None:
         """Ask as :meth:`_ask`, by a call that waits; ``None`` once this rank stops waiting."""
-        return self._in_thread(number, what, call, waits_s, self.stopped)
+        self._waits = number
+        try:
+            return self._in_thread(number, what, call, waits_s, self.stopped)
+        finally:
+            self._waits = None
 
     def _in_thread(
         self,
@@ -425,10 +430,7 @@ class Deciding:
         store = self.open()
         # However long the wait for other ranks, the store needs its time.
         answer_s = 2 * self._timeout_s + _AFTER_FIRST_S
-        # Behind training a wait holds nothing up.
-        is_training = threading.current_thread() is threading.main_thread()
-        level = logging.WARNING if is_training else logging.INFO
-        patience = Patience(self._absences.me, what, level)
+        patience = Patience(self._absences.me, what)
         return self._threads.ask_until_stopped(
             what,
             answer_s + waits_s,

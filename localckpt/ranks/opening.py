@@ -7,6 +7,7 @@ rank had published is either signed already or never confirmed, and is left for 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -57,7 +58,7 @@ class Opening:
         self._deadline = deadline
         self._is_given_up = is_given_up
         self._hint = hint
-        self._patience = Patience(ranks[rank], f"open {name!r}")
+        self._patience = Patience(ranks[rank], f"open {name!r}", logging.WARNING)
 
     def agree(self) -> str:
         return self._publish() if self._rank == 0 else self._sign()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from localckpt.ranks.deadline import begin
+from localckpt.threads import Latch
+from localckpt.waiting import wait_until
 
 __all__ = ["Patience"]
 
@@ -16,16 +22,23 @@ _SILENT_S = 5.0
 class Patience:
     """Back-off of the messages about one wait: the first soon, the next when it is twice as long.
 
+    They are warnings if the wait begins in the main thread, which training waits for.
+
     Args:
         rank: The rank that waits, as a rank of the job.
         what: What it waits to do, as an infinitive.
-        level: Level of the messages.
+        level: Level of the messages; ``None`` for that.
     """
 
-    def __init__(self, rank: int, what: str, level: int = logging.WARNING) -> None:
-        self._rank, self._what, self._level = rank, what, level
-        self._began = time.monotonic()
-        self._next_s = _SILENT_S
+    def __init__(self, rank: int, what: str, level: int | None = None) -> None:
+        self._rank, self._what = rank, what
+        is_training = threading.current_thread() is threading.main_thread()
+        self._level = level or (logging.WARNING if is_training else logging.INFO)
+        self.renew()
+
+    def renew(self) -> None:
+        """Note that what was waited for has come, and that more is waited for."""
+        self._began, self._next_s = time.monotonic(), _SILENT_S
 
     def left_s(self, whom: Callable[[], str]) -> float:
         """Log the wait if it is time; return the seconds until the next message.
@@ -42,3 +55,51 @@ class Patience:
                 *(self._rank, waited_s, self._what, whom()),
             )
         return self._next_s - waited_s
+
+    def until(
+        self,
+        holds: Callable[[], bool],
+        timeout_s: float,
+        whom: Callable[[], str],
+        *,
+        longest_s: float = 0.25,
+    ) -> bool:
+        """Poll a condition until it holds, as :func:`wait_until`, and log the wait."""
+
+        def is_over() -> bool:
+            if not (is_met := holds()):
+                self.left_s(whom)
+            return is_met
+
+        return wait_until(is_over, timeout_s, longest_s=longest_s)
+
+    def wait(
+        self, wait: Callable[[float], bool], timeout_s: float, whom: Callable[[], str]
+    ) -> bool:
+        """Wait for another thread, and log the wait; returns whether it is over.
+
+        Args:
+            wait: Waits so many seconds, and returns whether it is over.
+            timeout_s: The longest wait, in seconds.
+            whom: As for :meth:`left_s`.
+        """
+        until = time.monotonic() + timeout_s
+        while not wait(min(max(0.0, until - time.monotonic()), self.left_s(whom))):
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    @contextmanager
+    def beside(self, whom: Callable[[], str]) -> Iterator[None]:
+        """Context for waits in C code, which a thread logs."""
+        over = Latch()
+
+        def log() -> None:
+            while not over.wait(self.left_s(whom)):
+                pass
+
+        begin(log)
+        try:
+            yield
+        finally:
+            over.set()

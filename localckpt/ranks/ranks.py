@@ -21,6 +21,7 @@ from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
 from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND, remove_rounds
 from localckpt.ranks.verdict import Call, PerRank, Verdict
 from localckpt.threads import Latch
@@ -369,9 +370,13 @@ class Ranks:
             return False
         return self._deciding.ask("look for a hand", lambda store: bool(store.check([HAND])))
 
-    def attended_awaits(self) -> str:
-        """Return in words which ranks an :meth:`attend` in another thread waits for."""
-        return self._deciding.attended_awaits()
+    def patience(self, what: str) -> Patience:
+        """Begin a wait of this rank for others; ``what`` is as for :class:`Patience`."""
+        return Patience(self.global_ranks[self.rank], what)
+
+    def awaits(self) -> str:
+        """Return in words which ranks a call in another thread waits for; empty for none."""
+        return self._deciding.awaits()
 
     def leave(self, what: str) -> None:
         """Take part in nothing any more; an :meth:`attend` in another thread ends, on all ranks.

@@ -22,7 +22,6 @@ from localckpt.ranks.asking import store_is_silent
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.ends import CallEnd, failure_of
 from localckpt.ranks.failure import Failure
-from localckpt.ranks.patience import Patience
 from localckpt.ranks.ranks import Ranks
 from localckpt.threads import Latch, Task
 
@@ -275,7 +274,7 @@ class Watch:
             raise store_is_silent("agree on the async calls", why)
 
     def _news_until(self, is_there: Callable[[], bool], until: float) -> bool:
-        patience = Patience(self._ranks.global_ranks[self._ranks.rank], "finalize async calls")
+        patience = self._ranks.patience("finalize async calls")
         while True:
             # Before the look: what comes after that ends the wait.
             news = self._news
@@ -283,7 +282,7 @@ class Watch:
                 return True
             if self._has_left:
                 raise PeerLostError("this rank has given up its async calls: its queue was aborted")
-            next_s = patience.left_s(self._ranks.attended_awaits)
+            next_s = patience.left_s(lambda: self._ranks.awaits() or "its own calls")
             if not news.wait(min(until - time.monotonic(), next_s)) and time.monotonic() >= until:
                 return is_there()
 

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from localckpt.errors import MismatchError, PeerLostError
+from localckpt.failure_texts import ranks_named
 from localckpt.ranks.asking import ask_store
 from localckpt.ranks.deadline import begin
 from localckpt.ranks.job_store import default_store
+from localckpt.ranks.patience import Patience
 from localckpt.ranks.values import if_there
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.progress import Progress, first_line
@@ -197,9 +199,10 @@ class _Opening:
         """
         making, quitting = self._making, begin(self._await_quitter)
         try:
-            wait_until(
+            Patience(self._rank, "connect").until(
                 lambda: making.done() or quitting.done() or self._is_given_up(),
                 _CONNECTING_TIMES * self._timeout_s,
+                lambda: ranks_named(r for r in self.ranks if r != self._rank),
                 longest_s=_LONGEST_PAUSE_S,
             )
             return making.take_result(0)

@@ -76,7 +76,7 @@ class DeviceTransport:
             stream = accelerator.Stream(self._device)
             stream.wait_stream(accelerator.current_stream(self._device))
         try:
-            with torch.get_device_module(self._device).stream(stream):
+            with progress.watched(), torch.get_device_module(self._device).stream(stream):
                 self._connect(progress)
                 self._run(sends, receives, outgoing, incoming, progress)
             if stream is not None:

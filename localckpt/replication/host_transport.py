@@ -120,18 +120,19 @@ class HostTransport:
             raise PeerLostError(
                 f"rank {self._rank} cannot exchange shards: these connections broke before"
             )
-        run_interruptibly(lambda: self._exchange(sends, receives, timeout_s), self.abort)
+        sent = sum(source.nbytes for _, source in sends)
+        received = sum(len(view) for _, view in receives)
+        progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
+        self.connections.progress = progress
+        with progress.watched():
+            run_interruptibly(lambda: self._exchange(sends, receives, progress), self.abort)
 
     def _exchange(
         self,
         sends: Sequence[tuple[int, ShardSource]],
         receives: Sequence[tuple[int, memoryview]],
-        timeout_s: float,
+        progress: Progress,
     ) -> None:
-        sent = sum(source.nbytes for _, source in sends)
-        received = sum(len(view) for _, view in receives)
-        progress = Progress(self._rank, timeout_s + self.pacer.longest_s(max(sent, received)))
-        self.connections.progress = progress
         messages = Messages(self.connections, progress, self.pacer)
         failures: list[BaseException] = []
         receivers: list[threading.Thread] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from localckpt.errors import PeerLostError
 from localckpt.ranks.absent import SLOW
 from localckpt.ranks.failure import forget_frames
+from localckpt.ranks.patience import Patience
 
 __all__ = ["CHUNK_NBYTES", "PeerFailed", "Progress", "chunks", "first_line", "numbered"]
 
@@ -32,6 +34,7 @@ class Progress:
         self._deadline = time.monotonic() + timeout_s
         self._received: dict[int, list[int]] = {}
         self._sent: dict[int, list[int]] = {}
+        self._patience = Patience(rank, "exchange shards")
 
     def expect(self, peer: int, *, received: int = 0, sent: int = 0) -> None:
         """Note how many bytes are to be received from a peer, and sent to it."""
@@ -42,6 +45,13 @@ class Progress:
         """Count bytes that were received, and sent."""
         self._received[peer][0] += received
         self._sent[peer][0] += sent
+        self._patience.renew()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Context of the exchange: whoever sends nothing, and takes nothing, for long is logged."""
+        return self._patience.beside(
+            lambda: ", ".join(map(self.of, self.lacking())) or "this node's storage"
+        )
 
     def left(self) -> timedelta:
         """Time until the deadline; never zero, which torch would take for no limit."""

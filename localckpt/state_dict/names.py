@@ -15,8 +15,10 @@ from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.values import Ignored, root_of
 
 __all__ = [
+    "ABOUT",
     "CLASS",
     "KEYS",
+    "ORDER",
     "Names",
     "given_only",
     "merged_names",
@@ -32,6 +34,8 @@ Names = dict[str, Any]
 _BESIDE = "\0"
 CLASS, KEYS = f"{_BESIDE}class", f"{_BESIDE}keys"
 """Name of the class of a part, where a state has one; and of the keys of a free part's state."""
+ABOUT, ORDER = f"{_BESIDE}about", f"{_BESIDE}order"
+"""Name of what a caller says of the parts, by their names; and of the order of values in one."""
 _MOST_KEYS = 1000
 
 # What the dicts of a state are made of.

@@ -13,6 +13,7 @@ import torch
 from localckpt.errors import MismatchError
 from localckpt.memory.tensor_bytes import is_flat
 from localckpt.state_dict.boxes import Box
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.global_view import Job, boxes_of, named
 from localckpt.state_dict.names import Names, given_only, names_of, saved_only
 from localckpt.state_dict.regions import Region, whole
@@ -111,7 +112,7 @@ class TargetRules:
         lets_go: Tells what may be on one side only, and is then left as it is.
         named: Names of parts that some rank must have saved.
         compare: Compares the names of what was saved, and of what is given, in a way of the
-            caller's: returns what does not fit.
+            caller's: returns what does not fit, by the names of parts.
     """
 
     free: Freedom = NO_FREEDOM
@@ -119,7 +120,7 @@ class TargetRules:
     converts: bool = False
     lets_go: LetsGo = let_nothing_go
     named: frozenset[str] = frozenset()
-    compare: Callable[[Names, Names], list[str]] = lambda _, __: []
+    compare: Callable[[Names, Names], Mapping[str, list[str]]] = lambda _, __: {}
 
     def require_named(self, saved: Collection[str]) -> None:
         """Check that all of ``named`` are among the parts that were saved.
@@ -532,11 +533,13 @@ def require_names(
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
     absent = () if rules.is_partial else saved_only(saved, given)
     lacking = [name for name in absent if not rules.lets_go(name)]
-    lines = rules.compare(saved, given)
+    compared = rules.compare(saved, given)
+    lines = [line for part in compared.values() for line in part]
     if added or not {*missing}.isdisjoint(lacking):
+        # What the caller says of a part tells more than the names in it.
         sides = zip_longest(
-            (f"{name}: saved, not given" for name in lacking),
-            (f"{name}: given, not saved" for name in added),
+            (f"{n}: saved, not given" for n in lacking if prefix_in(n, compared) is None),
+            (f"{n}: given, not saved" for n in added if prefix_in(n, compared) is None),
         )
         # In turn, since not all may be shown.
         lines += [line for pair in sides for line in pair if line is not None]

@@ -37,6 +37,8 @@ def main(folder: Path, slow: str, tier: str, *, steps: int) -> None:
     ) as checkpointer:
         first = checkpointer.resume()
         assert first == 0 or bool((model.weight == first - 1).all())
+        if (folder / "slow at resume").exists():
+            (folder / "slow").touch()
         tell(f"resumed {first}")
         for step in range(first, first + steps):
             dist.barrier()

@@ -138,6 +138,32 @@ def test_storage_that_answers_has_the_last_step_on_both_tiers(tmp_path: Path) ->
         shutil.move(tmp_path / "lost", tmp_path / lost)
 
 
+@pytest.mark.parametrize("slow_from", ["resume", "first save"])
+def test_a_start_on_storage_that_does_not_answer_hears_a_signal_at_once(
+    slow_from: str, tmp_path: Path
+) -> None:
+    with _job(tmp_path, steps=2) as job:
+        assert [rank.wait(_PATIENCE_S) for rank in job.ranks] == [0, 0], job.text(0)
+    if slow_from == "resume":
+        # The first step notes that this start is counted.
+        (tmp_path / "slow at resume").touch()
+    with _job(tmp_path, slow="fsync") as job:
+        job.await_(lambda: "resumed 2\n" in job.text(0))
+        (tmp_path / "slow").touch()
+        # A step, or the first save, waits.
+        time.sleep(20 * stopped_program.STEP_S)
+        began = time.monotonic()
+
+        job.ranks[1].send_signal(signal.SIGTERM)
+        codes = [rank.wait(_PATIENCE_S) for rank in job.ranks]
+
+        took_s = time.monotonic() - began
+        texts = [job.text(rank) for rank in range(_WORLD)]
+    assert codes == [0, 0], texts
+    assert took_s < _ENDED_S, texts
+    assert all("is not safe on the nodes" in text for text in texts)
+
+
 _EXIT = """
 import sys, time
 from localckpt.threads import Task, exit_by

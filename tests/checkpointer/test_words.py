@@ -168,6 +168,56 @@ def test_steps_that_go_back_are_told_how_to(tmp_path: Path) -> None:
             checkpointer.save(5)
 
 
+def _program(change: str) -> dict[str, Any]:
+    a, b = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    modules = {"a": a, "b": b}
+    if change == "part":
+        del modules["b"]
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters[:: -1 if change == "order" else 1])
+    return {**modules, **({} if change == "part" else {"optimizer": optimizer})}
+
+
+_ONLY_FIT = "the saved one, and was left as it is: "
+
+
+@pytest.mark.parametrize("change", ["part", "order"])
+@pytest.mark.parametrize("options", [{}, {"partial": True}, {"allow_dtype_change": True}])
+def test_what_does_not_fit_is_told_once_and_what_was_given_is_not_advised(
+    options: dict[str, bool], change: str, tmp_path: Path
+) -> None:
+    # A part alone may go.
+    change = "order" if "partial" in options else change
+    told = "b: saved, not given; optimizer: saved, not given. Make"
+    if change == "order":
+        told = "optimizer: its parameters are in another order (number 0 was a.weight, and is b.w"
+    with Checkpointer(_program(""), local=tmp_path) as checkpointer:
+        checkpointer.step(checkpointer.resume())
+
+    with (
+        pytest.raises(CheckpointingException) as caught,
+        Checkpointer(_program(change), local=tmp_path) as checkpointer,
+    ):
+        checkpointer.resume(**options)
+
+    text = str(caught.value)
+    assert text.partition(_ONLY_FIT)[2].startswith(told), text
+    for name in ("partial", "allow_dtype_change"):
+        assert (f"({name}=True)" in text) == (name not in options)
+    assert not [word for word in _NEVER if word in text], text
+
+
+def test_what_a_manager_saved_is_told_by_whom_it_can_be_loaded(tmp_path: Path) -> None:
+    with LocalCheckpointManager(tmp_path) as manager:
+        manager.save({"value": torch.nn.Linear(1, 1)}, 3)
+
+    with (
+        pytest.raises(CheckpointingException, match=r"saved by another object.*resume\(Elsewhere"),
+        Checkpointer(_state(), local=tmp_path) as checkpointer,
+    ):
+        checkpointer.resume()
+
+
 def _save_alone(rank: int, world_size: int, make: Callable[[], Any]) -> str:
     text = ""
     manager = make()

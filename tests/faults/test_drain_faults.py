@@ -288,7 +288,7 @@ def _full_on_one(rank: int, world_size: int, root: Path, address: str) -> tuple[
         assert_same(found, state)
         job.promote(5)
         blank = {key: torch.zeros(250_000) for key in state if key != f"of {rank}"}
-        job.shared.load(into=blank, iteration=5, allow_partial_load=True)
+        job.shared.load(into=blank, iteration=5, partial=True)
         assert_same(blank, {key: value for key, value in state.items() if key in blank})
     return text, seconds
 

@@ -30,7 +30,7 @@ def _saves_one_tensor_between_two(rank: int, world_size: int, root: Path) -> lis
             manager.save(state, iteration, is_async=False)
         manager.save({}, 3, is_async=False)
         manager.save({}, 4, is_async=False)
-        return [manager.find_latest(), manager.load({}, allow_partial_load=True)]
+        return [manager.find_latest(), manager.load({}, partial=True)]
 
 
 def test_ranks_that_have_nothing_to_write_save_again_and_again(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_partial_load_never_mixes_two_checkpoints(tmp_path: Path) -> None:
         _flip_in(tmp_path / "iteration_00000002.0001", -600)
 
         with pytest.raises(CorruptShardError):
-            manager.load({"b": torch.zeros(9)}, allow_partial_load=True)
+            manager.load({"b": torch.zeros(9)}, partial=True)
 
         with pytest.raises(MismatchError, match="1 values that the state has not: a"):
             manager.load({"b": torch.zeros(9)})

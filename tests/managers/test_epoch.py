@@ -31,7 +31,7 @@ def epoch(tmp_path: Path) -> Iterator[Epoch]:
 
 
 def _save(epoch: Epoch, iteration: int) -> Checkpoint:
-    epoch.begin(iteration)
+    epoch.begin(iteration, lambda: False)
     checkpoint = epoch.next_identity(iteration).checkpoint
     epoch.newest_iteration = iteration
     return checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError, PeerLostError, StorageError
+from localckpt.ranks import patience
 from localckpt.replication.connections import _AskingStore, _part_of_store
 from localckpt.replication.groups import GroupWrapper
 from localckpt.replication.transport import (
@@ -139,8 +141,18 @@ def test_ranks_connect_to_those_they_send_to_or_receive_from_and_to_no_others() 
     run_ranks(_send_along_a_chain, 5, expect_dead=[4])
 
 
+def _warnings() -> list[str]:
+    """Have long waits be those of 0.3 s; the messages of this rank from here on."""
+    patience._SILENT_S = 0.3
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("localckpt").addHandler(handler)
+    return lines
+
+
 def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> Any:
-    transport = _transport(kind)
+    transport, logged = _transport(kind), _warnings()
     timeout_s = 2.0 if sig == signal.SIGSTOP else _TIMEOUT_S
     content = image(rank, 50 * _CHUNK)
     source: ShardSource = ScratchSource(content)
@@ -165,6 +177,8 @@ def _lose_a_peer(rank: int, world_size: int, kind: str, sig: signal.Signals) -> 
         time.sleep(0.2)
         assert bytes(place) == then, "a late peer wrote into memory that was given back"
     transport.close()
+    if rank == 0 and sig == signal.SIGSTOP:
+        assert any("s to exchange shards, for rank 1 (" in line for line in logged), logged
     return str(raised.value), took
 
 
@@ -304,10 +318,12 @@ def test_own_connections_break_alone() -> None:
 
 
 def _connect_alone(rank: int, world_size: int) -> None:
+    logged = _warnings()
     dist.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"could not connect to ranks \[0, 1\] within 1 s"):
             HostTransport.connect("alone", [0, 1], rank, 1.0)
+        assert any("s to connect, for rank 1" in line for line in logged), logged
 
 
 @pytest.mark.fault("silent-peer")

@@ -114,7 +114,8 @@ class Pipeline:
             *(self._memory, self._pacer, timeout_s, message_nbytes),
         )
         try:
-            run_interruptibly(job.run, self._give_up)
+            with job.progress.watched():
+                run_interruptibly(job.run, self._give_up)
         except BaseException as error:
             self.broken = True
             if self.connections.given_up and isinstance(error, PeerFailed):

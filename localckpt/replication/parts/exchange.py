@@ -64,7 +64,8 @@ def exchange_parts(
     for peer, nbytes in senders.items():
         progress.expect(peer, received=nbytes)
     exchange = _Exchange(links, connections, progress, find)
-    run_interruptibly(lambda: exchange.run(receivers, senders, send), exchange.abort)
+    with progress.watched():
+        run_interruptibly(lambda: exchange.run(receivers, senders, send), exchange.abort)
 
 
 class _Exchange:

@@ -1,17 +1,17 @@
 """Values that belong to no global tensor, compared between the ranks that saved them.
 
 A value that all ranks saved equal is given to every rank. Of others a rule says what becomes of
-them. Values are compared by digests, section by section: a section is what is below one key at the
+them, and of a rank's place in the data, which is another one for another number of ranks. Values are compared by digests, section by section: a section is what is below one key at the
 top of a state. Pure functions of plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from localckpt.errors import MismatchError
-from localckpt.ids import Checkpoint
+from localckpt.state_dict.containers import prefix_in
 
 __all__ = ["RuledValues", "judge_rules", "judge_tables", "judge_values", "tellers_of"]
 
@@ -51,7 +51,9 @@ def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
 
 
 def judge_values(
-    ruled: Mapping[int, Mapping[str, str]], is_kept: Callable[[str], bool]
+    ruled: Mapping[int, Mapping[str, str]],
+    is_kept: Callable[[str], bool],
+    places: Container[str] = (),
 ) -> RuledValues:
     """Divide values that a rule is for into equal and unequal ones.
 
@@ -59,6 +61,7 @@ def judge_values(
         ruled: For each rank that saved the digests of its values by key.
         is_kept: Whether the rule for a key gives each rank its own. What one rank alone has saved
             is then that rank's; else it counts as equal.
+        places: Key prefixes of places in the data, which never count as equal.
     """
     digests: dict[str, list[str]] = {}
     tellers: dict[str, int] = {}
@@ -69,7 +72,10 @@ def judge_values(
     unequal = {
         key
         for key, those in digests.items()
-        if len(set(those)) > 1 or len(those) < len(ruled) or (len(ruled) == 1 and is_kept(key))
+        if len(set(those)) > 1
+        or len(those) < len(ruled)
+        or (len(ruled) == 1 and is_kept(key))
+        or _is_below(key, places)
     }
     equal = {key: shard for key, shard in tellers.items() if key not in unequal}
     return RuledValues(equal, sorted(unequal))
@@ -93,19 +99,21 @@ def tellers_of(sections: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]
 
 
 def judge_tables(
-    checkpoint: Checkpoint,
+    about: str,
     tables: Mapping[int, Mapping[str, str]],
     sections: Mapping[int, Mapping[str, str]],
+    places: Container[str] = (),
 ) -> None:
     """Check that values which no rule is for are equal on all ranks that saved them.
 
     Args:
-        checkpoint: The checkpoint.
+        about: Name of the checkpoint, and the number of ranks that saved it, in words.
         tables: For each rank that tells some, the digests of values by key.
         sections: As for :func:`tellers_of`.
+        places: As for :func:`judge_values`.
 
     Raises:
-        MismatchError: Some are not; the error names them.
+        MismatchError: Some are not, or are places in the data; the error names them.
     """
     digests: dict[str, str] = {}
     unequal: dict[str, None] = {}
@@ -120,13 +128,33 @@ def judge_tables(
     if not unequal:
         # More sections differ than were told.
         unequal = {section: None for section, those in kinds.items() if len(those) > _MOST_TELLERS}
-    if unequal:
-        named = ", ".join(map(repr, list(unequal)[:_SHOWN]))
-        more = f", and {len(unequal) - _SHOWN} more" if len(unequal) > _SHOWN else ""
-        raise MismatchError(
-            f"iteration {checkpoint.iteration} was saved by {checkpoint.world_size} ranks, and "
-            f"this job has another number, or shards its tensors otherwise: the values of "
-            f"{named}{more} differ between the ranks that saved them. Say what becomes of each "
-            f"with private=, as in private={{{next(iter(unequal))!r}: 'drop'}}; or mark what is "
-            f"equal by localckpt.replicated() when it is saved. Nothing was changed"
+    kept = [key for of_shard in tables.values() for key in of_shard if _is_below(key, places)]
+    texts = []
+    if differing := [key for key in unequal if not _is_below(key, places)]:
+        texts.append(
+            f"the values of {_named(differing)} differ between the ranks that saved them. Say what "
+            f"becomes of each with private=, as in private={{{differing[0]!r}: 'drop'}}; or mark "
+            f"what is equal by localckpt.replicated() when it is saved"
         )
+    if kept := list(dict.fromkeys(kept)):
+        texts.append(
+            f"{_named(kept)} is a place in the data as one of the ranks that saved it counts it, "
+            f"and so many ranks would skip or repeat data by it. Begin the data anew with "
+            f"private={{{kept[0]!r}: 'drop'}}, make each rank's place with a function in place of "
+            f"'drop', or, if it counts the samples that all ranks have seen, mark it by "
+            f"localckpt.replicated()"
+        )
+    if texts:
+        raise MismatchError(
+            f"{about}, and this job has another number, or shards its tensors otherwise: "
+            f"{'. And '.join(texts)}. Nothing was changed"
+        )
+
+
+def _is_below(key: str, places: Container[str]) -> bool:
+    return prefix_in(key, places) is not None
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(map(repr, keys[:_SHOWN])) + more

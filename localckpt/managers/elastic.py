@@ -40,7 +40,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
 from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
-from localckpt.state_dict.basic import own_states, stateful_keys, wrapped
+from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.optimizer_states import ParametersOfStates
@@ -239,6 +239,7 @@ class ElasticLoad:
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
+                "places": sorted(places_in(self._options.given)),
                 "shared": overlapping_keys(self._tensors.tensors),
                 "wanted": self._tensors.wanted,
                 "saved": [

@@ -185,6 +185,7 @@ class ElasticJudge:
         self._wanted: dict[int, list[TensorGroup]] = {}
         self._sections: dict[int, dict[str, str]] = {}
         self._ruled = RuledValues({}, ())
+        self._places = frozenset[str]()
         # What is planned, until digests that are asked for are judged.
         self._plan = ReshardPlan()
         self._tables: dict[str, Keys] = {}
@@ -200,6 +201,8 @@ class ElasticJudge:
         judge_rules([report["rules"] for report in reports])
         ruled: dict[int, dict[str, str]] = {}
         names: dict[str, int] = {}
+        if self._checkpoint.world_size != len(reports):
+            self._places = frozenset(place for report in reports for place in report["places"])
         shared = sorted({tuple(pair) for report in reports for pair in report["shared"]})
         for rank, report in enumerate(reports):
             self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
@@ -211,7 +214,7 @@ class ElasticJudge:
                 for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
         self._ruled = judge_values(
-            dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep"
+            dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep", self._places
         )
         asked: dict[int, dict[str, list[Any]]] = {}
         for name, rank in names.items():
@@ -249,7 +252,9 @@ class ElasticJudge:
             for shard, of_shard in record["digests"]:
                 digests.setdefault(shard, {}).update(of_shard)
             packs += split_packs(record["packs"], message.data)
-        judge_tables(self._checkpoint, digests, self._sections)
+        saved_by = f"was saved by {self._checkpoint.world_size} ranks"
+        about = f"iteration {self._checkpoint.iteration} {saved_by}"
+        judge_tables(about, digests, self._sections, self._places)
         self._tables, self._packs, self._addresses = tables, packs, addresses
         self._plan = plan_reshard(
             dict(sorted(self._saved.items())),

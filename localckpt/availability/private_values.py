@@ -1,8 +1,9 @@
 """Values that belong to no global tensor, compared between the ranks that saved them.
 
 A value that all ranks saved equal is given to every rank. Of others a rule says what becomes of
-them, and of a rank's place in the data, which is another one for another number of ranks. Values are compared by digests, section by section: a section is what is below one key at the
-top of a state. Pure functions of plain data.
+them, and of a rank's place in the data, which is another one for another number of ranks. Both
+tiers decide so. Values are compared by digests, section by section: a section is what is below one
+key at the top of a state. Pure functions of plain data.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from localckpt.state_dict.containers import prefix_in
 __all__ = ["RuledValues", "judge_rules", "judge_tables", "judge_values", "tellers_of"]
 
 _SHOWN = 10
+_ADVICE = (
+    "Say what becomes of each with private=, as in private={{key}: 'drop'}; or mark what is equal, "
+    "or counts the samples that all ranks have seen, by localckpt.replicated()"
+)
 # Ranks that tell their keys where a section differs: enough to name what differs.
 _MOST_TELLERS = 64
 
@@ -75,7 +80,7 @@ def judge_values(
         if len(set(those)) > 1
         or len(those) < len(ruled)
         or (len(ruled) == 1 and is_kept(key))
-        or _is_below(key, places)
+        or prefix_in(key, places) is not None
     }
     equal = {key: shard for key, shard in tellers.items() if key not in unequal}
     return RuledValues(equal, sorted(unequal))
@@ -115,6 +120,10 @@ def judge_tables(
     Raises:
         MismatchError: Some are not, or are places in the data; the error names them.
     """
+
+    def is_place(key: str) -> bool:
+        return prefix_in(key, places) is not None
+
     digests: dict[str, str] = {}
     unequal: dict[str, None] = {}
     for of_shard in tables.values():
@@ -128,31 +137,21 @@ def judge_tables(
     if not unequal:
         # More sections differ than were told.
         unequal = {section: None for section, those in kinds.items() if len(those) > _MOST_TELLERS}
-    kept = [key for of_shard in tables.values() for key in of_shard if _is_below(key, places)]
+    kept = {key: None for of_shard in tables.values() for key in of_shard if is_place(key)}
     texts = []
-    if differing := [key for key in unequal if not _is_below(key, places)]:
+    if differing := [key for key in unequal if key not in kept]:
+        texts.append(f"the values of {_named(differing)} differ between the ranks that saved them")
+    if kept:
         texts.append(
-            f"the values of {_named(differing)} differ between the ranks that saved them. Say what "
-            f"becomes of each with private=, as in private={{{differing[0]!r}: 'drop'}}; or mark "
-            f"what is equal by localckpt.replicated() when it is saved"
-        )
-    if kept := list(dict.fromkeys(kept)):
-        texts.append(
-            f"{_named(kept)} is a place in the data as one of the ranks that saved it counts it, "
-            f"and so many ranks would skip or repeat data by it. Begin the data anew with "
-            f"private={{{kept[0]!r}: 'drop'}}, make each rank's place with a function in place of "
-            f"'drop', or, if it counts the samples that all ranks have seen, mark it by "
-            f"localckpt.replicated()"
+            f"{_named(list(kept))} is a place in the data as one of the ranks that saved it counts "
+            f"it, by which another number of ranks would skip or repeat data"
         )
     if texts:
+        first = next(iter([*differing, *kept]))
         raise MismatchError(
             f"{about}, and this job has another number, or shards its tensors otherwise: "
-            f"{'. And '.join(texts)}. Nothing was changed"
-        )
-
-
-def _is_below(key: str, places: Container[str]) -> bool:
-    return prefix_in(key, places) is not None
+            f"{'; and '.join(texts)}. Nothing was changed"
+        ).advised("resize", _ADVICE.replace("{key}", repr(first)))
 
 
 def _named(keys: Sequence[str]) -> str:

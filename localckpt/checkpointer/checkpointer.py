@@ -38,8 +38,7 @@ from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.resume import Resumption
 from localckpt.checkpointer.schedule import Schedule
 from localckpt.checkpointer.selection import Selection
-from localckpt.checkpointer.shared import OnResize
-from localckpt.checkpointer.state import TrainingState
+from localckpt.checkpointer.state import OnResize, TrainingState
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.checkpointer.tiers import (
     Failures,
@@ -332,7 +331,6 @@ class Checkpointer:
                     timeout_s=timeout_s,
                     max_attempts=max_attempts,
                     safe_globals=allowed,
-                    on_resize=on_resize,
                     private=private or {},
                     ranks=self._ranks,
                     failures=self._failures[1],

@@ -23,6 +23,10 @@ FIT = (
 
 _ADVICE = {
     "fit": FIT,
+    "resize": "Resume with as many ranks; or leave what differs as it is made, with "
+    "on_resize='drop' or, by name, private={'loader': 'drop'}, where 'keep' gives each rank that "
+    "of its number, and a function of the saved values makes each rank's; or mark a part that "
+    "counts the samples that all ranks have seen by localckpt.replicated()",
     "slow": "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else "
     "restart the job. Is {call}() called on every rank?",
 }

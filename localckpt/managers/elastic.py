@@ -18,8 +18,14 @@ from typing import Any
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.readers import assign_readers
 from localckpt.availability.refusals import BadCopy
-from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
-from localckpt.failure_texts import said_by
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    PeerLostError,
+    StorageError,
+)
+from localckpt.failure_texts import Mismatches, said_by
 from localckpt.ids import Checkpoint
 from localckpt.managers.elastic_copies import ShardCopies
 from localckpt.managers.elastic_judge import (
@@ -53,8 +59,9 @@ from localckpt.state_dict.resharded import (
     take_values,
     with_values,
 )
+from localckpt.state_dict.targets import mismatch
 from localckpt.state_dict.value_digests import digest_of
-from localckpt.state_dict.values import Unit, found_at
+from localckpt.state_dict.values import Unit, left_as_given
 
 __all__ = ["ElasticLoad"]
 
@@ -140,9 +147,7 @@ class ElasticLoad:
             opened.callback(self._links.close)
             if (structure := self._compare_structures(opened)) is None:
                 return None
-            asked_of_all, asked = self._describe(structure)
-            self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
-            verdict, own = self._tell(asked)
+            verdict, own = self._compare_all(structure)
             if verdict.get("name") is None:
                 verdict, own = self._settle(own)
             if self._copies.take_out(verdict.get("bad", ())):
@@ -268,6 +273,34 @@ class ElasticLoad:
 
     # Tell, and plan.
 
+    def _compare_all(
+        self, structure: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Message | None]:
+        """Compare values and tensors as well, and plan, if all fits.
+
+        Raises:
+            MismatchError: It does not; the error has what differs in the structure, too.
+        """
+        found, lines = Mismatches(), structure["lines"]
+        if lines:
+            found.note(mismatch(lines))
+            self._judge.leave_out(structure["names"])
+        verdict: tuple[Mapping[str, Any], Message | None] = {}, None
+        try:
+            with found.noted():
+                asked_of_all, asked = self._describe(structure)
+                self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
+                verdict = self._tell(asked)
+        except (PeerLostError, StorageError):
+            raise
+        except CheckpointingException as error:
+            # Most likely because of the structure.
+            if not lines:
+                raise
+            forget_frames(error)
+        found.raise_all()
+        return verdict
+
     def _tell(self, asked: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Message | None]:
         """Tell the root what it asks for; it plans."""
         message = Message()
@@ -369,9 +402,7 @@ class ElasticLoad:
         free = self._options.rules.free
         parts = {str(key) for key in stateful_keys(self._options.given)}
         keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
-        found = found_at(without_markers(self._own), keys)
-        whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
-        return list(found.values()), frozenset(part for part in whole if part is not None)
+        return left_as_given(without_markers(self._own), parts, keys)
 
     def _say_what_is_dropped(self) -> None:
         dropped = [

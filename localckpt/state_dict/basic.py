@@ -19,7 +19,13 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.containers import joined, map_tensors, named_tensors
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
-from localckpt.state_dict.stateful import Freedom, freedom_of, is_place, load_module_state, module_state
+from localckpt.state_dict.stateful import (
+    Freedom,
+    freedom_of,
+    is_place,
+    load_module_state,
+    module_state,
+)
 
 __all__ = [
     "BasicTensorAwareStateDict",

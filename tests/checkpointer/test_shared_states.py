@@ -445,4 +445,4 @@ def test_what_differs_between_ranks_is_an_error_for_another_number(tmp_path: Pat
 
     told = run_ranks(_resize, 1, shared, "error", {}, False, store_per_node=[tmp_path / "second"])
 
-    assert "saved by 2 ranks, and this job has 1: place differ between ranks" in told[0][0]
+    assert "saved by 2 ranks, and this job has another number" in told[0][0]

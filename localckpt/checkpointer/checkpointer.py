@@ -56,7 +56,7 @@ from localckpt.managers.local import LocalCheckpointManager
 from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
@@ -855,7 +855,10 @@ class Checkpointer:
         what = f"{kind} after step {step}"
         while True:
             is_over, is_too_late, why = self._ranks.agree(
-                what, Attempt(), wait(), _judge_waits, kind=kind, order=step
+                *(what, Attempt(), wait(), _judge_waits),
+                kind=kind,
+                order=step,
+                read=shaped((bool, bool, str | None)),
             )
             if is_over or is_too_late or why is not None:
                 return is_over, why
@@ -977,7 +980,8 @@ class Checkpointer:
         lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
         mine = [self._has_failed, step, *lacks]
         failed_on, step, to_nodes, to_shared = self._ranks.decide(
-            "end the job", lambda: mine, judge_last_steps
+            *("end the job", lambda: mine, judge_last_steps),
+            read=shaped((str, int | None, bool, bool)),
         )
         if failed_on:
             logger.warning("the last step is not saved: a call failed on %s", failed_on)

@@ -23,7 +23,7 @@ from localckpt.managers.elastic_judge import (
     split_packs,
 )
 from localckpt.options import PrivateRule
-from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.basic import places_in
 from localckpt.state_dict.containers import prefix_in
@@ -189,7 +189,9 @@ class PrivateValues:
             )
             return PerRank(None, {r: Message(*joined_packs([p])) for r, p in made.items()})
 
-        _, own = self._ranks.decide("call the functions in private=", share, judge)
+        _, own = self._ranks.decide(
+            "call the functions in private=", share, judge, read=shaped((object, Message | None))
+        )
         images = [pack.data for pack in split_packs(own.record, own.data)] if own else []
         return [Unit(tuple(place), v) for image in images for place, v in self._unpack(image)]
 

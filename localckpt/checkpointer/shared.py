@@ -38,7 +38,7 @@ from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import set_element
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.options import PrivateRule
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.basic import unwrapped, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
@@ -230,7 +230,9 @@ class SharedState:
                 found.raise_all()
                 return verdict
 
-            verdict = self._ranks.decide(f"compare the parts with step {step}", compare, judge)
+            verdict = self._ranks.decide(
+                f"compare the parts with step {step}", compare, judge, read=_as_verdict
+            )
             saved, private = loads[0]
             keys = load.parts.keys() & saved.kinds.keys()
             if verdict is None:
@@ -400,6 +402,10 @@ class SharedState:
                 self._named[key].load_state_dict(loaded)
             elif key in keys and key in states:
                 self._named.get(key, part).load_state_dict(states[key])
+
+
+def _as_verdict(verdict: Any) -> Any:
+    return verdict if verdict is None else shaped({"equal": dict, "unequal": [str]})(verdict)
 
 
 def _place_in(saved: SavedState, key: str, rank: int) -> Path:

@@ -28,7 +28,7 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.lineage import Lineage
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 
 __all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
 
@@ -70,8 +70,11 @@ class Loads:
             found = find()
             return None if found is None else found.to_json()
 
-        found = self._ranks.act("find a checkpoint", lambda: [self._session_id, iteration], look)
-        return None if found is None else Found.from_json(self._committed.path, found)
+        def read(found: Any) -> Found | None:
+            return None if found is None else Found.from_json(self._committed.path, found)
+
+        tag = [self._session_id, iteration]
+        return self._ranks.act("find a checkpoint", lambda: tag, look, read=read)  # type: ignore[return-value]
 
     def _find_other(self, failed: Found, newest: Found, deadline: Deadline) -> Found | None:
         """Find, on the first rank, the checkpoint to try after one that could not be loaded.
@@ -104,7 +107,8 @@ class Loads:
             require_same(tags, self._ranks.global_ranks)
             return self._committed.iterations(left_by)
 
-        return self._ranks.act("find all checkpoints", lambda: [self._session_id, "all"], look)
+        tag = [self._session_id, "all"]
+        return self._ranks.act("find all checkpoints", lambda: tag, look, read=shaped([int]))
 
     def open(self, found: Found) -> OpenCheckpoint:
         """Read what a checkpoint holds; all ranks call it."""
@@ -221,7 +225,9 @@ class OpenCheckpoint:
             return _packed_bits([name in given for name in names])
 
         judge = partial(_judge_given, names, options.is_partial)
-        unwanted = self._ranks.decide(f"compare the state with iteration {iteration}", plan, judge)
+        unwanted = self._ranks.decide(
+            f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
+        )
         self._log_partial(unwanted, planned[0].planner.state_dict)
 
         def read() -> None:

@@ -44,6 +44,7 @@ from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
+from localckpt.ranks.ranks import shaped
 from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
 from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
@@ -69,6 +70,11 @@ logger = logging.getLogger(__name__)
 
 # Connecting, and the transfer itself.
 _DEADLINES = 2
+# What judge_structures() tells all ranks.
+_STRUCTURE = {
+    **{name: [str] for name in ("missing", "outlines", "expanded", "lines", "names")},
+    "dtypes": dict,
+}
 
 
 class ElasticLoad:
@@ -183,7 +189,9 @@ class ElasticLoad:
         bad = [[shard, *copy] for shard, copy in self._copies.found_bad.items()]
         report = {"bad": bad, "saved": of_digests, "given": digest_of(given, str)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
-        found_bad, asked = self._ranks.agree(what, opening, report, ask_for_structures)
+        found_bad, asked = self._ranks.agree(
+            *(what, opening, report, ask_for_structures), read=shaped((list, dict | None))
+        )
         if self._copies.take_out(found_bad):
             return None
         message = Message()
@@ -204,7 +212,9 @@ class ElasticLoad:
             message = Message(record, data)
         rules = self._options.rules
         structure: Mapping[str, Any] = self._ranks.agree(
-            what, telling, message, lambda told: judge_structures(told, self._rules, rules)
+            *(what, telling, message),
+            lambda told: judge_structures(told, self._rules, rules),
+            read=shaped(_STRUCTURE),
         )
         if missing := structure["missing"]:
             for saved in self._copies.shards.values():
@@ -256,7 +266,10 @@ class ElasticLoad:
                 ],
             }
         what = f"compare iteration {self._checkpoint.iteration} with the states to load into"
-        asked_of_all, asked = self._ranks.agree(what, opening, report, self._judge.compare)
+        asked_of_all, asked = self._ranks.agree(
+            *(what, opening, report, self._judge.compare),
+            read=shaped(({"unequal": [str], "shared": list}, dict | None)),
+        )
         return asked_of_all, asked
 
     def _require_into(self) -> None:
@@ -321,7 +334,9 @@ class ElasticLoad:
             record = {"tables": tables, "digests": digests, "packs": about}
             message = Message(record | {"address": self._links.address}, data)
         what = f"plan the load of iteration {self._checkpoint.iteration}"
-        verdict, own = self._ranks.agree(what, telling, message, self._judge.plan)
+        verdict, own = self._ranks.agree(
+            *(what, telling, message, self._judge.plan), read=shaped((dict, Message | None))
+        )
         return verdict, own
 
     def _settle(self, own: Message | None) -> tuple[Mapping[str, Any], Message | None]:
@@ -342,7 +357,9 @@ class ElasticLoad:
         bad = [[shard, *found] for shard, found in found_bad.items()]
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
         message = Message({"bad": bad, "digests": digests})
-        verdict, plan = self._ranks.agree(what, reading, message, self._judge.settle)
+        verdict, plan = self._ranks.agree(
+            *(what, reading, message, self._judge.settle), read=shaped((dict, Message | None))
+        )
         return verdict, plan
 
     def _take_plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import Checkpointer, MismatchError, Values
+from localckpt import Checkpointer, CheckpointingException, MismatchError, Values
 from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
@@ -187,7 +186,9 @@ _KEYS = {row: f"p{number}" for number, row in enumerate(_ROWS)}
 
 
 def _save(rank: int, world_size: int, shared: Path) -> None:
-    state = {key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank))) for n, key in _KEYS.items()}
+    state = {
+        key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank))) for n, key in _KEYS.items()
+    }
     private = {key: "keep" for name, key in _KEYS.items() if name.startswith("stage")}
     options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "private": private}
     with Checkpointer(state, local=node_store(), **options) as checkpointer:
@@ -215,7 +216,7 @@ def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]
         except MismatchError as error:
             assert _seen(part) == _MADE
             found[name] = f"refused: {error}" if key in str(error) else f"unnamed: {error}"
-        except Exception as error:
+        except CheckpointingException as error:
             found[name] = f"{type(error).__name__}: {error}"
         else:
             found[name] = _seen(part)

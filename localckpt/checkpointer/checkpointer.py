@@ -114,13 +114,15 @@ class Checkpointer:
             runs on two nodes or more, and 1 on one node.
         repl_strategy: Any other redundancy, in place of ``replication_factor``; it stays
             the caller's to close.
-        on_resize: What becomes of parts that differ between ranks, such as data loaders, when
-            another number of ranks loads them: an ``"error"``, or they are ``"drop"``-ped, and stay
-            as they are made.
+        on_resize: What becomes of parts that differ between ranks when another number of ranks
+            loads them, and of data loaders and samplers, whose place is another one then though
+            it be equal on all ranks: an ``"error"``, or they are ``"drop"``-ped, and stay as they
+            are made. A loader in :func:`localckpt.replicated` counts what all ranks have seen.
         private: By the name of a part, or by the beginning of a key such as ``"loader.position"``,
-            what becomes of values that differ between ranks when another number of ranks loads them
-            from the nodes; see :class:`LocalCheckpointManager`. It goes before ``on_resize``.
-            States of random number generators are kept: each rank gets that of its number.
+            what becomes of such values, on both tiers; see :class:`LocalCheckpointManager`. It goes
+            before ``on_resize``. Shared storage has a module or an optimizer with a rule for each
+            rank that saved. States of random number generators are kept: each rank gets that of its
+            number.
         rng: Whether to save the states of the random number generators.
         guard: Optimizers whose tensors on a GPU change in ``step`` only: training goes on while
             they are being copied.

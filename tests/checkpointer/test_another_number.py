@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import localckpt
-from localckpt import Checkpointer, CheckpointingException, MismatchError, Values
+from localckpt import Checkpointer, MismatchError, Values
 from tests.checkpointer.loops import stores
 from tests.ranks import node_store, run_ranks
 
@@ -198,28 +198,35 @@ def _save(rank: int, world_size: int, shared: Path) -> None:
 
 
 def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Resume what loads together, and what is refused by itself; what became of each value."""
     logging.disable(logging.WARNING)
-    for name, key in _KEYS.items():
-        row = _ROWS[name]
-        part = row.make(row.made_as(_MADE))
-        options: dict[str, Any] = {"timeout_s": _S, "read_only": True, **row.options}
-        if row.rule is not None:
-            options["private"] = {key + row.below * (not isinstance(part, tuple)): row.rule}
-        local = node_store()
-        if tier == "shared":
-            local, options["shared"] = shared.parent / "empty", shared
-            local.mkdir(exist_ok=True)
+    local, options = node_store(), dict[str, Any]()
+    if tier == "shared":
+        local, options = shared.parent / "empty", {"shared": shared}
+        local.mkdir(exist_ok=True)
+    groups: dict[str, list[str]] = {}
+    for name, row in _ROWS.items():
+        alone = name if row.becomes == "refused" else ""
+        groups.setdefault(f"{alone}{row.options}", []).append(name)
+    found: dict[str, Any] = {}
+    for names in groups.values():
+        parts = {name: _ROWS[name].make(_ROWS[name].made_as(_MADE)) for name in names}
+        private = {
+            _KEYS[name] + _ROWS[name].below: _ROWS[name].rule
+            for name in names
+            if _ROWS[name].rule is not None
+        }
+        state = {_KEYS[name]: part for name, part in parts.items()}
+        given = {**options, **_ROWS[names[0]].options, "private": private, "read_only": True}
+        error = ""
         try:
-            with Checkpointer({key: part}, local=local, **options) as checkpointer:
-                checkpointer.resume(only=[key])
-        except MismatchError as error:
-            assert _seen(part) == _MADE
-            found[name] = f"refused: {error}" if key in str(error) else f"unnamed: {error}"
-        except CheckpointingException as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        else:
-            found[name] = _seen(part)
+            with Checkpointer(state, local=local, timeout_s=_S, **given) as checkpointer:
+                checkpointer.resume(only=list(state))
+        except MismatchError as refused:
+            error = f"refused: {refused}"
+            assert [_seen(part) for part in parts.values()] == [_MADE] * len(parts)
+            assert all(f"'{key}" in error for key in state), error
+        found |= {name: error or _seen(part) for name, part in parts.items()}
     return found
 
 

@@ -315,6 +315,26 @@ def _train(rank: int, world_size: int, root: Path) -> tuple[str, str]:
 
 @only_root
 @pytest.mark.parametrize("tier", ["disk"])
+def test_what_a_loop_records_is_the_users_alone(tier: str, place: Path) -> None:
+    root = place / "store"
+    root.mkdir(mode=0o700)
+    os.chown(root, _USER, _USER)
+
+    assert run_ranks(_train, 1, root, init_group=False)[0][0] == ""
+
+    events = list((root / "events").rglob("*.jsonl"))
+    assert events
+    assert {mode & 0o077 for mode, _ in _below(root).values()} == {0}
+    out, umask = place / "trace.json", os.umask(0)
+    try:
+        assert call("trace", str(root), "--out", str(out)).status == 0
+    finally:
+        os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["disk"])
 @pytest.mark.parametrize("name", ["events", "events/session-s"])
 @pytest.mark.parametrize("way", ["a link to the user's", "a folder"])
 def test_a_place_of_events_that_another_user_has_taken_is_not_written_to(
@@ -342,7 +362,7 @@ def test_a_place_of_events_that_another_user_has_taken_is_not_written_to(
     ((error, log),) = run_ranks(_train, 1, root, init_group=False)
 
     assert _below(mine) == before
-    assert str(taken) in error + log
+    assert str(root / "events") in error + log
     assert "choose another directory" in error + log or "ermission denied" in error + log
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from localckpt import (
     AsyncCallsQueue,
-    Checkpointer,
     CheckpointingException,
     GlobalCheckpointManager,
     LocalCheckpointManager,
@@ -196,29 +195,6 @@ def _drain(rank: int, number: int, root: Path) -> None:
             _leave(part)
 
 
-def _train(rank: int, number: int, root: Path) -> None:
-    seen = [0]
-    checkpointer = Checkpointer(
-        {"seen": (lambda: seen[0], lambda value: seen.__setitem__(0, value))},
-        local=node_store(),
-        shared=root,
-        session_id=f"trained-{number}",
-        every=1,
-        timeout_s=_SHORT_S,
-        on_error="raise",
-        stop_signals=(),
-        events=(),
-    )
-    try:
-        checkpointer.resume()
-        checkpointer.step(0)
-        checkpointer.save(0, shared=True)
-        checkpointer.wait_until_finished()
-        assert checkpointer.resume(step=0) == 1
-    finally:
-        _leave(checkpointer)
-
-
 def _leave(manager: Any) -> None:
     """Close a manager as a loop does that an error ends."""
     manager.__exit__(RuntimeError, RuntimeError("left"), None)
@@ -229,7 +205,6 @@ _PROTOCOLS: dict[str, Callable[..., None]] = {
     "shared": _save_shared,
     "local": _save_local,
     "drain": _drain,
-    "train": _train,
 }
 
 
@@ -288,7 +263,7 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
 ) -> None:
     marker = tmp_path / "ran"
     stride = (
-        1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5, "train": 2}[protocol]
+        1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5}[protocol]
     )
 
     ended = run_ranks(

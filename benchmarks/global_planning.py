@@ -253,6 +253,7 @@ class _SimulatedRanks(Ranks):
         order: int | None = None,
         timeout_s: float | None = None,
         in_vain: Callable[[], None] | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> Any:
         began = time.perf_counter()
         said: Message = work()

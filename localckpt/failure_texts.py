@@ -6,12 +6,14 @@ ranks share is given once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from localckpt.errors import CheckpointingException
+from localckpt.errors import CheckpointingException, MismatchError
 
 __all__ = [
+    "Mismatches",
     "described",
     "ranges",
     "ranks_named",
@@ -28,6 +30,40 @@ _LONGEST_TEXT = 4000
 _MOST_TEXTS = 8
 _MOST_RANGES = 16
 _CUT = " (cut)"
+
+
+class Mismatches:
+    """What several comparisons found, to be raised as one error."""
+
+    def __init__(self) -> None:
+        self._found: list[MismatchError] = []
+
+    def note(self, error: MismatchError) -> None:
+        """Note what a comparison raised."""
+        self._found.append(error)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context of a comparison; a MismatchError that it raises is noted."""
+        try:
+            yield
+        except MismatchError as error:
+            self.note(error)
+
+    def raise_all(self) -> None:
+        """Raise what was noted, if anything was.
+
+        Raises:
+            MismatchError: With the texts of all.
+        """
+        if not self._found:
+            return
+        first = next((error for error in self._found if error.topic), self._found[0])
+        others = dict.fromkeys(str(error) for error in self._found if error is not first)
+        if not others:
+            raise first
+        texts = [first.text, *others]
+        raise MismatchError(". Besides, ".join(texts)).advised(first.topic, first.advice)
 
 
 def short(text: str, longest: int = _LONGEST_TEXT) -> str:

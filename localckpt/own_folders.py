@@ -56,7 +56,7 @@ def make_own_folders(
     for missing in reversed([p for p in (named, *named.parents) if not os.path.lexists(p)]):
         above = os.open(missing.parent, _OPEN)
         try:
-            _make(missing.name, 0o700 if missing == named else 0o755, above)
+            _make(missing, 0o700 if missing == named else 0o755, above)
         finally:
             os.close(above)
     _check_way_to(named)
@@ -65,7 +65,7 @@ def make_own_folders(
         _check(path, folder, is_named=True, shares=shares, may_be_sticky=may_be_sticky)
         for name in below:
             path /= name
-            _make(name, _folder_mode(os.fstat(folder).st_mode) if shares else 0o700, folder)
+            _make(path, _folder_mode(os.fstat(folder).st_mode) if shares else 0o700, folder)
             inner = _open_below(path, folder)
             os.close(folder)
             folder = inner
@@ -155,11 +155,16 @@ def _folder_mode(mode_of_parent: int) -> int:
     return 0o700 | (mode_of_parent & 0o070 if mode_of_parent & stat.S_ISGID else 0)
 
 
-def _make(name: str, mode: int, within: int) -> None:
-    """Make a folder durably, if it is not there."""
-    with suppress(FileExistsError):
-        os.mkdir(name, mode, dir_fd=within)
+def _make(path: Path, mode: int, within: int) -> None:
+    """Make a folder durably, by its name in the folder that holds it, if it is not there."""
+    try:
+        os.mkdir(path.name, mode, dir_fd=within)
         os.fsync(within)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _open_below(path: Path, within: int) -> int:
@@ -170,14 +175,17 @@ def _open_below(path: Path, within: int) -> int:
 
 
 def _check_way_to(path: Path) -> None:
-    """Check a link that the user named, and warn of parents that all users may change."""
+    """Check the links that lead to a folder, and warn of parents that all users may change."""
     mine = (os.geteuid(), 0)
-    status = path.lstat()
-    if stat.S_ISLNK(status.st_mode) and status.st_uid not in mine:
-        raise StorageError(
-            f"{path} is a symbolic link of user {_user(status.st_uid)}, who may change where it "
-            f"leads: choose another directory. Nothing was changed"
-        )
+    for link in (path, *path.parents):
+        status = link.lstat()
+        # On the way to it a link may be an administrator's, where not all users can make one.
+        may_be_anybodys = link == path or link.parent.stat().st_mode & stat.S_IWOTH
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in mine and may_be_anybodys:
+            raise StorageError(
+                f"{link} is a symbolic link of user {_user(status.st_uid)}, who may change where "
+                f"it leads: choose another directory. Nothing was changed"
+            )
     for parent in path.resolve().parents:
         above = parent.stat()
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:

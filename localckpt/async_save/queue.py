@@ -34,6 +34,7 @@ from localckpt.async_save.request import (
     run_stop_fns,
 )
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.ranks.asking import store_errors
 from localckpt.ranks.watch import Verdict, Watched
 
 if TYPE_CHECKING:
@@ -377,7 +378,8 @@ class AsyncCallsQueue:
             entry.finalize_fns = deque(entry.request.finalize_fns)
             verdict_fn = entry.request.call.verdict_fn
             if verdict_fn is not None and not verdict.is_own:
-                entry.finalize_fns.appendleft(partial(verdict_fn, verdict.value))
+                take = partial(_take, verdict_fn, entry.name, verdict.value)
+                entry.finalize_fns.appendleft(take)
         try:
             while entry.finalize_fns:
                 # Each is taken out once it has run: after an interrupt the next poll goes on here.
@@ -454,3 +456,9 @@ class AsyncCallsQueue:
         except ValueError:
             return False
         return True
+
+
+def _take(verdict_fn: Callable[[Any], None], name: str, value: Any) -> None:
+    """Give a call the verdict on it, which may be none of this program's."""
+    with store_errors(f"take the verdict on {name}"):
+        verdict_fn(value)

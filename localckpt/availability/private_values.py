@@ -1,21 +1,26 @@
 """Values that belong to no global tensor, compared between the ranks that saved them.
 
 A value that all ranks saved equal is given to every rank. Of others a rule says what becomes of
-them. Values are compared by digests, section by section: a section is what is below one key at the
-top of a state. Pure functions of plain data.
+them, and of a rank's place in the data, which is another one for another number of ranks. Both
+tiers decide so. Values are compared by digests, section by section: a section is what is below one
+key at the top of a state. Pure functions of plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from localckpt.errors import MismatchError
-from localckpt.ids import Checkpoint
+from localckpt.state_dict.containers import prefix_in
 
 __all__ = ["RuledValues", "judge_rules", "judge_tables", "judge_values", "tellers_of"]
 
 _SHOWN = 10
+_ADVICE = (
+    "Say what becomes of each with private=, as in private={{key}: 'drop'}; or mark what is equal, "
+    "or counts the samples that all ranks have seen, by localckpt.replicated()"
+)
 # Ranks that tell their keys where a section differs: enough to name what differs.
 _MOST_TELLERS = 64
 
@@ -51,7 +56,9 @@ def judge_rules(rules: Sequence[Sequence[Sequence[str]]]) -> None:
 
 
 def judge_values(
-    ruled: Mapping[int, Mapping[str, str]], is_kept: Callable[[str], bool]
+    ruled: Mapping[int, Mapping[str, str]],
+    is_kept: Callable[[str], bool],
+    places: Container[str] = (),
 ) -> RuledValues:
     """Divide values that a rule is for into equal and unequal ones.
 
@@ -59,6 +66,7 @@ def judge_values(
         ruled: For each rank that saved the digests of its values by key.
         is_kept: Whether the rule for a key gives each rank its own. What one rank alone has saved
             is then that rank's; else it counts as equal.
+        places: Key prefixes of places in the data, which never count as equal.
     """
     digests: dict[str, list[str]] = {}
     tellers: dict[str, int] = {}
@@ -69,7 +77,10 @@ def judge_values(
     unequal = {
         key
         for key, those in digests.items()
-        if len(set(those)) > 1 or len(those) < len(ruled) or (len(ruled) == 1 and is_kept(key))
+        if len(set(those)) > 1
+        or len(those) < len(ruled)
+        or (len(ruled) == 1 and is_kept(key))
+        or prefix_in(key, places) is not None
     }
     equal = {key: shard for key, shard in tellers.items() if key not in unequal}
     return RuledValues(equal, sorted(unequal))
@@ -93,20 +104,26 @@ def tellers_of(sections: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]
 
 
 def judge_tables(
-    checkpoint: Checkpoint,
+    about: str,
     tables: Mapping[int, Mapping[str, str]],
     sections: Mapping[int, Mapping[str, str]],
+    places: Container[str] = (),
 ) -> None:
     """Check that values which no rule is for are equal on all ranks that saved them.
 
     Args:
-        checkpoint: The checkpoint.
+        about: Name of the checkpoint, and the number of ranks that saved it, in words.
         tables: For each rank that tells some, the digests of values by key.
         sections: As for :func:`tellers_of`.
+        places: As for :func:`judge_values`.
 
     Raises:
-        MismatchError: Some are not; the error names them.
+        MismatchError: Some are not, or are places in the data; the error names them.
     """
+
+    def is_place(key: str) -> bool:
+        return prefix_in(key, places) is not None
+
     digests: dict[str, str] = {}
     unequal: dict[str, None] = {}
     for of_shard in tables.values():
@@ -120,13 +137,23 @@ def judge_tables(
     if not unequal:
         # More sections differ than were told.
         unequal = {section: None for section, those in kinds.items() if len(those) > _MOST_TELLERS}
-    if unequal:
-        named = ", ".join(map(repr, list(unequal)[:_SHOWN]))
-        more = f", and {len(unequal) - _SHOWN} more" if len(unequal) > _SHOWN else ""
-        raise MismatchError(
-            f"iteration {checkpoint.iteration} was saved by {checkpoint.world_size} ranks, and "
-            f"this job has another number, or shards its tensors otherwise: the values of "
-            f"{named}{more} differ between the ranks that saved them. Say what becomes of each "
-            f"with private=, as in private={{{next(iter(unequal))!r}: 'drop'}}; or mark what is "
-            f"equal by localckpt.replicated() when it is saved. Nothing was changed"
+    kept = {key: None for of_shard in tables.values() for key in of_shard if is_place(key)}
+    texts = []
+    if differing := [key for key in unequal if key not in kept]:
+        texts.append(f"the values of {_named(differing)} differ between the ranks that saved them")
+    if kept:
+        texts.append(
+            f"{_named(list(kept))} is a place in the data as one of the ranks that saved it counts "
+            f"it, by which another number of ranks would skip or repeat data"
         )
+    if texts:
+        first = next(iter([*differing, *kept]))
+        raise MismatchError(
+            f"{about}, and this job has another number, or shards its tensors otherwise: "
+            f"{'; and '.join(texts)}. Nothing was changed"
+        ).advised("resize", _ADVICE.replace("{key}", repr(first)))
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(map(repr, keys[:_SHOWN])) + more

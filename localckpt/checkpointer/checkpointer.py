@@ -38,8 +38,7 @@ from localckpt.checkpointer.record import RunRecord, default_sinks
 from localckpt.checkpointer.resume import Resumption
 from localckpt.checkpointer.schedule import Schedule
 from localckpt.checkpointer.selection import Selection
-from localckpt.checkpointer.shared import OnResize
-from localckpt.checkpointer.state import TrainingState
+from localckpt.checkpointer.state import OnResize, TrainingState
 from localckpt.checkpointer.stopping import StopRequests
 from localckpt.checkpointer.tiers import (
     Failures,
@@ -59,7 +58,7 @@ from localckpt.managers.memory import InMemoryCheckpointManager, agreed_session
 from localckpt.options import OnDivergence, PrivateRule
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.memory import default_root
@@ -117,13 +116,15 @@ class Checkpointer:
             runs on two nodes or more, and 1 on one node.
         repl_strategy: Any other redundancy, in place of ``replication_factor``; it stays
             the caller's to close.
-        on_resize: What becomes of parts that differ between ranks, such as data loaders, when
-            another number of ranks loads them: an ``"error"``, or they are ``"drop"``-ped, and stay
-            as they are made.
+        on_resize: What becomes of parts that differ between ranks when another number of ranks
+            loads them, and of data loaders and samplers, whose place is another one then though
+            it be equal on all ranks: an ``"error"``, or they are ``"drop"``-ped, and stay as they
+            are made. A loader in :func:`localckpt.replicated` counts what all ranks have seen.
         private: By the name of a part, or by the beginning of a key such as ``"loader.position"``,
-            what becomes of values that differ between ranks when another number of ranks loads them
-            from the nodes; see :class:`LocalCheckpointManager`. It goes before ``on_resize``.
-            States of random number generators are kept: each rank gets that of its number.
+            what becomes of such values, on both tiers; see :class:`LocalCheckpointManager`. It goes
+            before ``on_resize``. Shared storage has a module or an optimizer with a rule for each
+            rank that saved. States of random number generators are kept: each rank gets that of its
+            number.
         rng: Whether to save the states of the random number generators.
         guard: Optimizers whose tensors on a GPU change in ``step`` only: training goes on while
             they are being copied.
@@ -334,7 +335,6 @@ class Checkpointer:
                     timeout_s=timeout_s,
                     max_attempts=max_attempts,
                     safe_globals=allowed,
-                    on_resize=on_resize,
                     private=private or {},
                     ranks=self._ranks,
                     failures=self._failures[1],
@@ -872,7 +872,10 @@ class Checkpointer:
         what = f"{kind} after step {step}"
         while True:
             is_over, is_too_late, why, busy = self._ranks.agree(
-                what, Attempt(), wait(), _judge_waits, kind=kind, order=step
+                *(what, Attempt(), wait(), _judge_waits),
+                kind=kind,
+                order=step,
+                read=shaped((bool, bool, str | None, str)),
             )
             if is_over or is_too_late or why is not None:
                 return is_over, why
@@ -1007,7 +1010,8 @@ class Checkpointer:
         lacks = [self._nodes.begun != step, self._schedule.saved[1] != step]
         mine = [self._has_failed, step, *lacks]
         failed_on, step, to_nodes, to_shared = self._ranks.decide(
-            "end the job", lambda: mine, judge_last_steps
+            *("end the job", lambda: mine, judge_last_steps),
+            read=shaped((str, int | None, bool, bool)),
         )
         if failed_on:
             logger.warning("the last step is not saved: a call failed on %s", failed_on)

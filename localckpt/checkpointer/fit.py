@@ -205,8 +205,8 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         fits: Of each rank, its parts by name (``given``), those that the checkpoint has
-            (``saved``), those that this rank has saved and lacks now (``lost``), and what does not
-            fit (``lines``).
+            (``saved``), those that this rank has saved and lacks now (``lost``), values that were
+            saved and that it does not give (``lacking``), and what does not fit (``lines``).
 
     Raises:
         MismatchError: Something does not fit; it has all that is wrong, on all ranks.
@@ -219,6 +219,8 @@ def judge_fits(fits: Sequence[Mapping[str, Any]]) -> None:
         for key in fit["lost"]
         if key in given
     ]
+    nobody_gives = set(fits[0]["lacking"]).intersection(*(fit["lacking"] for fit in fits))
+    lines += [f"{name}: saved, not given" for name in fits[0]["lacking"] if name in nobody_gives]
     of_ranks = {
         rank: "; ".join(_cut(fit["lines"])) for rank, fit in enumerate(fits) if fit["lines"]
     }

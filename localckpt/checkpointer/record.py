@@ -26,7 +26,7 @@ _PARTS = ("start", "meet", "find", "fetch", "read")
 
 def default_sinks(root: Path, session_id: str) -> list[Sink]:
     """The record that is kept unless others are asked for: beside the checkpoints of a node."""
-    return [JsonLines(root / "events" / session_name(session_id))]
+    return [JsonLines(root / "events", below=session_name(session_id))]
 
 
 class RunRecord:

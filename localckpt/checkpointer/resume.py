@@ -22,7 +22,7 @@ from localckpt.checkpointer.tiers import NodeTier, SharedTier
 from localckpt.errors import CheckpointingException, MismatchError, NoReplicasAvailableError
 from localckpt.failure_texts import described, ranks_named
 from localckpt.options import PrivateRule
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 
 __all__ = ["Resumption"]
 
@@ -116,7 +116,7 @@ class Resumption:
                 return [known, selected[0].texts, list(parts)]
 
             what = "compare the arguments of resume()"
-            given = self._ranks.decide(what, arguments, _judge_arguments)
+            given = self._ranks.decide(what, arguments, _judge_arguments, read=shaped([str]))
             selection = selected[0]
             load = selection.of_parts(parts, private, given)
             if selection.step is None:
@@ -233,7 +233,9 @@ class Resumption:
             MismatchError: A checkpoint was found, and no rank has any part of it.
         """
         mine = [source, self._record.stream.run, is_empty]
-        told, job_run = self._ranks.decide("say what was loaded", lambda: mine, _judge_sources)
+        told, job_run = self._ranks.decide(
+            "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
+        )
         line = "no checkpoint is there: the job starts at step 0"
         if step >= 0:
             line = f"resumed after step {step} in {seconds:.2f} s: {told}"

@@ -7,10 +7,10 @@ small buffers, belong to a rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, SupportsFloat
+from itertools import zip_longest
+from typing import Any, SupportsFloat
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from localckpt.checkpointer.fit import VALUES, judge_fits, why_groups_differ, why_other_class
 from localckpt.checkpointer.optimizer_names import NamedOptimizer, Path
-from localckpt.checkpointer.parts import OURS, RNG, ModulePart, OptimizerPart, is_odd, kind_of
+from localckpt.checkpointer.parts import OURS, ModulePart, OptimizerPart, is_odd, kind_of
+from localckpt.checkpointer.private import PrivateValues
 from localckpt.checkpointer.selection import PartsToLoad
 from localckpt.checkpointer.shared_saved import (
     BUFFERS,
@@ -30,27 +31,24 @@ from localckpt.checkpointer.shared_saved import (
     WORLD_SIZE,
     SavedState,
 )
-from localckpt.errors import CheckpointingException, MismatchError
+from localckpt.errors import CheckpointingException
+from localckpt.failure_texts import Mismatches
 from localckpt.global_tier.load import LoadOptions
 from localckpt.global_tier.manager import GlobalCheckpointManager
 from localckpt.global_tier.metadata import set_element
 from localckpt.ids import Generation, ShardIdentity
 from localckpt.options import PrivateRule
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.basic import unwrapped, wrapped
+from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.image import ImagePlanner, pack, unpack
 from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.source import MemorySource
 from localckpt.state_dict.stateful import Freedom
 from localckpt.state_dict.targets import TargetRules
-from localckpt.state_dict.value_digests import digest_of
 
-__all__ = ["OnResize", "SharedState"]
-
-logger = logging.getLogger(__name__)
-
-OnResize = Literal["error", "drop"]
+__all__ = ["SharedState"]
 
 # Each rank keeps small buffers for itself: they may differ, as the statistics of BatchNorm do.
 _SMALL_NBYTES = 64 << 10
@@ -64,13 +62,12 @@ class SharedState:
         manager: Manager of the checkpoints there.
         ranks: The ranks of the job.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        on_resize: What becomes of values that differ between ranks when another number of ranks
-            loads them: an ``"error"``, or they are ``"drop"``-ped, and stay as they are.
-        private: Rules by part. Each rank has its own module or optimizer where there is one.
+        private: The caller's rules for values that differ between ranks. Each rank saves its own
+            module or optimizer where there is one for it, or for some of it.
 
     Raises:
         CheckpointingException: The parameters of an optimizer are in none of the modules, or a
-            part or a rule cannot be on shared storage.
+            part cannot be on shared storage.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class SharedState:
         manager: GlobalCheckpointManager,
         ranks: Ranks,
         safe_globals: tuple[Any, ...],
-        on_resize: OnResize,
         private: Mapping[str, PrivateRule],
     ) -> None:
         # Checkpoints there hold no table of ranks: what is equal is found by its name.
@@ -87,7 +83,6 @@ class SharedState:
         self._manager = manager
         self._ranks = ranks
         self._allowed = SafeGlobals(safe_globals)
-        self._on_resize = on_resize
         self._modules = {k: p for k, p in self._parts.items() if isinstance(p, ModulePart)}
         self._optimizers = {
             key: NamedOptimizer(key, part, self._modules)
@@ -96,12 +91,8 @@ class SharedState:
         }
         self._named: dict[str, ModulePart | NamedOptimizer] = self._modules | self._optimizers
         self._others = {k: p for k, p in self._parts.items() if k not in self._named}
-        self._private = {key: rule for key, rule in private.items() if key in self._named}
-        if functions := [key for key, rule in self._private.items() if callable(rule)]:
-            raise CheckpointingException(
-                f"private= has a function for {', '.join(functions)}: on shared storage modules "
-                f"and optimizers that each rank has of its own take 'keep' or 'drop'"
-            )
+        found = {key: prefix_in(key, self._named) for key in private}
+        self._private = {p for key, p in found.items() if p and not self._is_own_buffer(p, key)}
 
     # Saving.
 
@@ -161,6 +152,14 @@ class SharedState:
         """Return the place of a module or an optimizer of one rank in the state."""
         return (OURS, TENSORS, str(rank), key) if key in self._private else (key,)
 
+    def _is_own_buffer(self, part: str, key: str) -> bool:
+        """Return whether a key is that of a buffer which each rank keeps for itself anyway."""
+        module = self._modules.get(part)
+        return module is not None and any(
+            key == f"{part}.{name}" and buffer.nbytes <= _SMALL_NBYTES
+            for name, buffer in zip(module.buffer_names(), module.module.buffers(), strict=True)
+        )
+
     def _plain_tree(self, value: Any, step: int, name: str) -> Any:
         """Apply :meth:`_plain_value` to the values in dicts and lists."""
         # torch.distributed.checkpoint leaves empty dicts out.
@@ -202,19 +201,47 @@ class SharedState:
 
         Raises:
             MismatchError: The state is not as it was saved, or values differ between the ranks that
-                saved them, and another number of ranks is here. The state is as it was.
+                saved them, no rule is for them, and another number of ranks is here. The state is
+                as it was.
         """
         with self._manager.opened(step) as checkpoint:
-            saved: list[SavedState] = []
+            loads: list[tuple[SavedState, PrivateValues]] = []
 
             def compare() -> dict[str, Any]:
-                saved.append(SavedState(checkpoint, self._unpacked))
-                return self._compare(saved[0], load)
+                saved = SavedState(checkpoint, self._unpacked)
+                keys = {k for k in saved.kinds if k in load.parts or not load.lets_go(k)}
+                private = PrivateValues(
+                    *(saved, load.parts, keys, load.private, self._ranks),
+                    *(partial(self._packed, step=step), self._unpacked),
+                )
+                loads.append((saved, private))
+                fits = self._compare(saved, load)
+                return {**fits, "private": private.described() if self._is_resized(saved) else []}
 
-            self._ranks.decide(f"compare the parts with step {step}", compare, judge_fits)
-            keys = load.parts.keys() & saved[0].kinds.keys()
-            others = self._values_for_this_rank(saved[0], keys)
-            self._fill(saved[0], keys, others, load)
+            def judge(told_by: Sequence[Mapping[str, Any]]) -> Any:
+                found, verdict = Mismatches(), None
+                with found.noted():
+                    judge_fits(told_by)
+                saved, private = loads[0]
+                if self._is_resized(saved):
+                    about = f"step {step} was saved by {saved.world_size} ranks"
+                    with found.noted():
+                        verdict = private.judge(about, [told["private"] for told in told_by])
+                found.raise_all()
+                return verdict
+
+            verdict = self._ranks.decide(
+                f"compare the parts with step {step}", compare, judge, read=_as_verdict
+            )
+            saved, private = loads[0]
+            keys = load.parts.keys() & saved.kinds.keys()
+            if verdict is None:
+                of_rank = saved.of_rank(self._manager.rank)
+                states = of_rank[BUFFERS] | of_rank[PARTS]
+            else:
+                named = self._named | self._others
+                states = private.states(verdict, lambda key: named[key].state_dict())
+            self._fill(saved, keys, states, load)
 
     def _compare(self, saved: SavedState, load: PartsToLoad) -> dict[str, Any]:
         """Find what does not fit, and change nothing; the argument of :func:`judge_fits`."""
@@ -226,33 +253,50 @@ class SharedState:
         }
         given = {key: kind_of(part) for key, part in self._parts.items()}
         there = {k: v for k, v in saved.kinds.items() if k in wanted or not load.lets_go(k)}
-        lines: list[str] = []
+        of_parts: dict[str, list[str]] = {}
         values = saved.of_rank(self._rank_in(saved))
-        for key in wanted.keys() & saved.kinds.keys():
+        for key in sorted(wanted.keys() & saved.kinds.keys()):
             part = self._parts[key]
             kinds = saved.kinds[key], given[key]
             if isinstance(named := self._named.get(key), NamedOptimizer):
                 groups = self._read_groups(saved, key)
                 differ = why_groups_differ(key, groups, named.groups, kinds)
-                lines += differ or why_other_class(key, *kinds, (), ())
+                of_parts[key] = differ or why_other_class(key, *kinds, (), ())
             elif isinstance(named, ModulePart):
-                lines += self._why_forms_differ(saved, key, named, load.converts)
+                of_parts[key] = self._why_forms_differ(saved, key, named, load.converts)
             elif key not in values[PARTS]:
                 if saved.world_size == self._manager.world_size:
-                    lines.append(f"{key}: given, and this rank had none when it was saved")
+                    of_parts[key] = [f"{key}: given, and this rank had none when it was saved"]
             elif kinds[0] != kinds[1] or (kinds[0] == VALUES and not load.is_partial):
-                keys = [list(state) for state in (values[PARTS][key], part.state_dict())]
-                lines += why_other_class(key, *kinds, *keys)
-        is_resized = saved.world_size != self._manager.world_size
+                names = [list(state) for state in (values[PARTS][key], part.state_dict())]
+                of_parts[key] = why_other_class(key, *kinds, *names)
+        # Where the groups of an optimizer differ, there is nothing to fill its states into.
+        sound = {k for k in self._named if k in wanted and k in saved.kinds and not of_parts.get(k)}
+        sound |= {k for k in self._modules if k in wanted and k in saved.kinds}
+        state, _, options = self._targets(saved, sound, load, self._rank_in(saved))
+        lines, lacking = saved.compare(state, options)
+        for line in lines:
+            of_parts.setdefault(str(prefix_in(line.partition(" ")[0], sound)), []).append(line)
+        is_resized = self._is_resized(saved)
         lost = [] if is_resized else [k for k in values[PARTS] if k in there and k not in given]
-        return {"given": wanted, "saved": there, "lost": lost, "lines": lines}
+        return {
+            "given": wanted,
+            "saved": there,
+            "lost": lost,
+            "lacking": lacking,
+            # In turn, since not all may be shown.
+            "lines": [line for turn in zip_longest(*of_parts.values()) for line in turn if line],
+        }
+
+    def _is_resized(self, saved: SavedState) -> bool:
+        return saved.world_size != self._manager.world_size
 
     def _rank_in(self, saved: SavedState) -> int:
         """Return the number of the saved rank whose values this rank takes."""
         return self._manager.rank % saved.world_size
 
     def _read_groups(self, saved: SavedState, key: str) -> list[dict[str, Any]]:
-        place = self._place(key, self._rank_in(saved))
+        place = _place_in(saved, key, self._rank_in(saved))
         found = saved.read(place, lambda path: path[0] == "param_groups")
         groups: list[dict[str, Any]] = found.get("param_groups", [])
         return groups
@@ -262,8 +306,9 @@ class SharedState:
     ) -> list[str]:
         """Compare what the reader of shared storage does not: odd tensors, and own buffers."""
         rank = self._rank_in(saved)
-        below = saved.below(self._place(key, rank))
-        read = saved.of_rank(rank)[BUFFERS].get(key, {}) | saved.odd(self._place(key, rank))
+        place = _place_in(saved, key, rank)
+        below = saved.below(place)
+        read = saved.of_rank(rank)[BUFFERS].get(key, {}) | saved.odd(place)
         own, freedom = part.state_dict(), part.freedom
         lines = []
         for name, given in own.items():
@@ -287,55 +332,28 @@ class SharedState:
                 )
         return lines
 
-    def _values_for_this_rank(self, saved: SavedState, keys: Collection[str]) -> dict[str, Any]:
-        """Return what those of this rank's other parts get that are loaded; all ranks call it.
+    def _targets(
+        self, saved: SavedState, keys: Collection[str], load: PartsToLoad, rank: int
+    ) -> tuple[dict[str, Any], dict[str, Any], LoadOptions]:
+        """Make the state that modules and optimizers are filled by.
 
-        Raises:
-            MismatchError: Another number of ranks has saved it, values differ, and that is an
-                error.
+        Args:
+            saved: The checkpoint.
+            keys: Names of the parts to load.
+            load: What the caller lets go.
+            rank: The saved rank whose values are taken of what each rank has of its own.
+
+        Returns:
+            The state, what it has by the name of a part, and the options of the load.
         """
-        world_size, rank = self._manager.world_size, self._manager.rank
-        if saved.world_size == world_size:
-            return dict(saved.of_rank(rank)[PARTS])
-        share = range(rank, saved.world_size, world_size)
-        first_of = self._ranks.decide(
-            "compare what the ranks have saved",
-            lambda: [[n, _digests(saved.read_of_rank(n)[PARTS], keys)] for n in share],
-            partial(_judge_values, saved.world_size, world_size, self._on_resize == "error"),
-        )
-        loaded = [key for key in self._others if key in keys]
-        dropped = sorted(key for key in loaded if key != RNG and first_of.get(key) is None)
-        if rank < saved.world_size:
-            # A generator for two ranks would give both the same numbers.
-            first_of[RNG] = rank
-        if dropped:
-            logger.warning(
-                "saved by %d ranks and loaded by %d: %s differ between ranks, and stay as they are",
-                *(saved.world_size, world_size, ", ".join(dropped)),
-            )
-        return {
-            key: saved.of_rank(first)[PARTS][key]
-            for key in loaded
-            if (first := first_of.get(key)) is not None
-        }
-
-    def _fill(
-        self,
-        saved: SavedState,
-        keys: Collection[str],
-        others: Mapping[str, Any],
-        load: PartsToLoad,
-    ) -> None:
-        """Fill the modules and the optimizers, and give every part what was loaded for it."""
-        is_resized = saved.world_size != self._manager.world_size
         buffers = saved.of_rank(self._rank_in(saved))[BUFFERS]
         state: dict[str, Any] = {}
         targets: dict[str, Any] = {}
         besides: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, part in self._named.items():
-            if key not in keys or (is_resized and self._is_left(key, saved)):
+            if key not in keys:
                 continue
-            place = self._place(key, self._manager.rank)
+            place = _place_in(saved, key, rank)
             below = saved.below(place)
             if isinstance(part, NamedOptimizer):
                 targets[key] = part.targets(below, saved.placed(key))
@@ -352,29 +370,47 @@ class SharedState:
         def let_go(name: str) -> bool:
             path = saved.path(name)
             if path[0] == OURS:
-                return path[1] != TENSORS or is_resized or path[3] not in keys
+                is_of_rank = path[1] == TENSORS and path[2] == str(rank)
+                return not is_of_rank or path[3] not in keys
             return path[0] not in keys or path[-1] in buffers.get(str(path[0]), {})
 
-        saved.fill(state, LoadOptions(load.is_partial, load.converts, let_go, besides))
-        for key, part in self._parts.items():
-            if key not in keys:
-                continue
-            if key in targets:
-                loaded = saved.value(targets[key])
-                self._named[key].load_state_dict(loaded | buffers.get(key, {}))
-            elif key in others:
-                part.load_state_dict(others[key])
+        return state, targets, LoadOptions(load.is_partial, load.converts, let_go, besides)
 
-    def _is_left(self, key: str, saved: SavedState) -> bool:
-        """Return whether another number of ranks leaves a part of this rank as it is."""
-        rule = self._private.get(key)
-        if rule is None or (rule == "keep" and self._manager.rank < saved.world_size):
-            return False
-        logger.warning(
-            "saved by %d ranks and loaded by %d: %s stays as it is on rank %d, by private=",
-            *(saved.world_size, self._manager.world_size, key, self._manager.rank),
-        )
-        return True
+    def _fill(
+        self,
+        saved: SavedState,
+        keys: Collection[str],
+        states: Mapping[str, Any],
+        load: PartsToLoad,
+    ) -> None:
+        """Fill the modules and the optimizers, and give every part what was loaded for it.
+
+        Args:
+            saved: The checkpoint.
+            keys: Names of the parts to load.
+            states: States of this rank's parts that belong to ranks; of modules the buffers.
+            load: What the caller lets go.
+        """
+        filled = keys
+        if self._is_resized(saved):
+            filled = {key for key in keys if not saved.is_of_ranks(key)}
+        state, targets, options = self._targets(saved, filled, load, self._manager.rank)
+        saved.fill(state, options)
+        for key, part in self._parts.items():
+            if key in targets:
+                loaded = saved.value(targets[key]) | states.get(key, {})
+                self._named[key].load_state_dict(loaded)
+            elif key in keys and key in states:
+                self._named.get(key, part).load_state_dict(states[key])
+
+
+def _as_verdict(verdict: Any) -> Any:
+    return verdict if verdict is None else shaped({"equal": dict, "unequal": [str]})(verdict)
+
+
+def _place_in(saved: SavedState, key: str, rank: int) -> Path:
+    """Return the place in a checkpoint of a module or an optimizer that a rank loads."""
+    return (OURS, TENSORS, str(rank), key) if saved.is_of_ranks(key) else (key,)
 
 
 def _module_targets(
@@ -444,40 +480,3 @@ def _form(value: Any) -> str:
     kind = "tensor" if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value).__name__
     layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
     return f"a {layout}{kind} of {value.dtype} {list(value.shape)}"
-
-
-def _digests(parts: Mapping[str, Any], keys: Collection[str]) -> dict[str, str]:
-    return {k: digest_of(state, str) for k, state in parts.items() if k in keys and k != RNG}
-
-
-def _judge_values(
-    saved_by: int, loaded_by: int, is_error: bool, told: Sequence[Sequence[Any]]
-) -> dict[str, int | None]:
-    """Find the values that are equal on all ranks that have saved them.
-
-    Args:
-        saved_by, loaded_by: Number of the ranks then and now.
-        is_error: Whether values that differ are an error.
-        told: Of each rank, pairs of the number of a saved rank and its digests by part.
-
-    Returns:
-        By part the number of a rank that has saved the value; ``None`` for those that differ.
-
-    Raises:
-        MismatchError: Values differ.
-    """
-    found: dict[str, dict[str, int]] = {}
-    for number, digests in sorted(pair for pairs in told for pair in pairs):
-        for key, digest in digests.items():
-            found.setdefault(key, {}).setdefault(digest, number)
-    differ = sorted(key for key, numbers in found.items() if len(numbers) > 1)
-    if differ and is_error:
-        raise MismatchError(
-            f"the checkpoint on shared storage was saved by {saved_by} ranks, and this job has "
-            f"{loaded_by}: {', '.join(differ)} differ between ranks. Resume with as many ranks, or "
-            f"leave them as they are with on_resize='drop'. Nothing was changed"
-        )
-    return {
-        key: None if len(numbers) > 1 else next(iter(numbers.values()))
-        for key, numbers in found.items()
-    }

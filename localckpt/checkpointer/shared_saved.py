@@ -14,7 +14,7 @@ The names of the values on shared storage are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,27 @@ class SavedState:
         """Return what :meth:`NamedOptimizer.placed` returned for an optimizer."""
         return str(self._about[PLACED].get(key, "[]"))
 
+    def is_of_ranks(self, key: str) -> bool:
+        """Return whether each rank has saved a module or an optimizer of its own."""
+        return any(path[:2] == (OURS, TENSORS) and path[3] == key for path in self._below)
+
+    def private_of(self, rank: int, keys: Collection[str]) -> dict[str, Any]:
+        """Read what belongs to a rank that has saved, and keep nothing of it.
+
+        Args:
+            rank: The rank.
+            keys: Names of the parts that are wanted.
+
+        Returns:
+            By the name of a part its state; of a module of all ranks the buffers.
+        """
+        of_rank = self.read_of_rank(rank)
+        found = {key: v for key, v in (of_rank[BUFFERS] | of_rank[PARTS]).items() if key in keys}
+        for path in self._below:
+            if path[:3] == (OURS, TENSORS, str(rank)) and path[3] in keys:
+                found[str(path[3])] = self.value(self.read(path, lambda _: True))
+        return found
+
     def below(self, place: Path) -> Mapping[Path, Any]:
         """Return the descriptions of a part's values, by their paths in its state."""
         return self._below.get(place, {})
@@ -128,6 +149,14 @@ class SavedState:
     def path(self, name: str) -> Path:
         """Return the path of a value in the state that was saved."""
         return self._checkpoint.paths[name]
+
+    def compare(self, state: dict[str, Any], options: LoadOptions) -> tuple[list[str], list[str]]:
+        """Compare a state on this rank alone, as :meth:`OpenCheckpoint.compare`, by plain names."""
+        lines, lacking = self._checkpoint.compare(state, options)
+        return lines, [".".join(map(str, self._plain(self.path(name)))) for name in lacking]
+
+    def _plain(self, path: Path) -> Path:
+        return path[3:] if path[:2] == (OURS, TENSORS) else path
 
     def fill(self, state: dict[str, Any], options: LoadOptions) -> None:
         """Fill a state; all ranks call it. Raises as :meth:`OpenCheckpoint.fill`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from localckpt.checkpointer.parts import (
     OURS,
@@ -18,7 +18,9 @@ from localckpt.options import PrivateRule
 from localckpt.state_dict.replicated import without_marker
 from localckpt.state_dict.stateful import plain_names
 
-__all__ = ["TrainingState"]
+__all__ = ["OnResize", "TrainingState", "of_one_rank"]
+
+OnResize = Literal["error", "drop"]
 
 
 class TrainingState:
@@ -95,13 +97,13 @@ class TrainingState:
                 # Such as the statistics of BatchNorm, which each rank has of its own data.
                 names = [name for name, _ in part.module.named_buffers()]
                 plain = plain_names(part.module, names).values()
-                rules |= dict.fromkeys((f"{key}.{name}" for name in plain), _of_one_rank)
+                rules |= dict.fromkeys((f"{key}.{name}" for name in plain), of_one_rank)
         for key, rule in self._private.items():
             # A pair of functions has a value, which its part has a key for.
             rules[f"{key}.value" if isinstance(unmarked.get(key), ValuePart) else key] = rule
         return rules
 
 
-def _of_one_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
+def of_one_rank(values: Sequence[Any], rank: int, world_size: int) -> Any:
     """Return one saved rank's value of those that all ranks have."""
     return values[rank % len(values)]

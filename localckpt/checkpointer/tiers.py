@@ -14,7 +14,7 @@ from localckpt.availability.retention import Retention
 from localckpt.checkpointer.fit import why_parts_are_others
 from localckpt.checkpointer.parts import OURS, described
 from localckpt.checkpointer.selection import PartsToLoad
-from localckpt.checkpointer.shared import OnResize, SharedState
+from localckpt.checkpointer.shared import SharedState
 from localckpt.checkpointer.words import worded
 from localckpt.errors import (
     CheckpointingException,
@@ -290,7 +290,7 @@ class SharedTier:
         timeout_s: Deadline of waits for other ranks, in seconds.
         max_attempts: As for :class:`GlobalCheckpointManager`.
         safe_globals: Classes and functions that a checkpoint may name, beyond the defaults.
-        on_resize, private, ranks: As for :class:`SharedState`.
+        private, ranks: As for :class:`SharedState`.
         failures: Counts failed saves.
         events: Stream of events.
         read_only: Whether to load only.
@@ -306,7 +306,6 @@ class SharedTier:
         timeout_s: float,
         max_attempts: int | None,
         safe_globals: tuple[Any, ...],
-        on_resize: OnResize,
         private: Mapping[str, PrivateRule],
         ranks: Ranks,
         failures: Failures,
@@ -329,7 +328,6 @@ class SharedTier:
             manager=self.manager,
             ranks=ranks,
             safe_globals=safe_globals,
-            on_resize=on_resize,
             private=private,
         )
         self._given: SharedState | None = None

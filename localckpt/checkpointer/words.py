@@ -18,6 +18,12 @@ _SLOW = (
     "If the ranks are alive but slow, give the Checkpointer a longer timeout_s; else restart the "
     "job. Is {call}() called on every rank?"
 )
+_RESIZE = (
+    "Resume with as many ranks; or leave what differs as it is made, with on_resize='drop' or, by "
+    "name, private={'loader': 'drop'}, where 'keep' gives each rank that of its number, and a "
+    "function of the saved values makes each rank's; or mark a part that counts the samples that "
+    "all ranks have seen by localckpt.replicated()"
+)
 _SAVING = ("step", "save", "wait_until_finished")
 
 
@@ -54,6 +60,8 @@ def worded(
     """
     if error.topic == "slow":
         error.advice = _SLOW.replace("{call}", call)
+    elif error.topic == "resize":
+        error.advice = _RESIZE
     elif error.topic == "fit":
         error.advice = fit(
             is_partial=bool(options.get("partial")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,10 @@ def trace(
         events = read_records(directories, session)
         text = json.dumps(trace_of(events))
         with writing("trace", out):
-            out.write_text(text)
+            # The user's alone, as the record is.
+            file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(file, "w") as stream:
+                stream.write(text)
     if as_json:
         say_json({"path": str(out), "events": len(events), "nbytes": len(text)})
         return

@@ -44,16 +44,23 @@ class JsonLines:
         folder: Directory of the files, which ranks and runs may share; made when it is not there.
         file_nbytes: Size at which a file ends.
         files: Number of files of that size that a rank's records may take.
+        below: Name of a directory in it, for the files of this rank; empty for none.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, file_nbytes: int = 4 << 20, files: int = 8
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        file_nbytes: int = 4 << 20,
+        files: int = 8,
+        below: str = "",
     ) -> None:
         if file_nbytes < 1 or files < 1:
             raise CheckpointingException(
                 f"JsonLines(file_nbytes={file_nbytes}, files={files}): both must be above 0"
             )
-        self._folder = Path(folder).absolute()
+        self._named, self._below = Path(folder).absolute(), [below] if below else []
+        self._folder = self._named.joinpath(*self._below)
         self._file_nbytes = file_nbytes
         self._files = files
         self._first: Event | None = None
@@ -69,7 +76,7 @@ class JsonLines:
             StorageError: The directory cannot be made, or another user can replace what is in it.
         """
         if self._first is None:
-            make_own_folders(self._folder, shares=True)
+            make_own_folders(self._named, *self._below, shares=True)
             self._first = event
         if time.monotonic() < self._again_at:
             self._lost += 1

@@ -53,7 +53,7 @@ from localckpt.global_tier.write_items import ItemReader
 from localckpt.ids import ShardIdentity
 from localckpt.lineage import Lineage
 from localckpt.pacing import Pacer
-from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import collection_paused
@@ -253,6 +253,7 @@ class Drain:
             self._look,
             self._find_lacking,
             kind="look for shards",
+            read=shaped([int]),
             in_vain=self._pacer.stop,
         )
         mine = [] if ranks.rank in lacking else [ranks.rank]
@@ -262,6 +263,7 @@ class Drain:
                 lambda: [owner for owner in lacking if self._why_unreadable(owner) is None],
                 lambda readable: self._choose_readers(lacking, readable),
                 kind="find copies of shards",
+                read=shaped((object, list | None)),
                 in_vain=self._pacer.stop,
             )
             mine += found[1] or []
@@ -319,6 +321,7 @@ class Drain:
             lambda: self._plan(shards),
             self._merge,
             kind="plan a drain",
+            read=shaped((list | None, Message | None)),
             in_vain=self._pacer.stop,
         )
         common, part = planned
@@ -331,6 +334,7 @@ class Drain:
                 lambda: self._compare(shards, asked),
                 self._merge_compared,
                 kind="compare parts",
+                read=shaped(((int, str, bool, int), Message | None)),
                 in_vain=self._pacer.stop,
             )
             common, part = planned

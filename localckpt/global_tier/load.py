@@ -28,7 +28,7 @@ from localckpt.global_tier.storage_reader import CachedMetadataFileSystemReader
 from localckpt.lineage import Lineage
 from localckpt.memory.tensor_bytes import byte_span, copy_values, integer_view, storage_address
 from localckpt.ranks.deadline import Deadline
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 
 __all__ = ["LoadOptions", "Loads", "OpenCheckpoint"]
 
@@ -70,8 +70,11 @@ class Loads:
             found = find()
             return None if found is None else found.to_json()
 
-        found = self._ranks.act("find a checkpoint", lambda: [self._session_id, iteration], look)
-        return None if found is None else Found.from_json(self._committed.path, found)
+        def read(found: Any) -> Found | None:
+            return None if found is None else Found.from_json(self._committed.path, found)
+
+        tag = [self._session_id, iteration]
+        return self._ranks.act("find a checkpoint", lambda: tag, look, read=read)  # type: ignore[return-value]
 
     def _find_other(self, failed: Found, newest: Found, deadline: Deadline) -> Found | None:
         """Find, on the first rank, the checkpoint to try after one that could not be loaded.
@@ -104,7 +107,8 @@ class Loads:
             require_same(tags, self._ranks.global_ranks)
             return self._committed.iterations(left_by)
 
-        return self._ranks.act("find all checkpoints", lambda: [self._session_id, "all"], look)
+        tag = [self._session_id, "all"]
+        return self._ranks.act("find all checkpoints", lambda: tag, look, read=shaped([int]))
 
     def open(self, found: Found) -> OpenCheckpoint:
         """Read what a checkpoint holds; all ranks call it."""
@@ -221,7 +225,9 @@ class OpenCheckpoint:
             return _packed_bits([name in given for name in names])
 
         judge = partial(_judge_given, names, options.is_partial)
-        unwanted = self._ranks.decide(f"compare the state with iteration {iteration}", plan, judge)
+        unwanted = self._ranks.decide(
+            f"compare the state with iteration {iteration}", plan, judge, read=shaped([str])
+        )
         self._log_partial(unwanted, planned[0].planner.state_dict)
 
         def read() -> None:
@@ -236,6 +242,24 @@ class OpenCheckpoint:
             *(self.found.folder.path, nbytes, seconds, nbytes / seconds),
         )
 
+    def compare(
+        self, state_dict: dict[str, Any], options: LoadOptions
+    ) -> tuple[list[str], list[str]]:
+        """Compare a state with the checkpoint on this rank alone, and read nothing.
+
+        Returns:
+            What does not fit, in words; and the names of the saved values that this rank does not
+            give, and that are not let go.
+        """
+        _, planner = self._set_up(state_dict, options)
+        lines, given = planner.differences(), planner.state_dict
+        try:
+            self._require_apart(given, options)
+        except MismatchError as error:
+            lines.append(error.text)
+        lacking = (name for name in self.saved if name not in given and not options.is_partial)
+        return lines, [name for name in lacking if not options.let_go(name)]
+
     def read(self, state_dict: dict[str, Any]) -> None:
         """Fill a state of plain values on this rank alone; the other ranks are not asked.
 
@@ -248,6 +272,14 @@ class OpenCheckpoint:
 
     def _plan(self, state_dict: dict[str, Any], options: LoadOptions) -> _Planned:
         """Plan what ``dcp.load`` reads on one rank."""
+        state, planner = self._set_up(state_dict, options)
+        self._reader.set_up_storage_reader(self._reader.read_metadata(), is_coordinator=True)
+        local = self._reader.prepare_local_plan(planner.create_local_plan())
+        return _Planned(state, planner, planner.finish_plan(local))
+
+    def _set_up(
+        self, state_dict: dict[str, Any], options: LoadOptions
+    ) -> tuple[dict[str, Any], ReshardingLoadPlanner]:
         planner = ReshardingLoadPlanner(
             allow_partial_load=options.is_partial,
             allow_dtype_change=options.allow_dtype_change,
@@ -258,11 +290,8 @@ class OpenCheckpoint:
             name: value.state_dict() if isinstance(value := state_dict[name], Stateful) else value
             for name in sorted(state_dict, key=str)
         }
-        metadata = self._reader.read_metadata()
-        planner.set_up_planner(state, metadata)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        local = self._reader.prepare_local_plan(planner.create_local_plan())
-        return _Planned(state, planner, planner.finish_plan(local))
+        planner.set_up_planner(state, self._reader.read_metadata())
+        return state, planner
 
     def _require_apart(self, given: Mapping[str, Any], options: LoadOptions) -> None:
         """Refuse tensors that share memory, unless it can hold what was saved of both.

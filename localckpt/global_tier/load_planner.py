@@ -79,15 +79,15 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         if format_version(self.metadata) is None and saved.keys() - self.state_dict.keys():
             # Maybe saved before torch 2.4, with other names for what is nested.
             return super().create_local_plan()
-        wrong, items = [], []
+        if wrong := self.differences():
+            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
+            raise MismatchError(
+                f"the state does not fit the checkpoint: {shown}. Nothing was read"
+            ).advised("fit", FIT)
+        items = []
         for name, value in self.state_dict.items():
             described = saved.get(name)
             if described is None:
-                if not self.allow_partial_load:
-                    wrong.append(f"{name} is not in the checkpoint")
-                continue
-            if (why := self._why_unfit(value, described)) is not None:
-                wrong.append(f"{name} {why}")
                 continue
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 # This rank has no part in it.
@@ -96,12 +96,19 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
                 items += create_read_items_for_chunk_list(name, described, create_chunk_list(value))
             else:
                 items += create_read_items(name, described, value)
-        if wrong:
-            shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
-            raise MismatchError(
-                f"the state does not fit the checkpoint: {shown}. Nothing was read"
-            ).advised("fit", FIT)
         return LoadPlan(items)
+
+    def differences(self) -> list[str]:
+        """Say of each value of the state that cannot be filled why that is so."""
+        assert self.metadata is not None, "set_up_planner comes first"
+        saved, wrong = self.metadata.state_dict_metadata, []
+        for name, value in self.state_dict.items():
+            if (described := saved.get(name)) is not None:
+                if (why := self._why_unfit(value, described)) is not None:
+                    wrong.append(f"{name} {why}")
+            elif not self.allow_partial_load:
+                wrong.append(f"{name} is not in the checkpoint")
+        return wrong
 
     def _why_unfit(self, value: Any, described: Any) -> str | None:
         """Say why a value cannot be filled with what was saved; ``None`` if it can."""

@@ -40,7 +40,7 @@ from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.ids import CkptID
 from localckpt.lineage import EpochId, Lineage, LineageKeeper, Point
 from localckpt.ranks.deadline import answered
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import refused_together
 from localckpt.state_dict.replicated import without_markers
 from localckpt.storage.kept_shard import KeptShard
@@ -441,6 +441,7 @@ class GlobalCheckpointManager:
             f"go back to iteration {iteration}",
             lambda: None,
             lambda _: [[*point.epoch, point.iteration] for point in self._root.go_back(iteration)],
+            read=shaped([(int, int, int)]),
         )
         if self._local is not None:
             self._local.leave([Point(EpochId(number, draw), at) for number, draw, at in points])

@@ -33,7 +33,7 @@ from localckpt.global_tier.root import BegunSave, CheckpointRoot
 from localckpt.global_tier.save_plan import PlannedSave, plan_save
 from localckpt.global_tier.storage_writer import FileSystemWriterAsync
 from localckpt.global_tier.write_files import FileWrite, write_files
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.threads import Latch, Task
 
@@ -226,7 +226,9 @@ class Save:
             self._ranks.rounds = self._number
             with self._plans.kept_if_all_is_well():
                 what = f"save iteration {self.iteration}"
-                problem, groups = self._ranks.act(what, self._write, self._commit)
+                problem, groups = self._ranks.act(
+                    what, self._write, self._commit, read=shaped((str, dict))
+                )
                 if groups:
                     self._raise_differing(groups)
         except BaseException:

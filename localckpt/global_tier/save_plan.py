@@ -25,7 +25,7 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.global_tier.messages import Written, pack, unpack
 from localckpt.global_tier.misdescribed import why_misdescribed
 from localckpt.global_tier.replicas import CommonItems, common_items
-from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.ranks.values import Message
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.sharded import is_sharded
@@ -216,11 +216,16 @@ def plan_save(
 
     with cache.kept_if_all_is_well():
         planned: Any = ranks.act(
-            f"plan {what}", local_step, global_step, kind="plan the save", order=order
+            *(f"plan {what}", local_step, global_step),
+            kind="plan the save",
+            order=order,
+            read=_as_planned,
         )
         if planned is None:
             cache.clear()
-            planned = ranks.act(f"plan {what} anew", report, global_step, kind="plan anew")
+            planned = ranks.act(
+                f"plan {what} anew", report, global_step, kind="plan anew", read=_as_planned
+            )
         begun, changed = planned
     cache.local, cache.coordinated = local, pending
     if changed is not None:
@@ -231,6 +236,10 @@ def plan_save(
             f"one. Does another program write to that store? Nothing was saved"
         )
     return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
+
+
+def _as_planned(verdict: Any) -> Any:
+    return verdict if verdict is None else shaped((object, Message | None))(verdict)
 
 
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class LocalCheckpoints:
             "model": accelerator._models,
             "optimizer": [getattr(o, "optimizer", o) for o in accelerator._optimizers],
             "scheduler": [getattr(s, "scheduler", s) for s in accelerator._schedulers],
-            "loader": [_LoaderPart(one) for one in _loaders(self) if _is_stateful(one)],
+            "loader": [_StatefulLoader(one) for one in _loaders(self) if _is_stateful(one)],
             "object": accelerator._custom_objects,
         }
         if not named["model"]:
@@ -228,7 +228,7 @@ class _Run:
         vars(self).update(state)
 
 
-class _LoaderPart:
+class _StatefulLoader:
     """A loader that restores its position by itself, within an epoch."""
 
     def __init__(self, loader: Any) -> None:

@@ -187,7 +187,7 @@ class LocalCheckpoint(CheckpointManager):
         }
         for key, value in self.states.items():
             if key == DATALOADER and value is not None:
-                state[key] = _DataPart(value)
+                state[key] = _TitanLoader(value)
             elif key not in (MODEL, OPTIMIZER, DATALOADER):
                 state[key] = value
         return state
@@ -255,7 +255,7 @@ class _ModelPart(ModulePart):
                 tensor.copy_(state[name])
 
 
-class _DataPart:
+class _TitanLoader:
     """A data loader; the values that torchtitan pickles in its state are saved as they are."""
 
     def __init__(self, dataloader: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from localckpt.managers.in_flight import InFlight, forgotten
 from localckpt.options import SaveOptions
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class LimitedInFlight(InFlight):
             "see whether buffers are free",
             lambda: [self._store.is_busy(), self._over_here()],
             _judge_busy,
+            read=shaped((int, [int], [int])),
         )
         # What is over on all ranks is finalized here, before anything is skipped because of it.
         for _ in range(over_on_all):

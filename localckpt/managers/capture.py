@@ -21,7 +21,7 @@ from localckpt.memory.copying import Copier
 from localckpt.memory.gpu_copies import CopiesUnderWay, SideStreams
 from localckpt.options import SaveOptions
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.state_dict.basic import BasicTensorAwareStateDict, TensorAwareStateDict, wrapped
 from localckpt.state_dict.global_view import Job
 from localckpt.state_dict.image import Capture, ImagePlanner, pack, unpack, write_digests
@@ -167,6 +167,7 @@ class StateCapture:
             *(f"save iteration {iteration}", checking, report, partial(_judge_first, protection)),
             grace_s=ranks.timeout_s,
             kind="check the state",
+            read=shaped((str | None, int, str)),
         )
         if apart is not None:
             self.divide_no_more(apart)

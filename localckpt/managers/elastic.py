@@ -18,8 +18,14 @@ from typing import Any
 from localckpt.availability.inventory import Inventory
 from localckpt.availability.readers import assign_readers
 from localckpt.availability.refusals import BadCopy
-from localckpt.errors import CorruptShardError, MismatchError, PeerLostError, StorageError
-from localckpt.failure_texts import said_by
+from localckpt.errors import (
+    CheckpointingException,
+    CorruptShardError,
+    MismatchError,
+    PeerLostError,
+    StorageError,
+)
+from localckpt.failure_texts import Mismatches, said_by
 from localckpt.ids import Checkpoint
 from localckpt.managers.elastic_copies import ShardCopies
 from localckpt.managers.elastic_judge import (
@@ -38,9 +44,10 @@ from localckpt.managers.recovery import Recovery
 from localckpt.managers.restoring import Loaded, LoadOptions
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt, forget_frames
+from localckpt.ranks.ranks import shaped
 from localckpt.ranks.values import Message
 from localckpt.replication.links import Links
-from localckpt.state_dict.basic import own_states, stateful_keys, wrapped
+from localckpt.state_dict.basic import own_states, places_in, stateful_keys, wrapped
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, names_of
 from localckpt.state_dict.optimizer_states import ParametersOfStates
@@ -53,8 +60,9 @@ from localckpt.state_dict.resharded import (
     take_values,
     with_values,
 )
+from localckpt.state_dict.targets import mismatch
 from localckpt.state_dict.value_digests import digest_of
-from localckpt.state_dict.values import Unit, found_at
+from localckpt.state_dict.values import Unit, left_as_given
 
 __all__ = ["ElasticLoad"]
 
@@ -62,6 +70,11 @@ logger = logging.getLogger(__name__)
 
 # Connecting, and the transfer itself.
 _DEADLINES = 2
+# What judge_structures() tells all ranks.
+_STRUCTURE = {
+    **{name: [str] for name in ("missing", "outlines", "expanded", "lines", "names")},
+    "dtypes": dict,
+}
 
 
 class ElasticLoad:
@@ -140,9 +153,7 @@ class ElasticLoad:
             opened.callback(self._links.close)
             if (structure := self._compare_structures(opened)) is None:
                 return None
-            asked_of_all, asked = self._describe(structure)
-            self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
-            verdict, own = self._tell(asked)
+            verdict, own = self._compare_all(structure)
             if verdict.get("name") is None:
                 verdict, own = self._settle(own)
             if self._copies.take_out(verdict.get("bad", ())):
@@ -178,7 +189,9 @@ class ElasticLoad:
         bad = [[shard, *copy] for shard, copy in self._copies.found_bad.items()]
         report = {"bad": bad, "saved": of_digests, "given": digest_of(given, str)}
         what = f"compare the names in iteration {self._checkpoint.iteration}"
-        found_bad, asked = self._ranks.agree(what, opening, report, ask_for_structures)
+        found_bad, asked = self._ranks.agree(
+            *(what, opening, report, ask_for_structures), read=shaped((list, dict | None))
+        )
         if self._copies.take_out(found_bad):
             return None
         message = Message()
@@ -199,7 +212,9 @@ class ElasticLoad:
             message = Message(record, data)
         rules = self._options.rules
         structure: Mapping[str, Any] = self._ranks.agree(
-            what, telling, message, lambda told: judge_structures(told, self._rules, rules)
+            *(what, telling, message),
+            lambda told: judge_structures(told, self._rules, rules),
+            read=shaped(_STRUCTURE),
         )
         if missing := structure["missing"]:
             for saved in self._copies.shards.values():
@@ -239,6 +254,7 @@ class ElasticLoad:
             self._tensors = DescribedTensors(wanted, shards, is_doubted=is_doubted)
             report = {
                 "rules": [[key, kind_of(rule)] for key, rule in sorted(self._rules.items())],
+                "places": sorted(places_in(self._options.given)),
                 "shared": overlapping_keys(self._tensors.tensors),
                 "wanted": self._tensors.wanted,
                 "saved": [
@@ -250,7 +266,10 @@ class ElasticLoad:
                 ],
             }
         what = f"compare iteration {self._checkpoint.iteration} with the states to load into"
-        asked_of_all, asked = self._ranks.agree(what, opening, report, self._judge.compare)
+        asked_of_all, asked = self._ranks.agree(
+            *(what, opening, report, self._judge.compare),
+            read=shaped(({"unequal": [str], "shared": list}, dict | None)),
+        )
         return asked_of_all, asked
 
     def _require_into(self) -> None:
@@ -266,6 +285,34 @@ class ElasticLoad:
             )
 
     # Tell, and plan.
+
+    def _compare_all(
+        self, structure: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Message | None]:
+        """Compare values and tensors as well, and plan, if all fits.
+
+        Raises:
+            MismatchError: It does not; the error has what differs in the structure, too.
+        """
+        found, lines = Mismatches(), structure["lines"]
+        if lines:
+            found.note(mismatch(lines))
+            self._judge.leave_out(structure["names"])
+        verdict: tuple[Mapping[str, Any], Message | None] = {}, None
+        try:
+            with found.noted():
+                asked_of_all, asked = self._describe(structure)
+                self._unequal, self._shared = asked_of_all["unequal"], asked_of_all["shared"]
+                verdict = self._tell(asked)
+        except (PeerLostError, StorageError):
+            raise
+        except CheckpointingException as error:
+            # Most likely because of the structure.
+            if not lines:
+                raise
+            forget_frames(error)
+        found.raise_all()
+        return verdict
 
     def _tell(self, asked: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Message | None]:
         """Tell the root what it asks for; it plans."""
@@ -287,7 +334,9 @@ class ElasticLoad:
             record = {"tables": tables, "digests": digests, "packs": about}
             message = Message(record | {"address": self._links.address}, data)
         what = f"plan the load of iteration {self._checkpoint.iteration}"
-        verdict, own = self._ranks.agree(what, telling, message, self._judge.plan)
+        verdict, own = self._ranks.agree(
+            *(what, telling, message, self._judge.plan), read=shaped((dict, Message | None))
+        )
         return verdict, own
 
     def _settle(self, own: Message | None) -> tuple[Mapping[str, Any], Message | None]:
@@ -308,7 +357,9 @@ class ElasticLoad:
         bad = [[shard, *found] for shard, found in found_bad.items()]
         what = f"compare tensors of one key in iteration {self._checkpoint.iteration}"
         message = Message({"bad": bad, "digests": digests})
-        verdict, plan = self._ranks.agree(what, reading, message, self._judge.settle)
+        verdict, plan = self._ranks.agree(
+            *(what, reading, message, self._judge.settle), read=shaped((dict, Message | None))
+        )
         return verdict, plan
 
     def _take_plan(
@@ -368,9 +419,7 @@ class ElasticLoad:
         free = self._options.rules.free
         parts = {str(key) for key in stateful_keys(self._options.given)}
         keys = {key for key in self._unequal if key not in loaded and free.covers(key)}
-        found = found_at(without_markers(self._own), keys)
-        whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
-        return list(found.values()), frozenset(part for part in whole if part is not None)
+        return left_as_given(without_markers(self._own), parts, keys)
 
     def _say_what_is_dropped(self) -> None:
         dropped = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from localckpt.availability.reshard import (
     require_equal,
 )
 from localckpt.errors import CheckpointingException, MismatchError
-from localckpt.failure_texts import with_class
+from localckpt.failure_texts import Mismatches, with_class
 from localckpt.ids import Checkpoint
 from localckpt.options import PrivateRule
 from localckpt.ranks.ranks import PerRank
@@ -36,7 +37,7 @@ from localckpt.ranks.values import Message
 from localckpt.replication.retrieval import new_name
 from localckpt.state_dict.containers import prefix_in
 from localckpt.state_dict.names import Names, merged_names
-from localckpt.state_dict.targets import TargetRules, require_names
+from localckpt.state_dict.targets import TargetRules, compare_names
 from localckpt.state_dict.values import key_of
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "joined_packs",
     "judge_structures",
     "kind_of",
+    "ruled_values",
     "split_packs",
 ]
 
@@ -111,10 +113,8 @@ def judge_structures(
     Returns:
         What all ranks are told: ``missing``, parts that were saved and are not given;
         ``outlines`` of all ranks, as text; ``dtypes`` of tensors by key, where these may be
-        converted; and the keys of tensors that were ``expanded``.
-
-    Raises:
-        MismatchError: Names are missing, or were not saved.
+        converted; the keys of tensors that were ``expanded``; and what does not fit, as ``lines``
+        and by ``names``.
     """
     saved: Names | None = None
     given: Names | None = None
@@ -131,13 +131,15 @@ def judge_structures(
         packs = split_packs(record["packs"], report.data)
         images += [base64.b64encode(pack.data).decode() for pack in packs]
     rules.require_named(saved or ())
-    missing = require_names(
+    differ = compare_names(
         *(saved, given),
         rules=rules,
         is_dropped=lambda name: private.get(prefix_in(name, private) or "") == "drop",
     )
     return {
-        "missing": missing,
+        "missing": differ.missing,
+        "lines": differ.lines,
+        "names": sorted(differ.names),
         "outlines": images,
         "dtypes": dtypes,
         "expanded": list(expanded),
@@ -185,11 +187,19 @@ class ElasticJudge:
         self._wanted: dict[int, list[TensorGroup]] = {}
         self._sections: dict[int, dict[str, str]] = {}
         self._ruled = RuledValues({}, ())
+        self._places = frozenset[str]()
         # What is planned, until digests that are asked for are judged.
         self._plan = ReshardPlan()
         self._tables: dict[str, Keys] = {}
         self._packs: list[Packed] = []
         self._addresses: list[str] = []
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Say nothing of tensors below some names, which are found to be on one side only."""
+        lets_go = self._fits.lets_go
+        self._fits = replace(
+            self._fits, lets_go=lambda name: lets_go(name) or prefix_in(name, names) is not None
+        )
 
     def compare(self, reports: Sequence[Any]) -> PerRank:
         """Judge what all ranks describe; ask some of them for more.
@@ -200,6 +210,8 @@ class ElasticJudge:
         judge_rules([report["rules"] for report in reports])
         ruled: dict[int, dict[str, str]] = {}
         names: dict[str, int] = {}
+        if self._checkpoint.world_size != len(reports):
+            self._places = frozenset(place for report in reports for place in report["places"])
         shared = sorted({tuple(pair) for report in reports for pair in report["shared"]})
         for rank, report in enumerate(reports):
             self._wanted[rank] = [TensorGroup.from_json(group) for group in report["wanted"]]
@@ -211,7 +223,7 @@ class ElasticJudge:
                 for name, *_ in self._saved[shard]:
                     names.setdefault(name, rank)
         self._ruled = judge_values(
-            dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep"
+            dict(sorted(ruled.items())), lambda key: self._rule_of(key) == "keep", self._places
         )
         asked: dict[int, dict[str, list[Any]]] = {}
         for name, rank in names.items():
@@ -249,18 +261,24 @@ class ElasticJudge:
             for shard, of_shard in record["digests"]:
                 digests.setdefault(shard, {}).update(of_shard)
             packs += split_packs(record["packs"], message.data)
-        judge_tables(self._checkpoint, digests, self._sections)
+        saved_by = f"was saved by {self._checkpoint.world_size} ranks"
+        about = f"iteration {self._checkpoint.iteration} {saved_by}"
+        found = Mismatches()
+        with found.noted():
+            judge_tables(about, digests, self._sections, self._places)
         self._tables, self._packs, self._addresses = tables, packs, addresses
-        self._plan = plan_reshard(
-            dict(sorted(self._saved.items())),
-            self._wanted,
-            tables,
-            self._readers,
-            self._nodes,
-            excluded=self._ruled.unequal,
-            dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
-            fits=self._fits,
-        )
+        with found.noted():
+            self._plan = plan_reshard(
+                dict(sorted(self._saved.items())),
+                self._wanted,
+                tables,
+                self._readers,
+                self._nodes,
+                excluded=self._ruled.unequal,
+                dropped=[key for key in self._ruled.equal if self._rule_of(key) == "drop"],
+                fits=self._fits,
+            )
+        found.raise_all()
         if not self._plan.unsettled:
             return self._planned()
         asked: dict[int, list[Any]] = {}
@@ -323,53 +341,82 @@ class ElasticJudge:
     def _own_values(self, packs: Sequence[Packed]) -> dict[int, list[Packed]]:
         """Values that single ranks get."""
         own: dict[int, list[Packed]] = {}
-        saved: dict[tuple[Any, ...], dict[int, Any]] = {}
         for pack in packs:
             if pack.kind == "keep":
                 own.setdefault(pack.shard, []).append(pack)
-            elif pack.kind == "rule":
-                for place, value in self._unpack(pack.data):
-                    saved.setdefault(tuple(place), {})[pack.shard] = value
-        if saved:
-            count = len(self._nodes)
-            for rank in range(count):
-                made = [
-                    [list(place), self._ruled_value(place, values, rank, count)]
-                    for place, values in saved.items()
-                ]
-                own.setdefault(rank, []).append(Packed("rule", -1, self._pack_ruled(made, rank)))
+        saved_by, loaded_by = self._checkpoint.world_size, len(self._nodes)
+        made = ruled_values(
+            *(self._rules, packs, saved_by, loaded_by), pack=self._pack, unpack=self._unpack
+        )
+        for rank, pack in made.items():
+            own.setdefault(rank, []).append(pack)
         return own
 
-    def _pack_ruled(self, made: Sequence[Sequence[Any]], rank: int) -> bytes:
-        try:
-            return self._pack(made)
-        except CheckpointingException:
-            for place, value in made:
-                try:
-                    self._pack([[place, value]])
-                except CheckpointingException as error:
-                    raise MismatchError(
-                        f"what the function for {key_of(tuple(place))!r} in private= returned for "
-                        f"rank {rank} cannot be sent to it: {error}. Nothing was changed"
-                    ) from error
-            raise
+    def _rule_of(self, key: str) -> PrivateRule:
+        return self._rules[prefix_in(key, self._rules) or ""]
 
-    def _ruled_value(
-        self, place: tuple[Any, ...], values: Mapping[int, Any], rank: int, count: int
-    ) -> Any:
+
+def ruled_values(
+    rules: Mapping[str, PrivateRule],
+    packs: Sequence[Packed],
+    saved_by: int,
+    loaded_by: int,
+    *,
+    pack: Callable[[Any], bytes],
+    unpack: Callable[[bytes], Any],
+) -> dict[int, Packed]:
+    """Call the functions that the caller has for values that differ.
+
+    Args:
+        rules: Rules for values of single ranks, by key prefix.
+        packs: Values of the ranks that saved, those of kind ``"rule"`` among them.
+        saved_by, loaded_by: Number of the ranks then and now.
+        pack, unpack: As for :class:`ElasticJudge`.
+
+    Returns:
+        What each rank gets, if there is any such value.
+
+    Raises:
+        MismatchError: A function raised, or has returned what cannot be sent.
+    """
+    saved: dict[tuple[Any, ...], dict[int, Any]] = {}
+    for packed in packs:
+        if packed.kind == "rule":
+            for place, value in unpack(packed.data):
+                saved.setdefault(tuple(place), {})[packed.shard] = value
+
+    def made(place: tuple[Any, ...], rank: int) -> Any:
         key = key_of(place)
-        rule = self._rule_of(key)
+        rule = rules[prefix_in(key, rules) or ""]
         assert callable(rule), "only such rules are told values"
         try:
-            return rule([values.get(s) for s in range(self._checkpoint.world_size)], rank, count)
+            return rule([saved[place].get(s) for s in range(saved_by)], rank, loaded_by)
         except Exception as error:
             raise MismatchError(
                 f"the function for {key!r} in private= raised {with_class(error)}. Nothing was "
                 f"changed"
             ) from error
 
-    def _rule_of(self, key: str) -> PrivateRule:
-        return self._rules[prefix_in(key, self._rules) or ""]
+    result = {}
+    for rank in range(loaded_by) if saved else ():
+        values = [[list(place), made(place, rank)] for place in saved]
+        result[rank] = Packed("rule", -1, _packed_ruled(values, rank, pack))
+    return result
+
+
+def _packed_ruled(made: Sequence[Sequence[Any]], rank: int, pack: Callable[[Any], bytes]) -> bytes:
+    try:
+        return pack(made)
+    except CheckpointingException:
+        for place, value in made:
+            try:
+                pack([[place, value]])
+            except CheckpointingException as error:
+                raise MismatchError(
+                    f"what the function for {key_of(tuple(place))!r} in private= returned for "
+                    f"rank {rank} cannot be sent to it: {error}. Nothing was changed"
+                ) from error
+        raise
 
 
 def _ask(asked: dict[int, dict[str, list[Any]]], rank: int) -> dict[str, list[Any]]:

@@ -72,8 +72,8 @@ class Look:
             if self._inventory.is_leader(ranks.rank):
                 mine = _report(store, found)
         judge = partial(self._judge, strategy)
-        self.found = Found.from_json(
-            ranks.agree("find the latest checkpoint", looking, mine, judge)
+        self.found: Found = ranks.agree(
+            *("find the latest checkpoint", looking, mine, judge), read=Found.from_json
         )
 
     def _judge(self, strategy: ReplicationStrategy, reports: Sequence[Any]) -> list[Any]:
@@ -99,9 +99,10 @@ class Look:
             Attempt(),
             None,
             lambda _: packed(self._inventory.reports()),
+            read=unpacked,
         )
         self._inventory = Inventory(self._inventory.ranks_on, SCHEMES)
-        self._inventory.merge_all(unpacked(reports))
+        self._inventory.merge_all(reports)
         return self._inventory
 
 
@@ -240,7 +241,9 @@ class Finder:
                 quarantined = ("damaged", "given up")
                 damaged = [[n, p.kind, p.text, p.claim] for n, p in bad if p.kind in quarantined]
                 mine = [_report(store, found), damaged]
-        gathered = unpacked(ranks.agree("explain what the nodes hold", looking, mine, packed))
+        gathered = ranks.agree(
+            *("explain what the nodes hold", looking, mine, packed), read=unpacked
+        )
         inventory.merge_all([report for report, _ in gathered])
         files = {
             node: [

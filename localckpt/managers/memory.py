@@ -14,7 +14,7 @@ from localckpt.errors import CheckpointingException
 from localckpt.events.stream import EventStream
 from localckpt.managers.store_manager import StoreCheckpointManager
 from localckpt.options import OnBusy, OnDivergence, PrivateRule, SaveOptions
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.ranks.refusals import MANAGER, refused_together
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.storage.directory import DirectoryStore
@@ -124,4 +124,5 @@ def agreed_session(ranks: Ranks) -> str:
         "name the session",
         lambda: default_session() if ranks.is_root else "",
         lambda names: names[ranks.root],
+        read=shaped(str),
     )

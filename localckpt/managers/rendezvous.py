@@ -14,7 +14,7 @@ from localckpt.failure_texts import ranges
 from localckpt.ids import SAVES_AN_ATTEMPT, Generation
 from localckpt.ranks.deadline import answered
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.strategies import ReplicationStrategy
 from localckpt.state_dict.header import DIVIDED_VERSION
 from localckpt.storage.store import Store
@@ -68,7 +68,9 @@ def join(
             secrets.randbelow(_DRAWS),
             is_elastic,
         ).to_json()
-    (epoch, draw, runs), owners = ranks.agree(RENDEZVOUS, looking, mine, _judge_join)
+    (epoch, draw, runs), owners = ranks.agree(
+        *(RENDEZVOUS, looking, mine, _judge_join), read=shaped(((int, int, [(int, int)]), list))
+    )
     nodes = _node_names([number for number, count in runs for _ in range(count)])
     strategy.place(nodes, ranks.timeout_s)
     # Every node notes the epoch before anything is saved in it. Else an attempt of which only some

@@ -86,8 +86,9 @@ class ReplicaCheck:
         phase = f"name the tensors of iteration {iteration} that differ"
         judge = partial(_judge, divergence)
         try:
-            fields = self._ranks.agree(phase, Attempt(), report, judge)
-            divergence = Divergence.from_json(fields)
+            divergence = self._ranks.agree(
+                *(phase, Attempt(), report, judge), read=Divergence.from_json
+            )
         except PeerLostError as lost:
             # That they differ is known on all ranks already.
             logger.warning("the tensors that differ are not known: %s", lost)

@@ -18,7 +18,7 @@ from localckpt.errors import CheckpointingException, StorageError
 from localckpt.failure_texts import described, short
 from localckpt.ids import Checkpoint, CkptID, Piece, ShardIdentity
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.replication.redundancy import Lacking
 from localckpt.replication.retrieval import carry_out, connect_for, new_name
 from localckpt.replication.shard_plans import missing_copies_of_others, plan_shards
@@ -134,7 +134,9 @@ class Reprotection:
     def _connect(self, work: _Work) -> None:
         """Connect the ranks that take part, before :meth:`cancel` may have to disconnect them."""
         ranks = self._ranks
-        name = ranks.decide("name the connections for copies", new_name, itemgetter(0))
+        name = ranks.decide(
+            *("name the connections for copies", new_name, itemgetter(0)), read=shaped(str)
+        )
         with Attempt() as connecting:
             work.connect(name, self._parts.strategy.rate_limit)
         try:

@@ -361,7 +361,9 @@ class Save:
     def _agree(self, step: str, attempt: Attempt, outcome: Any) -> SaveVerdict:
         ranks, phase = self._parts.ranks, f"{step} iteration {self.identity.iteration}"
         self._is_reported = ranks.world_size > 1
-        self.take_verdict(ranks.agree(phase, attempt, outcome, judge_save, kind=step))
+        self._verdict = ranks.agree(
+            *(phase, attempt, outcome, judge_save), kind=step, read=SaveVerdict.from_json
+        )
         assert self._verdict is not None
         return self._verdict
 

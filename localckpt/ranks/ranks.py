@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from localckpt.errors import CheckpointingException, PeerLostError
+from localckpt.ranks.asking import store_errors
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.deciding import Deciding
 from localckpt.ranks.failure import Attempt, Failure
@@ -23,10 +24,10 @@ from localckpt.ranks.hearing import Hearing
 from localckpt.ranks.job_store import Group, StorePart
 from localckpt.ranks.patience import Patience
 from localckpt.ranks.round import HAND, remove_rounds
-from localckpt.ranks.verdict import Call, PerRank, Verdict
+from localckpt.ranks.verdict import Call, PerRank, Verdict, shaped
 from localckpt.threads import Latch
 
-__all__ = ["GRACE_S", "PerRank", "Ranks"]
+__all__ = ["GRACE_S", "PerRank", "Ranks", "shaped"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -156,6 +157,7 @@ class Ranks:
         judge: Callable[[list[T]], V],
         *,
         deadline: Deadline | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> V:
         """Do a part on each rank, and have one verdict on all parts on every rank.
 
@@ -167,6 +169,8 @@ class Ranks:
                 returns is JSON, or :class:`PerRank`.
             deadline: Deadline of the wait for other ranks; by default :attr:`timeout_s` from the
                 end of the work on.
+            read: Makes what is returned of what ``judge`` returned, such as :func:`shaped`. What it
+                cannot read is no verdict of this program's: a MismatchError.
 
         Returns:
             What ``judge`` returned. Of a :class:`PerRank` it is a list of two: what is common to
@@ -183,7 +187,7 @@ class Ranks:
         result: T | None = None
         with Attempt() as attempt:
             result = work()
-        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline)
+        verdict: V = self.agree(what, attempt, result, judge, deadline=deadline, read=read)
         return verdict
 
     def agree(
@@ -197,11 +201,12 @@ class Ranks:
         grace_s: float = GRACE_S,
         kind: str = "",
         order: int | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Decide as in :meth:`decide`, about work that is done.
 
         Args:
-            what, deadline: As for :meth:`decide`.
+            what, deadline, read: As for :meth:`decide`.
             grace_s: The longest wait for other ranks once some rank has failed, in seconds.
             judge: As for :meth:`decide`; by default there is nothing to judge.
             attempt: End of this rank's work.
@@ -211,7 +216,10 @@ class Ranks:
                 the ranks that are behind, which made theirs alone; the others wait for them, if
                 they are at least half of all.
         """
-        return self._agree(what, attempt, result, judge, deadline, grace_s, kind=kind, order=order)
+        verdict = self._agree(
+            *(what, attempt, result, judge, deadline, grace_s), kind=kind, order=order
+        )
+        return _readable(what, verdict, read)
 
     def merge(
         self,
@@ -248,7 +256,9 @@ class Ranks:
         Raises:
             PeerLostError, MismatchError: As :meth:`decide`.
         """
-        records: list[Any] = self.agree(what, Attempt(), record, _all, deadline=deadline, kind=kind)
+        records: list[Any] = self.agree(
+            *(what, Attempt(), record, _all), deadline=deadline, kind=kind, read=shaped(list)
+        )
         return records
 
     def act(
@@ -261,6 +271,7 @@ class Ranks:
         order: int | None = None,
         timeout_s: float | None = None,
         in_vain: Callable[[], None] | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> V:
         """Do a part on each rank, and then one thing on the root for all, such as a commit.
 
@@ -270,7 +281,7 @@ class Ranks:
         up for the others; each one raises for itself that it knows no verdict.
 
         Args:
-            what, work: As for :meth:`decide`.
+            what, work, read: As for :meth:`decide`.
             act: Called on the root with the results in rank order, once all are there. What it
                 returns is JSON, or :class:`PerRank`.
             kind, order: As for :meth:`agree`.
@@ -306,10 +317,11 @@ class Ranks:
             # With a verdict there is nothing to report.
             attempt.failure = None if hearing.has_verdict else hearing.error or attempt.failure
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
-        verdict: V = self._agree(
+        verdict = self._agree(
             *(what, attempt, result, act, deadline, 0.0), acts=True, kind=kind, order=order
         )
-        return verdict
+        told: V = _readable(what, verdict, read)
+        return told
 
     def see_off(self) -> None:
         """On the root, after :meth:`act` or a failure: return once all have read it, or soon.
@@ -447,3 +459,10 @@ class Ranks:
     def _remove_keys(self, store: Store, rank: int) -> None:
         """Delete what a rank has left in a part of the store."""
         remove_rounds(store, rank, self.world_size)
+
+
+def _readable(what: str, value: Any, read: Callable[[Any], Any] | None) -> Any:
+    if read is None:
+        return value
+    with store_errors(what):
+        return read(value)

@@ -16,7 +16,7 @@ from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Failure
 from localckpt.ranks.values import Message
 
-__all__ = ["REFUSED", "Call", "PerRank", "Verdict", "joint_failure", "judge_reports"]
+__all__ = ["REFUSED", "Call", "PerRank", "Verdict", "joint_failure", "judge_reports", "shaped"]
 
 REFUSED = "refused"
 """Kind of the call of a rank that could not make its part: it fails whatever the others call."""
@@ -124,6 +124,37 @@ class Call:
             f"{_MOST_NBYTES} can be sent. What was saved before stands"
         )
         return [what, Failure(MismatchError.__name__, text).to_json(), None, None, kind, self.order]
+
+
+def shaped(shape: Any) -> Callable[[Any], Any]:
+    """Return what reads a verdict of a certain shape, and refuses others.
+
+    Args:
+        shape: A class; a tuple of shapes, for a list of as many members; a list of one shape, for a
+            list of any number; or a dict of shapes, for a dict that has these keys.
+    """
+
+    def read(value: Any) -> Any:
+        _require_shape(value, shape)
+        return value
+
+    return read
+
+
+def _require_shape(value: Any, shape: Any) -> None:
+    kind = {tuple: list}.get(type(shape), type(shape))
+    if kind not in (list, dict):
+        if not isinstance(value, shape):
+            raise ValueError(f"a {type(value).__name__} in place of a {shape}")
+        return
+    if type(value) is not kind or (type(shape) is tuple and len(value) != len(shape)):
+        raise ValueError(f"a {type(value).__name__} in place of {shape}")
+    if kind is dict:
+        pairs = [(value[key], shape[key]) for key in shape]
+    else:
+        pairs = [(v, shape[n if type(shape) is tuple else 0]) for n, v in enumerate(value)]
+    for member, inner in pairs:
+        _require_shape(member, inner)
 
 
 def judge_reports(

@@ -16,7 +16,7 @@ from itertools import groupby
 import torch.distributed as dist
 
 from localckpt.errors import MismatchError
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.replication.groups import (
     GroupWrapper,
     check_failure_domains,
@@ -163,6 +163,7 @@ class Membership:
                 "compare cliques",
                 lambda: self.group.ranks,
                 lambda cliques: _places(cliques, everyone.global_ranks),
+                read=shaped([[int]]),
             )
         return self._cliques
 
@@ -213,7 +214,9 @@ class Membership:
         if self._agreed:
             return
         mine = [self._parameters, self._failure_domain]
-        runs = self._everyone().decide("agree on cliques", lambda: mine, _judge_parameters)
+        runs = self._everyone().decide(
+            *("agree on cliques", lambda: mine, _judge_parameters), read=shaped([(object, int)])
+        )
         self._outer = [domain for domain, count in runs for _ in range(count)] or None
         self._agreed = True
 

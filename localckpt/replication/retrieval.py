@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from localckpt.errors import CheckpointingException
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import PerRank, Ranks
+from localckpt.ranks.ranks import PerRank, Ranks, shaped
 from localckpt.replication.exchange import ExchangePlan
 from localckpt.replication.transport import HostTransport, Transport
 from localckpt.state_dict.source import ShardSource
@@ -81,6 +81,7 @@ def carry_out(
             sizes,
             partial(_judge_offers, plan),
             deadline=Deadline.after(timeout_s),
+            read=shaped((str, list | None)),
         )
         views: list[tuple[int, memoryview]] = []
         with Attempt() as accepting:

@@ -19,7 +19,13 @@ from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.state_dict.containers import joined, map_tensors, named_tensors
 from localckpt.state_dict.optimizer_states import load_optimizer
 from localckpt.state_dict.replicated import Replicated, without_marker
-from localckpt.state_dict.stateful import Freedom, freedom_of, load_module_state, module_state
+from localckpt.state_dict.stateful import (
+    Freedom,
+    freedom_of,
+    is_place,
+    load_module_state,
+    module_state,
+)
 
 __all__ = [
     "BasicTensorAwareStateDict",
@@ -29,6 +35,7 @@ __all__ = [
     "give_states",
     "is_stateful",
     "own_states",
+    "places_in",
     "stateful_keys",
     "unwrapped",
     "wrapped",
@@ -220,6 +227,18 @@ def freedom_in(state: Any) -> Freedom:
         below.update(joined((key, name)) if name else str(key) for name in free.below)
         shapes.update(joined((key, name)) for name in free.shapes)
     return Freedom(frozenset(below), frozenset(shapes))
+
+
+def places_in(state: Any) -> frozenset[str]:
+    """Return the keys of a dict's stateful values that are a rank's place in the data.
+
+    One that is marked as equal on several ranks counts what all have seen: it is the job's.
+    """
+    return frozenset(
+        str(key)
+        for key in stateful_keys(state)
+        if not isinstance(state[key], Replicated) and is_place(state[key])
+    )
 
 
 def own_states(state: Any) -> Any:

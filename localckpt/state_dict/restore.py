@@ -37,7 +37,7 @@ from localckpt.state_dict.placed_runs import PlacedRuns
 from localckpt.state_dict.safe_globals import SafeGlobals
 from localckpt.state_dict.skeleton import check_skeleton, collection_paused, insert_tensors
 from localckpt.state_dict.source import PIECE_NBYTES, ShardSource
-from localckpt.state_dict.targets import FIT, Matched, Targets, require_names
+from localckpt.state_dict.targets import FIT, Matched, Targets, compare_names
 from localckpt.state_dict.tensor_table import ARRAY, SHARED, UNNAMED, TableEntry, parse_entries
 from localckpt.state_dict.values import Placeholder, read_tree, root_of
 
@@ -145,15 +145,16 @@ class ImageReader:
         dtensors: dict[int, Any] = {}
         if into is not None:
             saved = read_names(skeleton, self.allowed, into.rules.free)
-            missing = require_names(saved, into.parts, rules=into.rules)
-            if missing and into.rules.is_partial:
-                logger.warning(
-                    "saved and not given, as partial=True allows: %s", ", ".join(missing)
-                )
+            differ = compare_names(saved, into.parts, rules=into.rules)
             matched = into.match(
                 *(entries, boxes, contents.of_meshes | contents.composed),
                 lambda: self._paths(skeleton, contents),
+                differ,
             )
+            if differ.missing and into.rules.is_partial:
+                logger.warning(
+                    "saved and not given, as partial=True allows: %s", ", ".join(differ.missing)
+                )
             dtensors = into.dtensors_of(matched.given.get(number) for number in boxes)
             self._require_sizes(matched.targets)
         filled = {n: t for n, t in matched.given.items() if n not in matched.converted}

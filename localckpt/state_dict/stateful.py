@@ -27,6 +27,7 @@ __all__ = [
     "Freedom",
     "TensorKind",
     "freedom_of",
+    "is_place",
     "is_same_tensor",
     "load_module",
     "load_module_state",
@@ -110,6 +111,20 @@ def freedom_of(value: Any) -> Freedom:
     shapes = {name for name in names if prefix_in(name, below) is not None}
     plain = plain_names(value, {*below, *shapes})
     return Freedom(*(frozenset(plain[name] for name in those) for those in (below, shapes)))
+
+
+def is_place(value: Any) -> bool:
+    """Return whether the state of a stateful value is a rank's place in the data.
+
+    So it is of the loaders, samplers and datasets of torch and torchdata, and of classes that are
+    called so. It counts what one of so many ranks has seen, so for another number of ranks it is
+    another place, also where it is equal on all that saved it.
+    """
+    return any(
+        kind.__module__.startswith(("torch.utils.data", "torchdata"))
+        or kind.__name__.lower().endswith(("loader", "sampler"))
+        for kind in type(value).__mro__
+    )
 
 
 def module_state(module: torch.nn.Module) -> Mapping[str, Any]:

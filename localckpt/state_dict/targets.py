@@ -32,16 +32,20 @@ from localckpt.state_dict.tensor_table import (
 )
 
 __all__ = [
+    "ALL_NAMED",
     "FIT",
     "STRICT",
     "LetsGo",
     "Matched",
+    "NamesDiffer",
     "TargetRules",
     "Targets",
+    "compare_names",
     "find_overlaps",
     "find_targets",
+    "in_turn",
     "let_nothing_go",
-    "require_names",
+    "mismatch",
 ]
 
 _SHOWN_DIFFERENCES = 10
@@ -169,6 +173,7 @@ class Targets:
         boxes: Mapping[int, Box],
         new: Container[int],
         paths: Callable[[], Mapping[int, str]],
+        differ: NamesDiffer,
     ) -> Matched:
         """Find the given tensor for each saved tensor.
 
@@ -178,9 +183,11 @@ class Targets:
             new: Numbers of the saved tensors that are made anew, as those of device meshes and of
                 sparse tensors.
             paths: Returns the paths of the saved tensors that are in containers, by their numbers.
+            differ: Differences that were found between the names.
 
         Raises:
-            MismatchError: The saved tensors differ from the given ones; the error lists them.
+            MismatchError: The names, or the saved tensors, differ from the given ones; the error
+                lists them.
         """
         numbers = [
             number
@@ -190,9 +197,11 @@ class Targets:
         names = self._names_for(saved, numbers)
         targets = _by_slot([saved[number] for number in numbers], self.tensors, names)
         if targets is not None:
+            if differ.lines:
+                raise mismatch(differ.lines)
             matched = Matched(dict(zip(numbers, self.tensors, strict=True)), targets)
         else:
-            matched = self._match_by_path({n: saved[n] for n in numbers}, names, paths)
+            matched = self._match_by_path({n: saved[n] for n in numbers}, names, paths, differ)
         self._require_same_places(matched.given, boxes)
         return matched
 
@@ -201,6 +210,7 @@ class Targets:
         saved: Mapping[int, TableEntry],
         names: Mapping[int, str],
         paths: Callable[[], Mapping[int, str]],
+        differ: NamesDiffer,
     ) -> Matched:
         table = build_table(self.tensors, names)
         by_number = {n: names[id(t)] for n, t in enumerate(self.tensors) if id(t) in names}
@@ -232,15 +242,16 @@ class Targets:
                 same.add(path)
             elif other is not None and self.rules.converts and _differ_in_dtype(one, other):
                 converted.add(path)
-            else:
+            elif prefix_in(path, differ.names) is None:
                 lines.append(_difference(path, one, other))
         lines += [
             f"{path}: given, not saved"
             for path in here
             if path not in there and not is_free(path) and not lets_go(path)
+            if prefix_in(path, differ.names) is None
         ]
-        if lines:
-            raise _mismatch(lines)
+        if lines or differ.lines:
+            raise mismatch(in_turn(differ.lines, lines))
         filled = [path for path in there if path in same]
         entries = [there[path].entry for path in filled]
         tensors = [self.tensors[here[path].number] for path in filled]
@@ -249,7 +260,7 @@ class Targets:
             for entry, tensor in zip(entries, tensors, strict=True)
         }
         if (targets := _by_slot(entries, tensors, slots)) is None:
-            raise _mismatch(["the tensors share memory in another way"])
+            raise mismatch(["the tensors share memory in another way"])
         return Matched(
             {there[p].number: self.tensors[here[p].number] for p in (*filled, *converted)},
             targets,
@@ -339,7 +350,7 @@ class Targets:
                 key = f" {own.key}" if own.key != saved.key else ""
                 lines.append(f"{saved.key}: saved as {saved.place}, given as{key} {own.place}")
         if lines:
-            raise _mismatch(lines).advised(
+            raise mismatch(lines).advised(
                 "sharding",
                 "Shard it over the ranks as it was when it was saved, in the same order, or make "
                 "the manager with elastic=True",
@@ -506,49 +517,64 @@ def find_overlaps(flat: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, s
     return found
 
 
-def require_names(
+class NamesDiffer(NamedTuple):
+    """Differences between the names of the parts and values of two states.
+
+    Attributes:
+        missing: Names that were saved, and are missing. Those of values within a part are not among
+            them: a load returns such values.
+        lines: What does not fit, in words.
+        names: Names that the lines are about.
+    """
+
+    missing: list[str]
+    lines: list[str]
+    names: frozenset[str]
+
+
+def compare_names(
     saved: Names | None,
     given: Names | None,
     *,
     rules: TargetRules,
     is_dropped: Callable[[str], bool] = let_nothing_go,
-) -> list[str]:
+) -> NamesDiffer:
     """Compare the names of the parts and values of two states.
 
     Args:
         saved, given: Names of the states.
         rules: Ways in which the state may differ.
         is_dropped: Whether a part that was saved may be missing.
-
-    Returns:
-        Names that were saved, and are missing. Those of values within a part are not among them:
-        a load returns such values.
-
-    Raises:
-        MismatchError: Some are missing, or were not saved; the error lists them.
     """
     if saved is None or given is None:
-        return []
+        return ALL_NAMED
     added = [name for name in given_only(saved, given) if not rules.lets_go(name)]
     missing = [name for name in saved.keys() - given.keys() if not is_dropped(name)]
     absent = () if rules.is_partial else saved_only(saved, given)
     lacking = [name for name in absent if not rules.lets_go(name)]
+    if not added and {*missing}.isdisjoint(lacking):
+        # What lacks is found where tensors are filled.
+        lacking = []
     compared = rules.compare(saved, given)
-    lines = [line for part in compared.values() for line in part]
-    if added or not {*missing}.isdisjoint(lacking):
-        # What the caller says of a part tells more than the names in it.
-        sides = zip_longest(
-            (f"{n}: saved, not given" for n in lacking if prefix_in(n, compared) is None),
-            (f"{n}: given, not saved" for n in added if prefix_in(n, compared) is None),
-        )
-        # In turn, since not all may be shown.
-        lines += [line for pair in sides for line in pair if line is not None]
-    if lines:
-        raise _mismatch(lines)
-    return sorted(missing)
+    # What the caller says of a part tells more than the names in it.
+    sides = (
+        [f"{name}: saved, not given" for name in lacking if prefix_in(name, compared) is None],
+        [f"{name}: given, not saved" for name in added if prefix_in(name, compared) is None],
+    )
+    lines = in_turn([line for part in compared.values() for line in part], *sides)
+    return NamesDiffer(sorted(missing), lines, frozenset((*lacking, *added)))
 
 
-def _mismatch(lines: list[str]) -> MismatchError:
+ALL_NAMED = NamesDiffer([], [], frozenset())
+
+
+def in_turn(*lists: Iterable[str]) -> list[str]:
+    """Join lists of which not all may be shown, so that some of each are."""
+    return [line for turn in zip_longest(*lists) for line in turn if line is not None]
+
+
+def mismatch(lines: Sequence[str]) -> MismatchError:
+    """Return the error that a state to load into differs from the saved one in some ways."""
     more = len(lines) - _SHOWN_DIFFERENCES
     shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
     return MismatchError(

@@ -11,7 +11,7 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ __all__ = [
     "above",
     "found_at",
     "key_of",
+    "left_as_given",
     "placed",
     "read_tree",
     "root_of",
@@ -322,6 +323,24 @@ def found_at(root: Any, keys: Collection[str]) -> dict[str, Unit]:
 
     find(root, ())
     return found
+
+
+def left_as_given(
+    state: Any, parts: Container[str], keys: Collection[str]
+) -> tuple[list[Unit], frozenset[str]]:
+    """Find what stays as it is in a state that is loaded into.
+
+    Args:
+        state: The state.
+        parts: Names of its parts.
+        keys: Keys of the values that are not loaded.
+
+    Returns:
+        These values; and the parts of which all stays, since their states would lack something.
+    """
+    found = found_at(state, keys)
+    whole = {prefix_in(key, parts) for key in keys if key in parts or key not in found}
+    return list(found.values()), frozenset(part for part in whole if part is not None)
 
 
 def placed(root: Any, units: Sequence[Unit]) -> Any:

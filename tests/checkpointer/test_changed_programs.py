@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import shutil
@@ -43,11 +44,15 @@ def _net(fill: float, *, head: bool = False, sharded: int = 0) -> torch.nn.Modul
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(fill)
-    if sharded:
+    _shard(net, sharded)
+    return net
+
+
+def _shard(net: torch.nn.Module, ranks: int) -> None:
+    if ranks:
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(net, mesh=init_device_mesh("cpu", (sharded,)))
-    return net
+        fully_shard(net, mesh=init_device_mesh("cpu", (ranks,)))
 
 
 def _fill(parameter: Any) -> float:
@@ -84,8 +89,10 @@ def _resumed(
     """Resume a changed program; returns what became of its state, or the error."""
     state = make(rank, world_size if sharded else 0)
     before = look(state)
-    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "rng": False}
+    options: dict[str, Any] = {"timeout_s": _S, "rng": False}
     local = node_store() / ("nodes" if tier == "nodes" else "none")
+    if tier == "shared":
+        options["shared"] = shared
     with Checkpointer(state, local=local, **options) as checkpointer:
         try:
             first = checkpointer.resume(**arguments)
@@ -214,6 +221,28 @@ def test_a_changed_program_that_says_nothing_is_told_what_it_may_say(
         assert "rename={'old': 'new'}" in text
         assert "load()" not in text
         assert "manager" not in text
+
+
+def _with_all_changed(rank: int, sharded: int) -> dict[str, Any]:
+    state = _state(rank, 5.0, sharded=sharded)
+    net = torch.nn.Sequential(collections.OrderedDict(body=torch.nn.Linear(6, 4).double()))
+    torch.nn.init.constant_(net.body.weight, 5.0)
+    torch.nn.init.constant_(net.body.bias, 5.0)
+    _shard(net, sharded)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5.0)
+    return {"net": net, "optimizer": optimizer, "place": state["loader"], "loader": _Position(1)}
+
+
+def test_all_that_a_program_changed_is_told_in_one_error(
+    places: Places, tier: str, ranks: int
+) -> None:
+    found = _resume(places, tier, ranks, _with_all_changed, {}, _look)
+
+    for name, text in found:
+        assert name == "MismatchError"
+        for words in ("net.body.weight", "net.body.bias", "SGD", "AdamW", "place"):
+            assert words in text
+        assert ("values of 'loader' differ between the ranks" in text) == (ranks == 3)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from localckpt import Checkpointer, CheckpointingException, MismatchError, Values
-from tests.checkpointer.loops import stores
-from tests.ranks import node_store, run_ranks
 
 _TIERS = ["nodes", "shared"]
 
@@ -65,31 +63,6 @@ def test_a_value_that_was_renamed_added_or_removed_is_an_error_that_names_it(
     with Checkpointer({"run": run}, **_options(tmp_path, tier)) as checkpointer:
         assert checkpointer.resume(partial=True) == 1
     assert run.state_dict() == {"epoch": 5, "top": 2.0}
-
-
-def _resume_resized(rank: int, world_size: int, tier: str, shared: Path) -> tuple[int, float]:
-    run = Values(epoch=0, best=math.inf)
-    options: dict[str, Any] = {"local": node_store(), "every": 1}
-    if tier == "shared":
-        options |= {"shared": shared, "shared_every": 1}
-    with Checkpointer({"run": run}, **options) as checkpointer:
-        if checkpointer.resume() == 0:
-            run.epoch, run.best = 7, 0.5
-            checkpointer.step(0)
-    return run.epoch, run.best
-
-
-@pytest.mark.parametrize("tier", _TIERS)
-def test_equal_values_go_to_any_number_of_ranks(tier: str, tmp_path: Path) -> None:
-    for world_size in (2, 1, 3):
-        found = run_ranks(
-            *(_resume_resized, world_size, tier, tmp_path / "shared"),
-            store_per_node=stores(tmp_path, 1),
-        )
-
-        assert found == [(7, 0.5)] * world_size
-        if tier == "shared":
-            shutil.rmtree(stores(tmp_path, 1)[0])
 
 
 def test_names_are_fixed_and_none_hides_a_method() -> None:

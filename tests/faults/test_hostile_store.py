@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +57,49 @@ def _hostile(marker: Path) -> list[bytes]:
     ]
 
 
+def _nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+_SHAPES: list[Any] = [{}, [], None, -7, "x", _nested(400), "x" * (2 << 20), {"x": 1}, [1, [2], {}]]
+
+
+def _reshaped(value: bytes, number: int) -> bytes:
+    """Put JSON of another shape into a value: in place of all of it, or of what it carries."""
+    shape, is_inner = _SHAPES[number // 2 % len(_SHAPES)], bool(number % 2)
+    for start in (1, 4):
+        try:
+            fields = json.loads(value[start:])
+        except ValueError:
+            continue
+        if is_inner and isinstance(fields, list) and len(fields) > 1:
+            if isinstance(fields[1], list) and len(fields[1]) > 2:
+                # The record of a report.
+                fields[1][2] = shape
+            else:
+                # The value of a verdict.
+                fields[0] = shape
+        else:
+            fields = shape
+        return value[:start] + json.dumps(fields).encode()
+    # A part of a verdict: the number of the round, and a record.
+    head, message = value[:12], Message.from_bytes(value[12:])
+    record = [shape, message.record[1]] if is_inner else shape
+    return head + Message(record, message.data).to_bytes()
+
+
+def _instead(_: bytes, value: bytes) -> bytes:
+    return value
+
+
 class _Tampering:
     """A store, with a stranger who overwrites one of the values that this rank puts there."""
 
     at, seen = -1, 0
-    value = b""
+    make: Callable[[bytes], bytes]
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -71,15 +112,26 @@ class _Tampering:
         cls.seen += 1
         return cls.seen == cls.at + 1
 
+    def _replaced(self, value: Any) -> Any:
+        return self._made(value) if self._is_hit() else value
+
+    @classmethod
+    def _made(cls, value: Any) -> bytes:
+        try:
+            return cls.make(value.encode() if isinstance(value, str) else value)
+        except (ValueError, TypeError):
+            # No record is in it.
+            return b"{}"
+
     def set(self, key: str, value: Any) -> None:
-        self._store.set(key, self.value if self._is_hit() else value)
+        self._store.set(key, self._replaced(value))
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._store.multi_set(keys, [self.value if self._is_hit() else v for v in values])
+        self._store.multi_set(keys, [self._replaced(v) for v in values])
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         if key.endswith("/verdict") and self._is_hit():
-            self._store.set(key, self.value)
+            self._store.set(key, self._made(desired))
         value: bytes = self._store.compare_set(key, expected, desired)
         return value
 
@@ -157,7 +209,14 @@ _PROTOCOLS: dict[str, Callable[..., None]] = {
 
 
 def _play(
-    rank: int, world_size: int, victim: int, protocol: str, stride: int, marker: Path, root: Path
+    rank: int,
+    world_size: int,
+    victim: int,
+    protocol: str,
+    kind: str,
+    stride: int,
+    marker: Path,
+    root: Path,
 ) -> tuple[int, int, list[str]]:
     """Play a protocol again and again, each time with another value replaced.
 
@@ -172,14 +231,18 @@ def _play(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(0, 10_000, stride):
         _Tampering.at, _Tampering.seen = number, 0
-        _Tampering.value = hostile[(number // stride) % len(hostile)]
+        turn = number // stride
+        _Tampering.make = partial(_reshaped, number=turn)
+        if kind == "bytes":
+            _Tampering.make = partial(_instead, value=hostile[turn % len(hostile)])
         dist.barrier()
         try:
             _PROTOCOLS[protocol](rank, number, root)
         except CheckpointingException:
             raised += 1
         except Exception as error:  # noqa: BLE001 - returned
-            foreign.append(f"value {number}: {error!r:.300}")
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            foreign.append(f"value {number}: {error!r:.300} {place}")
         played += 1
         is_over = torch.tensor([rank == victim and _Tampering.seen <= number], dtype=torch.int32)
         dist.all_reduce(is_over)
@@ -192,16 +255,17 @@ def _play(
 
 
 @pytest.mark.fault("hostile-store")
+@pytest.mark.parametrize("kind", ["bytes", "json"])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("protocol", list(_PROTOCOLS))
 def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
-    protocol: str, victim: int, tmp_path: Path, long_form: bool
+    protocol: str, victim: int, kind: str, tmp_path: Path, long_form: bool
 ) -> None:
     marker = tmp_path / "ran"
     stride = 1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5}[protocol]
 
     ended = run_ranks(
-        *(_play, 2, victim, protocol, stride, marker, tmp_path / "shared"),
+        *(_play, 2, victim, protocol, kind, stride, marker, tmp_path / "shared"),
         store_per_node=stores(tmp_path, 1),
         timeout_s=1800.0 if long_form else 120.0,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import logging
 import os
 import shutil
 import stat
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from localckpt import CheckpointingException, StorageError
+from localckpt import Checkpointer, CheckpointingException, StorageError
 from localckpt.cli import cleaning
 from localckpt.events.event import Event
 from localckpt.events.jsonl import JsonLines
@@ -296,6 +298,74 @@ def test_events_are_not_written_where_others_can_replace_them(tier: str, place: 
     assert list((place / "events").iterdir()) == []
 
 
+def _train(rank: int, world_size: int, root: Path) -> tuple[str, str]:
+    """Run a loop as the user; the error that it ends with, and what it has logged."""
+    os.umask(0)
+    _become(_USER)
+    log = io.StringIO()
+    logging.getLogger("localckpt").addHandler(logging.StreamHandler(log))
+    try:
+        with Checkpointer({"n": (lambda: 1, print)}, local=root, session_id="s") as checkpointer:
+            checkpointer.resume()
+            checkpointer.step(0)
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}", log.getvalue()
+    return "", log.getvalue()
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["disk"])
+def test_what_a_loop_records_is_the_users_alone(tier: str, place: Path) -> None:
+    root = place / "store"
+    root.mkdir(mode=0o700)
+    os.chown(root, _USER, _USER)
+
+    assert run_ranks(_train, 1, root, init_group=False)[0][0] == ""
+
+    events = list((root / "events").rglob("*.jsonl"))
+    assert events
+    assert {mode & 0o077 for mode, _ in _below(root).values()} == {0}
+    out, umask = place / "trace.json", os.umask(0)
+    try:
+        assert call("trace", str(root), "--out", str(out)).status == 0
+    finally:
+        os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o600
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["disk"])
+@pytest.mark.parametrize("name", ["events", "events/session-s"])
+@pytest.mark.parametrize("way", ["a link to the user's", "a folder"])
+def test_a_place_of_events_that_another_user_has_taken_is_not_written_to(
+    tier: str, place: Path, name: str, way: str
+) -> None:
+    root, mine = place / "store", place / "mine"
+    mine.joinpath("session-s").mkdir(parents=True)
+    for folder in (mine, mine / "session-s"):
+        for number in range(1001):
+            (folder / f"rank00000.{number:04d}.jsonl").touch()
+    for path in (mine, *mine.rglob("*")):
+        os.chown(path, _USER, _USER)
+    root.mkdir()
+    root.chmod(0o1777)
+    taken = root / name
+    taken.parent.mkdir(exist_ok=True)
+    if way == "a folder":
+        taken.mkdir()
+    else:
+        taken.symlink_to(mine if name == "events" else mine / "session-s")
+    for path in {taken, root / "events"}:
+        os.chown(path, _OTHER, _OTHER, follow_symlinks=False)
+    before = _below(mine)
+
+    ((error, log),) = run_ranks(_train, 1, root, init_group=False)
+
+    assert _below(mine) == before
+    assert str(root / "events") in error + log
+    assert "choose another directory" in error + log or "ermission denied" in error + log
+
+
 # Files.
 
 
@@ -384,6 +454,24 @@ def test_at_the_deadline_of_a_lock_the_error_names_its_file_its_owner_and_who_ho
 
 
 # Links that lead out, and names.
+
+
+@only_root
+@pytest.mark.parametrize("tier", ["shared"])
+def test_the_note_of_the_owner_is_not_written_through_a_link(tier: str, place: Path) -> None:
+    assert _job(tier, place / "store") == ""
+    precious, note = place / "precious", next((place / "store").rglob("*.owner"))
+    precious.write_text("mine")
+    os.chown(precious, _USER, _USER)
+    note.unlink()
+    note.symlink_to(precious)
+    os.chown(note, _OTHER, _OTHER, follow_symlinks=False)
+
+    error = _job(tier, place / "store")
+
+    assert precious.read_text() == "mine"
+    assert error == ""
+    assert not note.is_symlink()
 
 
 @pytest.mark.parametrize("tier", ["shared"])

@@ -26,7 +26,7 @@ from localckpt.ids import ShardIdentity
 from localckpt.memory.digests import BLOCK_NBYTES
 from localckpt.ranks.deadline import Deadline
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import Ranks
+from localckpt.ranks.ranks import Ranks, shaped
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.chains import Chain
 from localckpt.replication.parity.encode_group import ranks_behind
@@ -133,7 +133,9 @@ class Rebuilding:
                 for kind, owner in group.repair.reads(self._rank)
             ]
         phase = f"see what is left of iteration {self._checkpoint.iteration}"
-        name, findings = self._ranks.agree(phase, looking, mine, _judge_seen)
+        name, findings = self._ranks.agree(
+            *(phase, looking, mine, _judge_seen), read=shaped((str, [(int, [(int, object)])]))
+        )
         seen: list[list[tuple[int, Seen]]] = [[] for _ in self._groups]
         for rank, found in findings:
             for number, fields in found:

@@ -9,7 +9,7 @@ from typing import Any
 
 from localckpt.ids import Group, ShardIdentity
 from localckpt.ranks.failure import Attempt
-from localckpt.ranks.ranks import PerRank
+from localckpt.ranks.ranks import PerRank, shaped
 from localckpt.replication.host_transport import HostTransport
 from localckpt.replication.parity.code import PARITY_KIND
 from localckpt.replication.parity.encode_group import GroupEncoder, frame_for
@@ -56,7 +56,9 @@ class ParityRenewal:
                     sizes = [source.nbytes, envelope_nbytes(source)]
             phase = f"see whether parity of iteration {iteration} can be made"
             judge = partial(_judge_opened, self._groups)
-            refusals, members = ranks.agree(phase, Attempt(), [opening.error_text, sizes], judge)
+            refusals, members = ranks.agree(
+                *(phase, Attempt(), [opening.error_text, sizes], judge), read=shaped((list, object))
+            )
             unable = dict(refusals)
             # Members of a group to which one has nothing to add do not begin.
             able = [g for g in self._groups if unable.keys().isdisjoint(g.ranks)]

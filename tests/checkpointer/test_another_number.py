@@ -1,0 +1,259 @@
+"""One rule for both tiers on another number of ranks: what each kind of value becomes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import localckpt
+from localckpt import Checkpointer, MismatchError, Values
+from tests.checkpointer.loops import stores
+from tests.ranks import node_store, run_ranks
+
+_S = 60.0
+_SAVED_BY = 2
+_MADE = -1.0
+
+Becomes = Literal["saved", "made", "own", "made by the rule", "of a rank", "refused"]
+"""``own``: that of the rank's number, as made on ranks beyond; ``of a rank``: of any one."""
+
+
+class _Box:
+    """Part with one value, which may change its class."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class _Loader(_Box):
+    """Data loader with a place of its own."""
+
+
+class _Sampled(torch.utils.data.Sampler[int], _Box):  # type: ignore[misc]
+    """Sampler of torch's with a place in its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _pair(value: Any) -> Any:
+    box = _Box(value)
+    return (lambda: box.value), lambda loaded: setattr(box, "value", loaded)
+
+
+def _linear(value: Any) -> torch.nn.Module:
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, float(value))
+    return module
+
+
+def _norm(value: Any) -> torch.nn.Module:
+    module = torch.nn.BatchNorm1d(1, affine=False)
+    module.running_mean.fill_(float(value))
+    return module
+
+
+def _marked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: localckpt.replicated(make(value))
+
+
+def _seen(part: Any) -> Any:
+    part = getattr(part, "value", part) if type(part).__name__ == "Replicated" else part
+    if isinstance(part, torch.nn.Module):
+        part = part.weight if isinstance(part, torch.nn.Linear) else part.running_mean
+    elif isinstance(part, tuple):
+        part = part[0]()
+    elif isinstance(part, Values):
+        part = part.best
+    elif isinstance(part, _Box):
+        part = part.value
+    return part.item() if isinstance(part, torch.Tensor) else part
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Kind of a value, and what becomes of it.
+
+    Attributes:
+        make: Makes the part with a value.
+        becomes: What each rank has after a resume by another number of ranks.
+        differs: Whether the ranks that save have different values.
+        saved_as, made_as: Class of the value when it is saved, and when the part is made.
+        options: Options of who loads.
+        below: Key of the rule of these options, below the name of the part.
+    """
+
+    make: Callable[[Any], Any]
+    becomes: Becomes
+    differs: bool = False
+    saved_as: Callable[[float], Any] = float
+    made_as: Callable[[float], Any] = float
+    rule: Any = None
+    below: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def saved(self, rank: int) -> float:
+        return 3.0 + rank * self.differs
+
+    def expected(self, rank: int) -> list[float]:
+        saved = [self.saved(number) for number in range(_SAVED_BY)]
+        return {
+            "saved": saved[:1],
+            "made": [_MADE],
+            "own": saved[rank : rank + 1] or [_MADE],
+            "made by the rule": [100 * sum(saved) + rank],
+            "of a rank": saved,
+        }[self.becomes]
+
+
+def _ruled(values: list[Any], rank: int, world_size: int) -> Any:
+    assert len(values) == _SAVED_BY
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _ruled([v[key] for v in values], rank, world_size) for key in first}
+    return 100 * sum(values) + rank
+
+
+_DROP = {"on_resize": "drop"}
+_TENSOR: Any = torch.tensor
+_VALUE_ROWS = {
+    f"{name} {kind}{' differing' * differs}": _Row(
+        make, becomes, differs, saved_as, made_as, rule, below, options
+    )
+    for name, make, below in (
+        ("pair", _pair, ""),
+        ("values", lambda value: Values(best=value), ".best"),
+        ("part", _Box, ".value"),
+    )
+    for saved_as, made_as, of in ((float, float, ""), (_TENSOR, float, " now a tensor"))
+    for kind, differs, becomes, rule, options in (
+        (f"equal{of}", False, "saved", None, {}),
+        (f"equal dropping{of}", False, "saved", None, _DROP),
+        (f"equal drop{of}", False, "saved", "drop", {}),
+        (f"equal keep{of}", False, "saved", "keep", {}),
+        (f"equal function{of}", False, "saved", _ruled, {}),
+        (f"no rule{of}", True, "refused", None, {}),
+        (f"dropping{of}", True, "made", None, _DROP),
+        (f"drop{of}", True, "made", "drop", {}),
+        (f"keep{of}", True, "own", "keep", {}),
+        (f"function{of}", True, "made by the rule", _ruled, {}),
+    )
+    if name != "part" or of
+}
+_ROWS = _VALUE_ROWS | {
+    "tensor": _Row(_pair, "saved", saved_as=_TENSOR, made_as=_TENSOR),
+    "tensor differing": _Row(_pair, "refused", True, _TENSOR, _TENSOR),
+    "marked number": _Row(_marked(_Box), "saved"),
+    "marked tensor": _Row(_marked(_Box), "saved", saved_as=_TENSOR),
+    "marked number differing": _Row(_marked(_Box), "refused", True),
+    "marked number kept": _Row(_marked(_Box), "own", True, rule="keep"),
+    "module": _Row(_linear, "saved"),
+    "buffer": _Row(_norm, "of a rank", True),
+    "buffer keep": _Row(_norm, "own", True, rule="keep", below=".running_mean"),
+    "buffer drop": _Row(_norm, "made", True, rule="drop", below=".running_mean"),
+    "stage equal": _Row(_linear, "saved", rule="keep"),
+    "stage keep": _Row(_linear, "own", True, rule="keep"),
+    "stage weight keep": _Row(_linear, "own", True, rule="keep", below=".weight"),
+    "stage drop": _Row(_linear, "made", True, rule="drop"),
+    "stage function": _Row(_linear, "made by the rule", True, rule=_ruled),
+    **{
+        f"{name} {kind}{' differing' * differs}": _Row(make, becomes, differs, **options)
+        for name, make in (("loader", _Loader), ("sampler", _Sampled))
+        for differs in (False, True)
+        for kind, becomes, options in (
+            ("no rule", "refused", {}),
+            ("dropping", "made", {"options": _DROP}),
+            ("drop", "made", {"rule": "drop"}),
+            ("keep", "own", {"rule": "keep"}),
+            ("function", "made by the rule", {"rule": _ruled, "below": ".value"}),
+        )
+    },
+    "loader marked": _Row(_marked(_Loader), "saved"),
+}
+_KEYS = {row: f"p{number}" for number, row in enumerate(_ROWS)}
+
+
+def _save(rank: int, world_size: int, shared: Path) -> None:
+    state = {
+        key: _ROWS[n].make(_ROWS[n].saved_as(_ROWS[n].saved(rank))) for n, key in _KEYS.items()
+    }
+    private = {key: "keep" for name, key in _KEYS.items() if name.startswith("stage")}
+    options: dict[str, Any] = {"shared": shared, "timeout_s": _S, "private": private}
+    with Checkpointer(state, local=node_store(), **options) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step(0)
+        checkpointer.save(0, shared=True)
+
+
+def _load(rank: int, world_size: int, shared: Path, tier: str) -> dict[str, Any]:
+    """Resume what loads together, and what is refused by itself; what became of each value."""
+    logging.disable(logging.WARNING)
+    local, options = node_store(), dict[str, Any]()
+    if tier == "shared":
+        local, options = shared.parent / "empty", {"shared": shared}
+        local.mkdir(exist_ok=True)
+    groups: dict[str, list[str]] = {}
+    for name, row in _ROWS.items():
+        alone = name if row.becomes == "refused" else ""
+        groups.setdefault(f"{alone}{row.options}", []).append(name)
+    found: dict[str, Any] = {}
+    for names in groups.values():
+        parts = {name: _ROWS[name].make(_ROWS[name].made_as(_MADE)) for name in names}
+        private = {
+            _KEYS[name] + _ROWS[name].below: _ROWS[name].rule
+            for name in names
+            if _ROWS[name].rule is not None
+        }
+        state = {_KEYS[name]: part for name, part in parts.items()}
+        given = {**options, **_ROWS[names[0]].options, "private": private, "read_only": True}
+        error = ""
+        try:
+            with Checkpointer(state, local=local, timeout_s=_S, **given) as checkpointer:
+                checkpointer.resume(only=list(state))
+        except MismatchError as refused:
+            error = f"refused: {refused}"
+            assert [_seen(part) for part in parts.values()] == [_MADE] * len(parts)
+            assert all(f"'{key}" in error for key in state), error
+        found |= {name: error or _seen(part) for name, part in parts.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    root = tmp_path_factory.mktemp("resized")
+    run_ranks(_save, _SAVED_BY, root / "shared", store_per_node=stores(root, 1), timeout_s=_S)
+    return root / "shared", stores(root, 1)
+
+
+@pytest.mark.fault("world-size")
+@pytest.mark.parametrize("world_size", [3, 1])
+@pytest.mark.parametrize("tier", ["nodes", "shared"])
+def test_each_kind_of_value_becomes_the_same_on_both_tiers(
+    tier: str, world_size: int, places: tuple[Path, list[Path]]
+) -> None:
+    shared, nodes = places
+
+    found = run_ranks(_load, world_size, shared, tier, store_per_node=nodes, timeout_s=_S)
+
+    wrong = {}
+    for name, row in _ROWS.items():
+        for rank, outcomes in enumerate(found):
+            got = outcomes[name]
+            is_refused = isinstance(got, str) and got.startswith("refused")
+            if is_refused != (row.becomes == "refused") or (
+                not is_refused and (isinstance(got, str) or got not in row.expected(rank))
+            ):
+                wrong[name, rank] = row.becomes, got
+    assert not wrong, "\n".join(f"{place}: {what}" for place, what in wrong.items())

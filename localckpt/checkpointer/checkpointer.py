@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
@@ -30,6 +30,7 @@ from localckpt.checkpointer.arguments import (
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.last_save import LastSave
 from localckpt.checkpointer.meter import Meter
@@ -218,6 +219,10 @@ class Checkpointer:
         with refused_together("checkpointer"):
             check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
+        self.stopped: str | None = None
+        self._epochs = Epochs(
+            self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
+        )
         equal = {
             "session_id": session_id,
             "every": every,
@@ -257,7 +262,7 @@ class Checkpointer:
             as_cadence("every", every)
             check_state(state)
             self._state = TrainingState(
-                state, rng=rng, private=private or {}, drop=on_resize == "drop"
+                state, self._epochs, rng=rng, private=private or {}, drop=on_resize == "drop"
             )
             return {name: repr(value) for name, value in equal.items()}
 
@@ -275,7 +280,6 @@ class Checkpointer:
         shared_cadence = None if shared is None else as_cadence("shared_every", shared_every)
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
-        self.stopped: str | None = None
         self._read_only, self._saves_last = read_only, save_last and not read_only
         if read_only:
             max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
@@ -487,6 +491,7 @@ class Checkpointer:
             ),
             called,
         )
+        self._epochs.begin(is_resumed=loaded >= 0)
         if self._read_only:
             return loaded + 1
         self._last_step, self._is_counted = loaded, False
@@ -494,14 +499,79 @@ class Checkpointer:
         self._schedule.begin(loaded)
         return loaded + 1
 
+    def epochs(self, count: int, *, first: int | None = None) -> Iterator[int]:
+        """Numbers of the epochs that are left, of so many; all ranks take the same.
+
+        The loop goes on in the epoch that it was in, with the batches that are left of it by
+        :meth:`batches`. What a program does after the batches of an epoch, such as a validation, it
+        does after a restart from the checkpoint of the epoch's last step, too. A loop that was
+        stopped takes no further epoch::
+
+            checkpointer.resume()
+            for epoch in checkpointer.epochs(90):
+                for batch in checkpointer.batches(loader):
+                    train(batch)
+                    checkpointer.step()
+                if checkpointer.stopped:
+                    break
+                validate()
+                scheduler.step()
+
+        Args:
+            count: Number of the epochs of the whole run, which may grow at a restart.
+            first: Epoch to begin with where no checkpoint tells it: in a fresh run, or after
+                :meth:`resume` took a checkpoint elsewhere or one of a program without this loop.
+
+        Raises:
+            CheckpointingException: :meth:`resume` was not called, or is called in the loop; a loop
+                over epochs is under way; or an epoch was left by ``break`` after the step of a
+                batch, so that a restart from that step would go on with the next batch.
+            MismatchError: The checkpoint does not tell the epoch, and ``first`` is not given.
+        """
+        self._require_resumed("epochs")
+        yield from self._epochs.numbers(count, first)
+
+    def batches(self, loader: Iterable[Any], *, by_index: bool = False) -> Iterator[Any]:
+        """Batches of the epoch that are left; in the loop over :meth:`epochs`, once in each.
+
+        They are the batches that come after those of the last step, whatever was made of the
+        loader before, and the random number generators go on as they were. ``set_epoch`` of the
+        loader, its samplers and its dataset is called where there is one. A loop that was stopped
+        takes no further batch.
+
+        Args:
+            loader: A torch ``DataLoader``, whose batches that were trained on are left out without
+                loading them; a ``StatefulDataLoader`` of torchdata, or any other with
+                ``state_dict`` and ``load_state_dict``, which goes on by its own state; a sequence,
+                such as a ``range``; or whatever else can be gone through again from its beginning,
+                of which batches are drawn to leave them out. It is no part of the state.
+            by_index: Whether to leave batches out without loading them though a ``DataLoader`` has
+                workers. Random numbers that a dataset draws in workers are other ones then.
+
+        Raises:
+            CheckpointingException: It is not in the loop over :meth:`epochs`, or not the first in
+                its epoch; or ``loader`` is an iterator, which can be gone through once.
+            MismatchError: The place that was saved cannot be found in this loader: it has other
+                data, or too few; or other ranks, or another size of batches, for which no batch
+                begins there.
+        """
+        return self._epochs.batches(loader, by_index=by_index)
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch under way, from 0, in the epoch's :meth:`batches`."""
+        return self._epochs.batch
+
     @in_own_words
-    def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+    def step(
+        self, step: int | None = None, *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
         """Note the end of a step, and save if it is time; all ranks call it, in every step.
 
         No message is sent, and unless a save is due, or one is under way, nothing is done.
 
         Args:
-            step: Number of the step; greater than that of the call before.
+            step: Number of the step, greater than that of the call before; ``None`` for the next.
             metrics: Numbers to record if this step is saved, such as a loss, for
                 ``Retention(best=...)``: all of them on shared storage, and on the nodes the one
                 that their rule names. Those of the first rank count. Tensors are read only then.
@@ -520,9 +590,12 @@ class Checkpointer:
         """
         is_busy = self._nodes.is_busy
         entered = self._meter.enter(is_beside_save=is_busy)
+        if step is None:
+            step = 0 if self._last_step is None else self._last_step + 1
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
         self._ranks.require_same_world()
+        self._epochs.note_step()
         self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
             self._count_attempt()
@@ -583,7 +656,8 @@ class Checkpointer:
         """Save the state now, behind training; all ranks call it in the same step.
 
         Use it for a step that is to be saved whatever the cadence says: after its call of
-        :meth:`step`, before that of the next or :meth:`close`.
+        :meth:`step`, before that of the next or :meth:`close`. After the :meth:`batches` of an
+        epoch it is put off to the end of the epoch, with all that the program does there.
 
         Args:
             step: Number of the step.
@@ -600,6 +674,10 @@ class Checkpointer:
             raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
+        if self._epochs.is_after_batches:
+            # With all that the program does after an epoch, of which it may have done a part.
+            self._epochs.put_off.append(partial(self.save, step, shared=shared, metrics=metrics))
+            return
         self._begin_save(step, metrics)
         if shared:
             self._begin_shared_save(step, metrics)
@@ -968,6 +1046,7 @@ class Checkpointer:
         """
         if not self._saves_last or self.stopped is not None:
             return
+        self._epochs.end_epoch(is_left=True)
         try:
             self._ranks.require_same_world()
         except MismatchError as error:
@@ -1036,6 +1115,13 @@ class Checkpointer:
             raise CheckpointingException(
                 "this Checkpointer was made with read_only=True: it resumes, and saves, marks and "
                 "pins nothing"
+            )
+
+    def _require_resumed(self, call: str) -> None:
+        self._require_writable()
+        if self._last_step is None:
+            raise CheckpointingException(
+                f"call resume() before {call}(), which goes on where the checkpoint was saved"
             )
 
     def _out_of_order(self, step: int, call: str = "step") -> CheckpointingException:

@@ -670,11 +670,15 @@ class Checkpointer:
         """
         self._require_open()
         is_resumed = step == self._last_step and not self._is_counted
+        is_after_batches = self._epochs.is_after_batches
+        if is_resumed and is_after_batches:
+            # It is what the job was resumed from, and what comes after an epoch is done again.
+            return
         if self._last_step is None or step < self._last_step or is_resumed:
             raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
-        if self._epochs.is_after_batches:
+        if is_after_batches:
             # With all that the program does after an epoch, of which it may have done a part.
             self._epochs.put_off.append(partial(self.save, step, shared=shared, metrics=metrics))
             return

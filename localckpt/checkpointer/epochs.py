@@ -160,19 +160,13 @@ class Epochs:
             self._epoch, self._given = self._epoch + 1, 0
             self._noted = (self._epoch, 0, False)
 
-    def batches(
-        self,
-        loader: Iterable[Any],
-        *,
-        by_index: bool = False,
-        skip: Callable[[int], Iterable[Any]] | None = None,
-    ) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, by_index: bool = False) -> Iterator[Any]:
         """Batches of the epoch that are left; see :meth:`localckpt.Checkpointer.batches`.
 
         Args:
-            loader: Gives the batches of one epoch each time.
+            loader: Gives the batches of one epoch each time; maybe with ``without_first``, which
+                gives the batches after so many, in place of the rules for torch's loaders.
             by_index: Whether batches are left out by index though workers draw random numbers.
-            skip: Gives the batches after so many, in place of the rules for torch's loaders.
         """
         if self._at is not _At.BEFORE:
             again = " once in each epoch" if self._at in (_At.WITHIN, _At.AFTER) else ""
@@ -186,7 +180,7 @@ class Epochs:
                 f"batches() was given a {type(loader).__name__}, which can be gone through once: "
                 f"give it the loader itself, without iter() or enumerate()"
             )
-        life, left = self._life, self._enter(loader, by_index, skip)
+        life, left = self._life, self._enter(loader, by_index=by_index)
         self._at, self._has_stepped = _At.WITHIN, False
         try:
             for batch in left:
@@ -233,9 +227,7 @@ class Epochs:
 
     # The place in the data.
 
-    def _enter(
-        self, loader: Any, by_index: bool, skip: Callable[[int], Iterable[Any]] | None
-    ) -> Iterator[Any]:
+    def _enter(self, loader: Any, *, by_index: bool) -> Iterator[Any]:
         """Begin the batches of an epoch, or go on with those that are left."""
         loaded, self._loaded = self._loaded, None
         self._loader, samplers = loader, samplers_of(loader)
@@ -256,10 +248,13 @@ class Epochs:
         is_same_world = loaded["facts"]["ranks"] == self._world_size
         generators = loaded.get("generators", {}) if is_same_world else {}
         state = loaded.get("loader") if count == loaded["batches"] and is_same_world else None
-        if state is not None and callable(getattr(loader, "load_state_dict", None)):
-            loader.load_state_dict(state)
-        else:
+        if not callable(getattr(loader, "load_state_dict", None)) or (
+            # With one that is at its end, there is nothing to take.
+            is_over and _is_torchdatas(loader)
+        ):
             state = None
+        if state is not None:
+            loader.load_state_dict(state)
         if count == 0:
             restore_generators(samplers, generators)
             self._entry = entry_of(samplers)
@@ -274,7 +269,7 @@ class Epochs:
         elif state is not None:
             left = iter(loader)
         else:
-            left = iter(skip(count)) if skip else _without_first(loader, count, by_index)
+            left = _without_first(loader, count, by_index=by_index)
         if _is_unstarted(left):
             # It draws the order with the first batch.
             left = chain(list(islice(left, 1)), left)
@@ -333,8 +328,10 @@ def _is_unstarted(batches: Any) -> bool:
     return is_generator and inspect.getgeneratorstate(batches) == inspect.GEN_CREATED
 
 
-def _without_first(loader: Any, count: int, by_index: bool) -> Iterator[Any]:
+def _without_first(loader: Any, count: int, *, by_index: bool) -> Iterator[Any]:
     """Batches of a loader after the first ones, which are not loaded where that is exact."""
+    if (without_first := getattr(loader, "without_first", None)) is not None:
+        return iter(without_first(count))
     if isinstance(loader, Sequence):
         return islice(loader, count, None)
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__

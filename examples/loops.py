@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -27,9 +28,10 @@ EPOCHS = 2
 
 
 def average_gradients(*models: torch.nn.Module) -> None:
-    for parameter in [p for model in models for p in model.parameters()]:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    for gradient in [p.grad for model in models for p in model.parameters()]:
+        assert gradient is not None
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
 
 
 def language_model(note: Note, **options: Any) -> None:
@@ -92,7 +94,7 @@ def word_language_model(note: Note, **options: Any) -> None:
                 average_gradients(model)
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter -= run.rate * parameter.grad
+                        parameter.sub_(run.rate * parameter.grad)
                         parameter.grad = None
                 note(f"epoch {epoch} at {at}", loss)
                 checkpointer.step()  # +
@@ -173,7 +175,7 @@ def image_classifier(note: Note, **options: Any) -> None:
 def sharded(note: Note, **options: Any) -> None:
     """Steps on random data, with a model that FSDP2 shards."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     state = {"model": model, "optimizer": optimizer}  # +
@@ -196,7 +198,7 @@ class Trainer:
         self.model = DistributedDataParallel(torch.nn.Linear(6, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(1)))
-        sampler = DistributedSampler(data)
+        sampler: Any = DistributedSampler(data)
         self.loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=0)
 
     def train(self, **options: Any) -> None:

@@ -33,6 +33,7 @@ from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.last_save import LastSave
+from localckpt.checkpointer.loaders import LoadedPlaces
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
@@ -161,6 +162,7 @@ class Checkpointer:
         save_last: Whether :meth:`close` saves the last step, to shared storage as well, where it is
             newer than the newest save. It does so at the end of a loop that was left without an
             error and was not stopped.
+        quiet: Whether :meth:`resume` prints no line that says from where the job goes on.
         read_only: Only :meth:`find_latest` and :meth:`resume`, beside a job that may be running:
             nothing is made, locked, recorded, counted or removed, and no signal is handled.
 
@@ -214,6 +216,7 @@ class Checkpointer:
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
         save_last: bool = True,
+        quiet: bool = False,
         read_only: bool = False,
     ) -> None:
         with refused_together("checkpointer"):
@@ -367,9 +370,12 @@ class Checkpointer:
         self._closing = Latch()
         self._schedule = Schedule(cadence, shared_cadence)
         grace_s = timeout_s if grace_s is None else grace_s
-        self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
+        self._resumption = Resumption(
+            self._nodes, self._shared, self._ranks, self._record, quiet=quiet
+        )
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
         self._evidence = Evidence(self._state.parts)
+        self._loaded_places = LoadedPlaces()
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
@@ -492,6 +498,7 @@ class Checkpointer:
             called,
         )
         self._epochs.begin(is_resumed=loaded >= 0)
+        self._loaded_places.note(self._state.parts)
         if self._read_only:
             return loaded + 1
         self._last_step, self._is_counted = loaded, False
@@ -598,6 +605,7 @@ class Checkpointer:
         self._epochs.note_step()
         self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
+            self._loaded_places.look()
             self._count_attempt()
         self._polls = 0
         is_save = False

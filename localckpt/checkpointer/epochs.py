@@ -7,16 +7,12 @@ from there, too.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain, islice
 from typing import Any
-
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from localckpt.checkpointer.data_order import (
     entry_of,
@@ -24,6 +20,14 @@ from localckpt.checkpointer.data_order import (
     restore_generators,
     samplers_of,
     states_of,
+)
+from localckpt.checkpointer.loaders import (
+    batches_given,
+    facts_of,
+    is_torchdatas,
+    is_unstarted,
+    length_of,
+    without_first,
 )
 from localckpt.checkpointer.parts import EPOCHS, RandomPart
 from localckpt.errors import CheckpointingException, MismatchError
@@ -34,11 +38,6 @@ logger = logging.getLogger(__name__)
 
 OF_RANK = tuple(f"{EPOCHS}.{name}" for name in ("entry", "generators", "loader"))
 """Keys of what another number of ranks does without: it needs only how many batches were given."""
-
-_WAY_OUT = (
-    "Make the loader as it was when the checkpoint was saved, or go back to a step between two "
-    "epochs: resume(step=...)"
-)
 
 
 class _At(Enum):
@@ -61,7 +60,6 @@ class Epochs:
     Attributes:
         batch: Number of the batch under way in its epoch.
         put_off: Saves that were asked for after the batches of an epoch.
-        saved_at: Wall-clock time at which the state that was loaded was saved; for people only.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Epochs:
         # It is not known of a checkpoint elsewhere, or of one saved by another loop.
         self._is_unknown = is_resumed and (loaded is None or loaded["epoch"] is None)
         self._loaded = None if self._is_unknown else loaded
-        self.saved_at = None if loaded is None else loaded["saved_at"]
         self._is_used = self._loaded is not None
         epoch = 0 if self._loaded is None else int(self._loaded["epoch"])
         self._epoch, self._given = epoch, 0
@@ -103,6 +100,11 @@ class Epochs:
     @property
     def batch(self) -> int:
         return max(self._given - 1, 0)
+
+    @property
+    def saved_at(self) -> float | None:
+        """Wall-clock time at which what was just loaded was saved; for people only."""
+        return None if self._taken is None else self._taken["saved_at"]
 
     # The loops.
 
@@ -234,7 +236,7 @@ class Epochs:
         for thing in (*samplers.values(), getattr(loader, "dataset", None)):
             if callable(set_epoch := getattr(thing, "set_epoch", None)):
                 set_epoch(self._epoch)
-        if self._is_fresh and _is_torchdatas(loader):
+        if self._is_fresh and is_torchdatas(loader):
             # A place that was loaded, or an iterator that was made, before this loop.
             loader.load_state_dict({})
             loader.next_iter_state = None
@@ -242,15 +244,15 @@ class Epochs:
         if loaded is None or loaded["epoch"] != self._epoch:
             self._entry = entry_of(samplers)
             return iter(loader)
-        self._given = count = _batches_given(loaded, _facts_of(loader, self._world_size))
+        self._given = count = batches_given(loaded, facts_of(loader, self._world_size))
         self._noted = (self._epoch, count, loaded["is_over"])
-        is_over = loaded["is_over"] or (count > 0 and count == _length(loader))
+        is_over = loaded["is_over"] or (count > 0 and count == length_of(loader))
         is_same_world = loaded["facts"]["ranks"] == self._world_size
         generators = loaded.get("generators", {}) if is_same_world else {}
         state = loaded.get("loader") if count == loaded["batches"] and is_same_world else None
         if not callable(getattr(loader, "load_state_dict", None)) or (
             # With one that is at its end, there is nothing to take.
-            is_over and _is_torchdatas(loader)
+            is_over and is_torchdatas(loader)
         ):
             state = None
         if state is not None:
@@ -269,8 +271,8 @@ class Epochs:
         elif state is not None:
             left = iter(loader)
         else:
-            left = _without_first(loader, count, by_index=by_index)
-        if _is_unstarted(left):
+            left = without_first(loader, count, by_index=by_index)
+        if is_unstarted(left):
             # It draws the order with the first batch.
             left = chain(list(islice(left, 1)), left)
         restore_generators(samplers, generators)
@@ -285,7 +287,7 @@ class Epochs:
         if self._loader is None:
             return state
         is_within = epoch == self._epoch and batches > 0
-        state["facts"] = _facts_of(self._loader, self._world_size)
+        state["facts"] = facts_of(self._loader, self._world_size)
         state["generators"] = states_of(samplers_of(self._loader))
         state["entry"] = self._entry if is_within else None
         is_now = (epoch, batches) == (self._epoch, self._given)
@@ -293,146 +295,10 @@ class Epochs:
             own = dict(give())
             # A StatefulDataLoader that is at its end would draw the order of the next epoch twice.
             is_at_end = own.get("_iterator_finished") or (
-                batches == 0 and _is_torchdatas(self._loader)
+                batches == 0 and is_torchdatas(self._loader)
             )
             state["loader"] = None if is_at_end else own
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._taken = dict(state)
-
-
-class _Rest:
-    """Indices of a sampler without the first ones."""
-
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self._sampler, self._count = sampler, count
-
-    def __iter__(self) -> _Rest:
-        self._left = iter(self._sampler)
-        return self
-
-    def skip(self) -> None:
-        """Leave out the first ones."""
-        count, self._count = self._count, 0
-        for _ in islice(self._left, count):
-            pass
-
-    def __next__(self) -> Any:
-        self.skip()
-        return next(self._left)
-
-
-def _is_unstarted(batches: Any) -> bool:
-    is_generator = inspect.isgenerator(batches)
-    return is_generator and inspect.getgeneratorstate(batches) == inspect.GEN_CREATED
-
-
-def _without_first(loader: Any, count: int, *, by_index: bool) -> Iterator[Any]:
-    """Batches of a loader after the first ones, which are not loaded where that is exact."""
-    if (without_first := getattr(loader, "without_first", None)) is not None:
-        return iter(without_first(count))
-    if isinstance(loader, Sequence):
-        return islice(loader, count, None)
-    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if is_plain and not isinstance(loader.dataset, IterableDataset):
-        if loader.num_workers == 0 or by_index:
-            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            rest = _Rest(getattr(loader, name), count)
-            # Whose attributes cannot be set, and whose workers stay with it.
-            copied = copy.copy(loader)
-            vars(copied).update({name: rest, "_iterator": None})
-            left: Iterator[Any] = iter(copied)
-            rest.skip()
-            return left
-        logger.info(
-            "%d batches of the epoch are loaded once more by the workers, whose random numbers "
-            "are the same only then; batches(loader, by_index=True) leaves them out",
-            count,
-        )
-    left = iter(loader)
-    drawn = sum(1 for _ in islice(left, count))
-    if drawn < count:
-        raise MismatchError(
-            f"the loader has {drawn} batches, and {count} were given in this epoch before the "
-            f"checkpoint was saved. {_WAY_OUT}"
-        )
-    return left
-
-
-def _is_torchdatas(loader: Any) -> bool:
-    """Return whether a loader is a StatefulDataLoader, without an import of torchdata."""
-    return hasattr(loader, "next_iter_state")
-
-
-def _length(loader: Any) -> int | None:
-    """Number of the batches of an epoch; ``None`` if it is not known."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return None
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _facts_of(loader: Any, world_size: int) -> dict[str, Any]:
-    """Return what a place in the data of a loader is worth nothing without."""
-    found = samplers_of(loader)
-    dealt = next((s for s in found.values() if isinstance(s, DistributedSampler)), None)
-    sizes = [getattr(thing, "batch_size", None) for thing in found.values()]
-    dataset = getattr(loader, "dataset", loader)
-    return {
-        "ranks": world_size,
-        "samples": _length(dataset),
-        "batch_size": next((size for size in sizes if isinstance(size, int)), None),
-        "dealt": dealt and [dealt.num_replicas == world_size, dealt.shuffle, dealt.seed],
-    }
-
-
-def _batches_given(loaded: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """Return the number of batches of a rank that were given, as its loader counts them now.
-
-    The place is a number of samples of the job, where a sampler deals them out to the ranks in one
-    order for any number of ranks.
-
-    Raises:
-        MismatchError: The loader has other data, or no batch begins there.
-    """
-    saved, count = loaded["facts"], int(loaded["batches"])
-    if count == 0 or loaded["is_over"]:
-        return count
-    where = f"the checkpoint was saved by {saved['ranks']} ranks in epoch {loaded['epoch']} after"
-    other = [name for name in ("samples", "dealt") if saved[name] != now[name]]
-    is_resized = saved["ranks"] != now["ranks"]
-    is_dealt = bool(saved["dealt"] and now["dealt"] and saved["dealt"][0] and now["dealt"][0])
-    if other and not (is_resized and other == ["dealt"]):
-        raise MismatchError(
-            f"{where} {count} batches of other data: {_described(saved)} then, and "
-            f"{_described(now)} now. {_WAY_OUT}"
-        )
-    if not is_resized and saved["batch_size"] == now["batch_size"]:
-        return count
-    sizes = [saved["batch_size"], now["batch_size"]]
-    if None in sizes or (is_resized and not (is_dealt and saved["dealt"] == now["dealt"])):
-        raise MismatchError(
-            f"{where} {count} batches of {_described(saved)}, which are other batches of the "
-            f"loader that is given, {_described(now)} on {now['ranks']} ranks: only those of a "
-            f"DistributedSampler are in one order for any number of ranks. {_WAY_OUT}"
-        )
-    # Of a sampler that does not deal, each rank has all samples.
-    ranks = [facts["ranks"] if is_dealt else 1 for facts in (saved, now)]
-    samples = count * sizes[0] * ranks[0]
-    if samples % (sizes[1] * ranks[1]):
-        raise MismatchError(
-            f"{where} {samples} samples, which are no whole number of batches of {sizes[1]} "
-            f"samples on {now['ranks']} ranks. {_WAY_OUT}"
-        )
-    return int(samples // (sizes[1] * ranks[1]))
-
-
-def _described(facts: Mapping[str, Any]) -> str:
-    count = "an unknown number of" if facts["samples"] is None else facts["samples"]
-    dealt = ""
-    if facts["dealt"]:
-        dealt = ", dealt by a DistributedSampler(shuffle={1}, seed={2})".format(*facts["dealt"])
-    return f"{count} samples in batches of {facts['batch_size'] or 'unknown size'}{dealt}"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +23,15 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
 import localckpt
+from localckpt.checkpointer.resume import _ago
 from tests.checkpointer.lives import lives
+from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
 
 _DATA = torch.arange(14.0)
 
@@ -147,3 +157,272 @@ def test_a_loop_over_epochs_goes_on_bit_for_bit_after_each_step(kind: str, tmp_p
 
     assert found == expected
     assert count > 6
+
+
+def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
+    loaders = import_upstream("torchdata.stateful_dataloader")
+
+    def make(workers: int, sampler: Any = None) -> Any:
+        is_shuffled = sampler is None
+        return loaders.StatefulDataLoader(
+            _DATA, 4, shuffle=is_shuffled, sampler=sampler, num_workers=workers
+        )
+
+    dealt = DistributedSampler(_DATA, 1, 0)
+    kinds = [partial(make, 0), partial(make, 2), partial(make, 0, dealt)]
+    return [
+        lives(0, partial(_train, make_loader=kind, looks=True), node_store() / str(number), "nodes")
+        for number, kind in enumerate(kinds)
+    ]
+
+
+@needs("torchdata")
+def test_a_stateful_loader_goes_on_by_its_own_state_whoever_has_looked_at_it(
+    tmp_path: Path,
+) -> None:
+    (outcomes,) = run_ranks(
+        _lives_of_stateful, 1, store_per_node=[tmp_path], init_group=False, timeout_s=120
+    )
+
+    for expected, found, count in outcomes:
+        assert found == expected
+        assert count > 6
+
+
+def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
+    """Warnings of loops over a stateful loader that is a part of the state."""
+    loaders = import_upstream("torchdata.stateful_dataloader")
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("localckpt").addHandler(handler)
+    for workers in (0, 1):
+        for kind in ("", "goes on", "looks", "by batches"):
+            loader = loaders.StatefulDataLoader(_DATA, 2, num_workers=workers)
+            state = {"model": torch.nn.Linear(1, 1), "loader": loader}
+            local = node_store() / str(workers)
+            with localckpt.Checkpointer(state, local=local, max_attempts=None) as checkpointer:
+                first = checkpointer.resume()
+                if kind in ("looks", "by batches"):
+                    next(iter(loader))
+                if kind == "by batches":
+                    list(zip(checkpointer.epochs(1, first=0), (0,), strict=False))
+                    break
+                for _, step in zip(loader, range(first, first + 2), strict=False):
+                    checkpointer.step(step)
+    return [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
+
+
+@needs("torchdata")
+def test_a_look_at_a_stateful_loader_before_a_plain_loop_is_warned_of(tmp_path: Path) -> None:
+    (told,) = run_ranks(_look_in_a_plain_loop, 1, store_per_node=[tmp_path], init_group=False)
+
+    lost = [text for text in told if "has taken its place" in text]
+    assert len(lost) == 2
+    assert all(text.startswith("'loader' is a StatefulDataLoader") for text in lost)
+
+
+def test_batches_are_left_out_without_loading_them(tmp_path: Path) -> None:
+    loaded = []
+    for _ in range(2):
+        data = _Noisy()
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            checkpointer.resume()
+            for _ in checkpointer.epochs(1):
+                for _ in checkpointer.batches(DataLoader(data, 2, shuffle=True)):
+                    checkpointer.step()
+                    if checkpointer.batch == 2:
+                        break
+                break
+        loaded.append(data.loaded)
+
+    assert loaded == [6, 8]
+
+
+def _go(checkpointer: localckpt.Checkpointer, *loaders: Any, ends: bool = False) -> None:
+    """One epoch, or two, over a loader each."""
+    for _, loader in zip(checkpointer.epochs(2), loaders, strict=False):
+        for _ in checkpointer.batches(loader):
+            checkpointer.step()
+            if ends:
+                break
+
+
+def _twice(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in range(2):
+            list(checkpointer.batches([1]))
+
+
+def _within(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in checkpointer.batches([1]):
+            next(checkpointer.batches([1]))
+
+
+def _nested(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        next(checkpointer.epochs(1))
+
+
+def _resumes(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in checkpointer.batches([1, 2]):
+            checkpointer.resume()
+
+
+def _steps_outside(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        checkpointer.step()
+
+
+def _steps_after(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        list(checkpointer.batches([1]))
+        checkpointer.step()
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (_twice, r"batches\(\) was called in an epoch, after its batches.* once in each epoch"),
+        (_within, r"batches\(\) was called in a batch"),
+        (_nested, r"epochs\(\) was called in an epoch, before its batches"),
+        (_resumes, r"resume\(\) was called in the loop over epochs"),
+        (_steps_outside, r"step\(\) was called in an epoch, before its batches"),
+        (_steps_after, r"step\(\) was called in an epoch, after its batches"),
+        (lambda c: next(c.batches([1])), r"batches\(\) was called outside of epochs"),
+        (lambda c: _go(c, iter([1, 2])), "was given a list_iterator, .* give it the loader itself"),
+        (lambda c: _go(c, [1, 2], [1, 2], ends=True), r"epoch 0 was left by break after step\(\)"),
+    ],
+)
+def test_a_loop_that_could_not_be_resumed_is_an_error(
+    use: Callable[[localckpt.Checkpointer], None], told: str, tmp_path: Path
+) -> None:
+    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+        checkpointer.resume()
+
+        with pytest.raises(localckpt.CheckpointingException, match=told):
+            use(checkpointer)
+
+
+def test_epochs_without_resume_is_an_error(tmp_path: Path) -> None:
+    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:  # noqa: SIM117
+        with pytest.raises(localckpt.CheckpointingException, match="call resume"):
+            next(checkpointer.epochs(1))
+
+
+def test_a_longer_run_goes_on_and_an_epoch_may_be_empty_or_left_before_a_step(
+    tmp_path: Path,
+) -> None:
+    seen = []
+    for count in (1, 1, 3):
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            first = checkpointer.resume()
+            for epoch in checkpointer.epochs(count):
+                for batch in checkpointer.batches([] if epoch == 1 else range(4)):
+                    if checkpointer.batch == 3:
+                        break
+                    seen.append((first, epoch, batch))
+                    checkpointer.step()
+
+    assert seen == [(0, 0, n) for n in range(3)] + [(3, 2, n) for n in range(3)]
+
+
+def test_the_epoch_of_a_checkpoint_that_does_not_tell_it_is_asked_for(tmp_path: Path) -> None:
+    for is_new in (False, True):
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            checkpointer.resume()
+            if not is_new:
+                checkpointer.step(0)
+                continue
+            with pytest.raises(localckpt.MismatchError, match=r"epochs\(5, first=...\)"):
+                next(checkpointer.epochs(5))
+            assert list(checkpointer.epochs(5, first=3)) == [3, 4]
+
+
+def _seen(rank: int, world_size: int, size: int, shuffle: bool, steps: int) -> Any:
+    """Samples that a rank is given in so many steps of an epoch, or the error."""
+    data = TensorDataset(torch.arange(24))
+    sampler = DistributedSampler(data, shuffle=shuffle) if shuffle is not None else None
+    loader = DataLoader(data, size, sampler=sampler)
+    seen: list[int] = []
+    with localckpt.Checkpointer(
+        {"v": torch.nn.Linear(1, 1)}, local=node_store(), replication_factor=1
+    ) as checkpointer:
+        checkpointer.resume()
+        try:
+            for _ in checkpointer.epochs(1):
+                for number, (batch,) in enumerate(checkpointer.batches(loader)):
+                    if number == steps:
+                        return seen
+                    seen += batch.tolist()
+                    checkpointer.step()
+        except localckpt.MismatchError as error:
+            return str(error)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "told"),
+    [
+        ((2, 4, True), (4, 2, True), ""),
+        ((2, 4, True), (1, 4, True), ""),
+        ((2, 4, True), (2, 2, True), ""),
+        ((2, 4, True), (2, 5, True), "16 samples, which are no whole number of batches of 5"),
+        ((2, 4, True), (3, 4, True), "16 samples, which are no whole number of batches of 4"),
+        ((2, 4, True), (2, 4, False), "24 samples in batches of 4, dealt by a Distributed"),
+        ((2, 4, None), (1, 4, None), "only those of a DistributedSampler are in one order"),
+    ],
+)
+def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
+    saved: tuple[int, int, bool], loaded: tuple[int, int, bool], told: str, tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "node"]
+    before = run_ranks(_seen, saved[0], *saved[1:], 2, store_per_node=nodes)
+
+    after = run_ranks(_seen, loaded[0], *loaded[1:], 100, store_per_node=nodes)
+
+    if told:
+        assert all(told in text for text in after)
+    else:
+        assert sorted(chain(*before, *after)) == list(range(24))
+
+
+_PROGRAM = """
+import logging, sys, localckpt, torch
+if sys.argv[2] == "logs":
+    logging.basicConfig(level=logging.INFO)
+quiet = sys.argv[2] == "quiet"
+with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=sys.argv[1], quiet=quiet) as one:
+    one.step(one.resume())
+"""
+
+
+def test_a_line_says_from_where_the_job_goes_on_once(tmp_path: Path) -> None:
+    def run(kind: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, str(tmp_path / "node"), kind],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        words = "no checkpoint is in", "resumed after"
+        assert done.stdout == ""
+        return [x for x in done.stderr.splitlines() if any(word in x for word in words)]
+
+    fresh, quiet, shown, logged = map(run, ("", "quiet", "", "logs"))
+
+    assert fresh == [
+        f"localckpt: no checkpoint is in {tmp_path / 'node'}: the job starts at step 0"
+    ]
+    assert quiet == []
+    assert len(shown) == len(logged) == 1
+    expected = r"resumed after step 1, saved \d+ s ago, in \d+\.\d\d s: rank 0 from own node"
+    assert re.fullmatch(f"localckpt: {expected}", shown[0])
+    assert logged[0].startswith("INFO:localckpt.")
+
+
+def test_ages_are_told_in_units_that_people_use() -> None:
+    found = [_ago(seconds) for seconds in (-5, 119, 121, 7199, 7201, 1e6)]
+
+    assert found == ["0 s ago", "119 s ago", "2 min ago", "120 min ago", "2 h ago", "12 days ago"]

@@ -236,11 +236,11 @@ def policy(note: Note, **options: Any) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     envs = [Walk(10 * dist.get_rank() + number) for number in range(2)]
 
-    moves = (
-        (lambda: pickle.dumps(envs)),
-        (lambda b: envs.__setitem__(slice(None), pickle.loads(b))),
-    )  # +
-    state = {"model": model, "optimizer": optimizer, "envs": moves}  # +
+    def take(saved: bytes) -> None:  # +
+        envs[:] = pickle.loads(saved)  # +
+
+    held = (lambda: pickle.dumps(envs)), take  # +
+    state = {"model": model, "optimizer": optimizer, "envs": held}  # +
     with localckpt.Checkpointer(state, **options) as checkpointer:  # +
         for update in range(checkpointer.resume(), 8):  # +
             losses = []

@@ -83,8 +83,9 @@ class Epochs:
         self._life += 1
         self._at = _At.OUTSIDE
         self.put_off.clear()
-        # Whether step() was called for the batch under way, and whether its loop was left then.
-        self._has_stepped = self._is_cut = False
+        # Whether step() was called for the batch under way; whether its loop was left then, or has
+        # come to its end.
+        self._has_stepped = self._is_cut = self._is_through = False
         self._is_fresh = True
         # It is not known of a checkpoint elsewhere, or of one saved by another loop.
         self._is_unknown = is_resumed and (loaded is None or loaded["epoch"] is None)
@@ -132,7 +133,8 @@ class Epochs:
         self._rewind()
         try:
             while self._epoch < count:
-                self._at, self._given, self._is_cut = _At.BEFORE, 0, False
+                self._at, self._given = _At.BEFORE, 0
+                self._is_through = self._is_cut = False
                 yield self._epoch
                 self._require_same(life)
                 if self._is_stopped():
@@ -154,7 +156,7 @@ class Epochs:
 
     def end_epoch(self, *, is_left: bool = False) -> None:
         """Note that an epoch is done, with what comes after its batches."""
-        if is_left and self._at is not _At.AFTER:
+        if is_left and not (self._at is _At.AFTER and self._is_through):
             # There are batches of it left.
             return
         self._at = _At.OUTSIDE
@@ -192,7 +194,7 @@ class Epochs:
                 self._require_same(life)
                 if self._is_stopped():
                     return
-            self._has_stepped = False
+            self._has_stepped, self._is_through = False, True
             if self._noted == (self._epoch, self._given, False):
                 self._noted = (self._epoch, self._given, True)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import math
 import random
 import re
 import subprocess
@@ -30,6 +31,7 @@ from torch.utils.data import (
 import localckpt
 from localckpt.checkpointer.resume import _ago
 from tests.checkpointer.lives import lives
+from tests.docs.blocks import blocks
 from tests.ranks import node_store, run_ranks
 from tests.upstream.environment import import_upstream, needs
 
@@ -159,6 +161,44 @@ def test_a_loop_over_epochs_goes_on_bit_for_bit_after_each_step(kind: str, tmp_p
     assert count > 6
 
 
+def _run_document(note: Callable[[str, Any], None], code: str, **options: Any) -> None:
+    """The loop of a document, for two epochs, with a best model and noise in each batch."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run = localckpt.Values(count=0, best=math.inf)
+
+    def train(batch: torch.Tensor) -> None:
+        loss = model(batch.reshape(-1, 1) * torch.rand(()) / 14).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.count += 1
+        note(f"batch {run.count}", loss)
+
+    def validate(model: torch.nn.Module) -> None:
+        run.best = min(run.best, model(torch.rand(1)).item())
+        note(f"best after {run.count}", run.best)
+
+    names = {"localckpt": localckpt, "model": model, "scheduler": scheduler, "options": options}
+    names |= {"train": train, "validate": validate, "loader": DataLoader(_DATA, 4, shuffle=True)}
+    names["state"] = {"model": model, "opt": optimizer, "scheduler": scheduler, "run": run}
+    code = code.replace('local="/local/checkpoints"', "**options").replace("(90)", "(2)")
+    exec(code, names)
+
+
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/loops.md"])
+def test_the_loop_over_epochs_of_the_documents_goes_on_after_each_step(
+    page: str, tmp_path: Path
+) -> None:
+    (code,) = [b.code for b in blocks() if b.page == page and ".epochs(90)" in b.code]
+
+    expected, found, count = lives(0, partial(_run_document, code=code), tmp_path, "nodes")
+
+    assert found == expected
+    assert count == 9
+
+
 def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
     loaders = import_upstream("torchdata.stateful_dataloader")
 
@@ -181,7 +221,7 @@ def test_a_stateful_loader_goes_on_by_its_own_state_whoever_has_looked_at_it(
     tmp_path: Path,
 ) -> None:
     (outcomes,) = run_ranks(
-        _lives_of_stateful, 1, store_per_node=[tmp_path], init_group=False, timeout_s=120
+        _lives_of_stateful, 1, store_per_node=[tmp_path], init_group=False, timeout_s=170
     )
 
     for expected, found, count in outcomes:
@@ -213,7 +253,7 @@ def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
 
 @needs("torchdata")
 def test_a_look_at_a_stateful_loader_before_a_plain_loop_is_warned_of(tmp_path: Path) -> None:
-    (told,) = run_ranks(_look_in_a_plain_loop, 1, store_per_node=[tmp_path], init_group=False)
+    (told,) = run_ranks(_look_in_a_plain_loop, 1, store_per_node=[tmp_path], timeout_s=170)
 
     lost = [text for text in told if "has taken its place" in text]
     assert len(lost) == 2

@@ -26,7 +26,6 @@ from localckpt.checkpointer.loaders import (
     facts_of,
     is_torchdatas,
     is_unstarted,
-    length_of,
     without_first,
 )
 from localckpt.checkpointer.parts import EPOCHS, RandomPart
@@ -36,8 +35,8 @@ __all__ = ["OF_RANK", "Epochs"]
 
 logger = logging.getLogger(__name__)
 
-OF_RANK = tuple(f"{EPOCHS}.{name}" for name in ("entry", "generators", "loader"))
-"""Keys of what another number of ranks does without: it needs only how many batches were given."""
+OF_RANK = tuple(f"{EPOCHS}.{name}" for name in ("entry", "generators", "loader", "saved_at"))
+"""Keys of what is a rank's own. Another number of ranks needs only how many batches were given."""
 
 
 class _At(Enum):
@@ -248,7 +247,7 @@ class Epochs:
             return iter(loader)
         self._given = count = batches_given(loaded, facts_of(loader, self._world_size))
         self._noted = (self._epoch, count, loaded["is_over"])
-        is_over = loaded["is_over"] or (count > 0 and count == length_of(loader))
+        is_over = loaded["is_over"] or (count > 0 and count == loaded["facts"]["batches"])
         is_same_world = loaded["facts"]["ranks"] == self._world_size
         generators = loaded.get("generators", {}) if is_same_world else {}
         state = loaded.get("loader") if count == loaded["batches"] and is_same_world else None

@@ -28,8 +28,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _WAY_OUT = (
-    "Make the loader as it was when the checkpoint was saved, or go back to a step between two "
-    "epochs: resume(step=...)"
+    "Go on with the loader and the number of ranks that it was saved with, or from the last step "
+    "of an epoch, resume(step=...)"
 )
 
 
@@ -157,6 +157,7 @@ def facts_of(loader: Any, world_size: int) -> dict[str, Any]:
     dataset = getattr(loader, "dataset", loader)
     return {
         "ranks": world_size,
+        "batches": length_of(loader),
         "samples": length_of(dataset),
         "batch_size": next((size for size in sizes if isinstance(size, int)), None),
         "dealt": dealt and [dealt.num_replicas == world_size, dealt.shuffle, dealt.seed],
@@ -173,7 +174,7 @@ def batches_given(loaded: Mapping[str, Any], now: Mapping[str, Any]) -> int:
         MismatchError: The loader has other data, or no batch begins there.
     """
     saved, count = loaded["facts"], int(loaded["batches"])
-    if count == 0 or loaded["is_over"]:
+    if count == 0 or loaded["is_over"] or count == saved["batches"]:
         return count
     where = f"the checkpoint was saved by {saved['ranks']} ranks in epoch {loaded['epoch']} after"
     other = [name for name in ("samples", "dealt") if saved[name] != now[name]]

@@ -7,7 +7,6 @@ from typing import Any
 
 from localckpt.checkpointer.epochs import OF_RANK, Epochs
 from localckpt.checkpointer.parts import (
-    EPOCHS,
     OURS,
     RNG,
     ModulePart,
@@ -93,8 +92,7 @@ class TrainingState:
             rules |= {k: "drop" for k, part in unmarked.items() if not isinstance(part, whole)}
         # Ranks may have parts of their own.
         rules[OURS] = "keep"
-        rules |= dict.fromkeys(OF_RANK, "drop")
-        rules[f"{EPOCHS}.saved_at"] = _of_one_rank
+        rules |= dict.fromkeys(OF_RANK, _of_one_rank)
         if self._rng:
             rules[RNG] = "keep"
         for key, part in unmarked.items():

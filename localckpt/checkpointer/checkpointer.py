@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat
@@ -30,8 +30,10 @@ from localckpt.checkpointer.arguments import (
 from localckpt.checkpointer.cadence import Every
 from localckpt.checkpointer.checks import Check, combined_check
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.epochs import Epochs
 from localckpt.checkpointer.evidence import Evidence, is_of_loader, judge_ends
 from localckpt.checkpointer.last_save import LastSave
+from localckpt.checkpointer.loaders import LoadedPlaces
 from localckpt.checkpointer.meter import Meter
 from localckpt.checkpointer.pulse import Plan, Pulse
 from localckpt.checkpointer.record import RunRecord, default_sinks
@@ -163,6 +165,7 @@ class Checkpointer:
         save_last: Whether :meth:`close` saves the last step, to shared storage as well, where it is
             newer than the newest save. It does so at the end of a loop that was left without an
             error and was not stopped.
+        quiet: Whether :meth:`resume` prints no line that says from where the job goes on.
         read_only: Only :meth:`find_latest` and :meth:`resume`, beside a job that may be running:
             nothing is made, locked, recorded, counted or removed, and no signal is handled.
 
@@ -216,11 +219,16 @@ class Checkpointer:
         safe_globals: Iterable[Any] = (),
         events: Iterable[Sink] | None = None,
         save_last: bool = True,
+        quiet: bool = False,
         read_only: bool = False,
     ) -> None:
         with refused_together("checkpointer"):
             check_timeout(timeout_s)
         self._ranks = Ranks("checkpointer", timeout_s=timeout_s)
+        self.stopped: str | None = None
+        self._epochs = Epochs(
+            self.rewind_random, lambda: self.stopped is not None, self._ranks.world_size
+        )
         equal = {
             "session_id": session_id,
             "every": every,
@@ -260,7 +268,7 @@ class Checkpointer:
             as_cadence("every", every)
             check_state(state)
             self._state = TrainingState(
-                state, rng=rng, private=private or {}, drop=on_resize == "drop"
+                state, self._epochs, rng=rng, private=private or {}, drop=on_resize == "drop"
             )
             return {name: repr(value) for name, value in equal.items()}
 
@@ -278,7 +286,6 @@ class Checkpointer:
         shared_cadence = None if shared is None else as_cadence("shared_every", shared_every)
         most = max_failures if on_error == "warn" else 1
         self._failures = Failures("the nodes", most), Failures("shared storage", most)
-        self.stopped: str | None = None
         self._read_only, self._saves_last = read_only, save_last and not read_only
         if read_only:
             max_attempts, stop_signals, stop_file, stop_when = None, (), None, None
@@ -366,9 +373,12 @@ class Checkpointer:
         self._closing = Latch()
         self._schedule = Schedule(cadence, shared_cadence)
         grace_s = timeout_s if grace_s is None else grace_s
-        self._resumption = Resumption(self._nodes, self._shared, self._ranks, self._record)
+        self._resumption = Resumption(
+            self._nodes, self._shared, self._ranks, self._record, quiet=quiet
+        )
         self._last_save = LastSave(self._nodes, self._shared, self._ranks, self._record, grace_s)
         self._evidence = Evidence(self._state.parts)
+        self._loaded_places = LoadedPlaces()
         # With a cadence that is measured, saves do not overlap. With one in steps they do as far as
         # the manager has buffers.
         self._may_overlap = cadence.steps is not None
@@ -490,6 +500,8 @@ class Checkpointer:
             ),
             called,
         )
+        self._epochs.begin(is_resumed=loaded >= 0)
+        self._loaded_places.note(self._state.parts)
         if self._read_only:
             return loaded + 1
         self._last_step, self._is_counted = loaded, False
@@ -497,14 +509,79 @@ class Checkpointer:
         self._schedule.begin(loaded)
         return loaded + 1
 
+    def epochs(self, count: int, *, first: int | None = None) -> Iterator[int]:
+        """Numbers of the epochs that are left, of so many; all ranks take the same.
+
+        The loop goes on in the epoch that it was in, with the batches that are left of it by
+        :meth:`batches`. What a program does after the batches of an epoch, such as a validation, it
+        does after a restart from the checkpoint of the epoch's last step, too. A loop that was
+        stopped takes no further epoch::
+
+            checkpointer.resume()
+            for epoch in checkpointer.epochs(90):
+                for batch in checkpointer.batches(loader):
+                    train(batch)
+                    checkpointer.step()
+                if checkpointer.stopped:
+                    break
+                validate()
+                scheduler.step()
+
+        Args:
+            count: Number of the epochs of the whole run, which may grow at a restart.
+            first: Epoch to begin with where no checkpoint tells it: in a fresh run, or after
+                :meth:`resume` took a checkpoint elsewhere or one of a program without this loop.
+
+        Raises:
+            CheckpointingException: :meth:`resume` was not called, or is called in the loop; a loop
+                over epochs is under way; or an epoch was left by ``break`` after the step of a
+                batch, so that a restart from that step would go on with the next batch.
+            MismatchError: The checkpoint does not tell the epoch, and ``first`` is not given.
+        """
+        self._require_resumed("epochs")
+        yield from self._epochs.numbers(count, first)
+
+    def batches(self, loader: Iterable[Any], *, by_index: bool = False) -> Iterator[Any]:
+        """Batches of the epoch that are left; in the loop over :meth:`epochs`, once in each.
+
+        They are the batches that come after those of the last step, whatever was made of the
+        loader before, and the random number generators go on as they were. ``set_epoch`` of the
+        loader, its samplers and its dataset is called where there is one. A loop that was stopped
+        takes no further batch.
+
+        Args:
+            loader: A torch ``DataLoader``, whose batches that were trained on are left out without
+                loading them; a ``StatefulDataLoader`` of torchdata, or any other with
+                ``state_dict`` and ``load_state_dict``, which goes on by its own state; a sequence,
+                such as a ``range``; or whatever else can be gone through again from its beginning,
+                of which batches are drawn to leave them out. It is no part of the state.
+            by_index: Whether to leave batches out without loading them though a ``DataLoader`` has
+                workers. Random numbers that a dataset draws in workers are other ones then.
+
+        Raises:
+            CheckpointingException: It is not in the loop over :meth:`epochs`, or not the first in
+                its epoch; or ``loader`` is an iterator, which can be gone through once.
+            MismatchError: The place that was saved cannot be found in this loader: it has other
+                data, or too few; or other ranks, or another size of batches, for which no batch
+                begins there.
+        """
+        return self._epochs.batches(loader, by_index=by_index)
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch under way, from 0, in the epoch's :meth:`batches`."""
+        return self._epochs.batch
+
     @in_own_words
-    def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> bool:
+    def step(
+        self, step: int | None = None, *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
         """Note the end of a step, and save if it is time; all ranks call it, in every step.
 
         No message is sent, and unless a save is due, or one is under way, nothing is done.
 
         Args:
-            step: Number of the step; greater than that of the call before.
+            step: Number of the step, greater than that of the call before; ``None`` for the next.
             metrics: Numbers to record if this step is saved, such as a loss, for
                 ``Retention(best=...)``: all of them on shared storage, and on the nodes the one
                 that their rule names. Those of the first rank count. Tensors are read only then.
@@ -523,11 +600,15 @@ class Checkpointer:
         """
         is_busy = self._nodes.is_busy
         entered = self._meter.enter(is_beside_save=is_busy)
+        if step is None:
+            step = 0 if self._last_step is None else self._last_step + 1
         if self._last_step is None or step <= self._last_step:
             raise self._out_of_order(step)
         self._ranks.require_same_world()
+        self._epochs.note_step()
         self._last_step, self._last_metrics = step, metrics
         if not self._is_counted:
+            self._loaded_places.look()
             self._count_attempt()
         self._polls = 0
         is_save = False
@@ -586,7 +667,8 @@ class Checkpointer:
         """Save the state now, behind training; all ranks call it in the same step.
 
         Use it for a step that is to be saved whatever the cadence says: after its call of
-        :meth:`step`, before that of the next or :meth:`close`.
+        :meth:`step`, before that of the next or :meth:`close`. After the :meth:`batches` of an
+        epoch it is put off to the end of the epoch, with all that the program does there.
 
         Args:
             step: Number of the step.
@@ -599,10 +681,18 @@ class Checkpointer:
         """
         self._require_open()
         is_resumed = step == self._last_step and not self._is_counted
+        is_after_batches = self._epochs.is_after_batches
+        if is_resumed and is_after_batches:
+            # It is what the job was resumed from, and what comes after an epoch is done again.
+            return
         if self._last_step is None or step < self._last_step or is_resumed:
             raise self._out_of_order(step, "save")
         if shared and self._shared is None:
             raise CheckpointingException("there is no shared storage: give shared= to save there")
+        if is_after_batches:
+            # With all that the program does after an epoch, of which it may have done a part.
+            self._epochs.put_off.append(partial(self.save, step, shared=shared, metrics=metrics))
+            return
         self._begin_save(step, metrics)
         if shared:
             self._begin_shared_save(step, metrics)
@@ -999,6 +1089,7 @@ class Checkpointer:
         """
         if not self._saves_last or self.stopped is not None:
             return
+        self._epochs.end_epoch(is_left=True)
         try:
             self._ranks.require_same_world()
         except MismatchError as error:
@@ -1068,6 +1159,13 @@ class Checkpointer:
             raise CheckpointingException(
                 "this Checkpointer was made with read_only=True: it resumes, and saves, marks and "
                 "pins nothing"
+            )
+
+    def _require_resumed(self, call: str) -> None:
+        self._require_writable()
+        if self._last_step is None:
+            raise CheckpointingException(
+                f"call resume() before {call}(), which goes on where the checkpoint was saved"
             )
 
     def _out_of_order(self, step: int, call: str = "step") -> CheckpointingException:

@@ -30,6 +30,7 @@ from localckpt.state_dict.stateful import (
 )
 
 __all__ = [
+    "EPOCHS",
     "OURS",
     "RNG",
     "ModulePart",
@@ -44,6 +45,8 @@ __all__ = [
 
 OURS = "localckpt"
 """Key of what is saved beside the parts."""
+EPOCHS = "epochs"
+"""Key of the place in the loop over epochs."""
 RNG = "rng"
 """Key of the states of the random number generators."""
 # Those that torch.iinfo knows, and bool.
@@ -54,13 +57,14 @@ _INTEGERS = {
 _SHOWN = 10
 
 
-def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
+def parts_of(state: Mapping[str, Any], epochs: Any, *, rng: bool) -> dict[str, Any]:
     """Make a part of each value of a training state.
 
     Args:
         state: Modules, optimizers, anything else with ``state_dict`` and ``load_state_dict``, and
             pairs of a function that gives a value and one that takes it; each may be marked as
             equal on several ranks.
+        epochs: The place in the loop over epochs, a part that is added.
         rng: Whether to add the states of the random number generators.
 
     Returns:
@@ -71,9 +75,9 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {}
     for key, value in state.items():
-        if key == OURS:
+        if key in (OURS, EPOCHS):
             raise CheckpointingException(
-                f"the key {OURS!r} of the training state is that of what is saved beside its "
+                f"the key {key!r} of the training state is that of what is saved beside its "
                 f"parts: choose another name"
             )
         if not isinstance(key, str) or not key or (rng and key == RNG):
@@ -87,6 +91,7 @@ def parts_of(state: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
             parts[key] = _part_of(key, value)
     if not parts:
         raise CheckpointingException("the training state is empty: there is nothing to save")
+    parts[EPOCHS] = epochs
     if rng:
         # Last, since making and loading the other parts may draw random numbers.
         parts[RNG] = RandomPart()

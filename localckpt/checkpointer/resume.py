@@ -9,6 +9,7 @@ of the other tiers.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from localckpt.checkpointer.arguments import judge_arguments
 from localckpt.checkpointer.elsewhere import Elsewhere
+from localckpt.checkpointer.parts import EPOCHS
 from localckpt.checkpointer.record import ELSEWHERE_SOURCE, SHARED_SOURCE, RunRecord
 from localckpt.checkpointer.selection import PartsToLoad, Selection
 from localckpt.checkpointer.tiers import NodeTier, SharedTier
@@ -61,11 +63,19 @@ class Resumption:
         shared: Checkpoints on shared storage; ``None`` for no such storage.
         ranks: The ranks of the job.
         record: Record of the run.
+        quiet: Whether no line is printed.
     """
 
     def __init__(
-        self, nodes: NodeTier, shared: SharedTier | None, ranks: Ranks, record: RunRecord
+        self,
+        nodes: NodeTier,
+        shared: SharedTier | None,
+        ranks: Ranks,
+        record: RunRecord,
+        *,
+        quiet: bool,
     ) -> None:
+        self._quiet = quiet
         self._nodes = nodes
         self._shared = shared
         self._ranks = ranks
@@ -125,7 +135,10 @@ class Resumption:
                 step, source = self._load_step(load, selection.step)
             seconds = time.monotonic() - called
             is_empty = step >= 0 and load.is_empty
-            job_run = self._say_what_was_loaded(step, source, seconds, is_empty=is_empty)
+            saved_at = parts[EPOCHS].saved_at
+            job_run = self._say_what_was_loaded(
+                step, source, seconds, saved_at if step >= 0 else None, is_empty=is_empty
+            )
             if load.gone:
                 logger.log(
                     logging.WARNING if self._ranks.is_root else logging.INFO,
@@ -225,9 +238,11 @@ class Resumption:
             self._shared.manager.go_back(step)
 
     def _say_what_was_loaded(
-        self, step: int, source: str, seconds: float, *, is_empty: bool
+        self, step: int, source: str, seconds: float, saved_at: float | None, *, is_empty: bool
     ) -> str:
-        """Log on the root where all ranks' parts came from; return the name of the job's run.
+        """Say on the root where all ranks' parts came from; return the name of the job's run.
+
+        It is for who starts a job, so it is printed where no log shows it.
 
         Raises:
             MismatchError: A checkpoint was found, and no rank has any part of it.
@@ -236,11 +251,37 @@ class Resumption:
         told, job_run = self._ranks.decide(
             "say what was loaded", lambda: mine, _judge_sources, read=shaped((str, str))
         )
-        line = "no checkpoint is there: the job starts at step 0"
+        places = [self._nodes.manager.store.root]
+        places += [] if self._shared is None else [self._shared.manager.root]
+        line = f"no checkpoint is in {' or '.join(map(str, places))}: the job starts at step 0"
         if step >= 0:
-            line = f"resumed after step {step} in {seconds:.2f} s: {told}"
+            # By clocks of two machines, maybe.
+            age = "" if saved_at is None else f", saved {_ago(time.time() - saved_at)}"
+            line = f"resumed after step {step}{age}, in {seconds:.2f} s: {told}"
         logger.log(logging.INFO if self._ranks.is_root else logging.DEBUG, "%s", line)
+        if self._ranks.is_root and not self._quiet and not _is_shown() and sys.stderr is not None:
+            sys.stderr.write(f"localckpt: {line}\n")
+            sys.stderr.flush()
         return str(job_run)
+
+
+def _is_shown() -> bool:
+    """Return whether the log shows a line of this module to a person, as far as that is known."""
+    current: logging.Logger | None = logger
+    while current is not None and logger.isEnabledFor(logging.INFO):
+        for handler in current.handlers:
+            is_hidden = isinstance(handler, logging.FileHandler | logging.NullHandler)
+            if handler.level <= logging.INFO and not is_hidden:
+                return True
+        current = current.parent if current.propagate else None
+    return False
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
 
 
 def _leave_nodes(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localckpt.checkpointer.parts import RNG, ModulePart
+from localckpt.checkpointer.parts import EPOCHS, RNG, ModulePart
 from localckpt.errors import CheckpointingException, MismatchError
 from localckpt.options import PrivateRule
 from localckpt.state_dict.containers import prefix_in
@@ -169,8 +169,9 @@ class PartsToLoad:
 
     @property
     def is_empty(self) -> bool:
-        """True after a load that has filled no part, but for the random number generators."""
-        return {*self.everything} - {RNG} <= self.gone.keys() and bool({*self.everything} - {RNG})
+        """True after a load that has filled no part of those that the program has given."""
+        given = {*self.everything} - {EPOCHS, RNG}
+        return given <= self.gone.keys() and bool(given)
 
     def lets_go(self, name: str) -> bool:
         """Return whether a part, or a value of one, may be on one side only; by its saved name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from localckpt.checkpointer.epochs import OF_RANK, Epochs
 from localckpt.checkpointer.parts import (
     OURS,
     RNG,
@@ -29,6 +30,7 @@ class TrainingState:
     Args:
         given: Values by name, as for :func:`parts_of`; or a function that returns the values, which
             is called by :meth:`make`.
+        epochs: The place in the loop over epochs.
         rng: Whether the states of the random number generators are a part.
         private: The caller's rules for values that differ between ranks, by key prefix.
         drop: Whether values that differ are dropped where no other rule is given.
@@ -45,18 +47,20 @@ class TrainingState:
     def __init__(
         self,
         given: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        epochs: Epochs,
         *,
         rng: bool,
         private: Mapping[str, PrivateRule],
         drop: bool,
     ) -> None:
         self._make = given if callable(given) else None
+        self._epochs = epochs
         self._rng = rng
         self._private = dict(private)
         self._drop = drop
         self.parts: dict[str, Any] = {}
         self.rules: dict[str, PrivateRule] = {}
-        self._set({} if callable(given) else parts_of(given, rng=rng))
+        self._set({} if callable(given) else parts_of(given, epochs, rng=rng))
 
     def make(self) -> bool:
         """Make parts of what the given function returns; False if values were given.
@@ -66,7 +70,7 @@ class TrainingState:
         """
         if self._make is None:
             return False
-        self._set(parts_of(self._make(), rng=self._rng))
+        self._set(parts_of(self._make(), self._epochs, rng=self._rng))
         return True
 
     def rewind_random(self) -> None:
@@ -86,10 +90,11 @@ class TrainingState:
         unmarked = {key: without_marker(part) for key, part in parts.items()}
         rules: dict[str, PrivateRule] = {}
         if self._drop:
-            whole = (ModulePart, OptimizerPart)
+            whole = (ModulePart, OptimizerPart, Epochs)
             rules |= {k: "drop" for k, part in unmarked.items() if not isinstance(part, whole)}
         # Ranks may have parts of their own.
         rules[OURS] = "keep"
+        rules |= dict.fromkeys(OF_RANK, of_one_rank)
         if self._rng:
             rules[RNG] = "keep"
         for key, part in unmarked.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localckpt.errors import CheckpointingException
 
@@ -40,6 +40,10 @@ class Values:
                 f"Values({', '.join(taken)}=...): a method has that name, choose another"
             )
         self.__dict__.update(values)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from localckpt.checkpointer.arguments import absolute_paths
 from localckpt.checkpointer.checkpointer import Checkpointer
+from localckpt.checkpointer.data_order import EpochPosition
 from localckpt.checkpointer.elsewhere import Elsewhere
 from localckpt.errors import CheckpointingException
-from localckpt.integrations.epoch_position import EpochPosition
 from localckpt.integrations.versions import at_least
 
 with at_least("transformers"):

@@ -215,7 +215,7 @@ def test_changes_since_the_last_step_are_noticed(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    state = TrainingState({"model": model}, rng=True, private={}, drop=False)
+    state = TrainingState({"model": model}, None, rng=True, private={}, drop=False)
     evidence = Evidence(state.parts)
     monkeypatch.setattr("multiprocessing.active_children", lambda: [object()])
     evidence.look()

@@ -28,7 +28,7 @@ from localckpt.checkpointer.parts import ModulePart, RandomPart, parts_of
 )
 def test_what_is_no_part_is_refused_by_name(state: dict[Any, Any], told: str) -> None:
     with pytest.raises(CheckpointingException, match=told):
-        parts_of(state, rng=True)
+        parts_of(state, None, rng=True)
 
 
 def test_a_compiled_module_has_the_names_of_the_module_inside() -> None:

@@ -21,9 +21,9 @@ pytestmark = needs("accelerate", "torchdata")
 # What Accelerate takes to be imported on a busy machine is within it.
 _LONGEST_S = 170.0
 
-# How data is loaded, whether FSDP2 shards the model, the cadence, the batch of the kill, and the
-# batch that is trained on next.
-_KINDS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+# How data is loaded, whether FSDP2 shards the model, the cadence, the batch of the kill, and what
+# comes next: a batch, or what the loop does after an epoch.
+_KINDS: dict[str, tuple[dict[str, Any], int, int, int | str]] = {
     "batches left out": ({}, 4, 11, 6),
     "batches dispatched": ({"loading": {"dispatch_batches": True}}, 4, 11, 6),
     "stateful, sharded": (
@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[dict[str, Any], int, int, int]] = {
             "loading": {"use_stateful_dataloader": True, "use_seedable_sampler": True},
             "is_sharded": True,
         },
-        *(8, 18, 13),
+        *(8, 18, "epoch 0"),
     ),
     "stateful": ({"loading": {"use_stateful_dataloader": True}}, 4, 11, 6),
 }

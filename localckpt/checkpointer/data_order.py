@@ -1,4 +1,8 @@
-"""Position in an epoch of a framework that leaves out batches when it resumes."""
+"""Order of the data of an epoch: the random numbers that it is drawn from.
+
+It is drawn when an epoch begins: from a seed, from a generator of the sampler or the loader, or
+from the random number generators of the process.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +13,36 @@ import torch
 
 from localckpt.checkpointer.parts import RandomPart
 
-__all__ = ["EpochPosition"]
+__all__ = [
+    "EpochPosition",
+    "entry_of",
+    "restore_entry",
+    "restore_generators",
+    "samplers_of",
+    "states_of",
+]
 
 
 class EpochPosition:
-    """Position in the data: a part of the state, to find the same batches in the same order.
+    """Position in the data of a framework that leaves out batches itself, as a part of the state.
 
-    Batches that were trained on are left out by the framework. Their order is drawn when an epoch
-    begins: from a seed, from a generator of the sampler, or from the random number generators.
+    With it the framework finds the same batches in the same order.
     """
 
     def __init__(self) -> None:
-        self._random = RandomPart()
         self._samplers: dict[str, Any] = {}
         # States of all generators at the beginning of the epoch to go on in.
         self._entry: dict[str, Any] = {}
         self._is_within_epoch = False
         self._is_resumed = False
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether no epoch was entered since a state was loaded."""
-        return self._is_resumed
-
     def enter_epoch(self, loader: Any) -> None:
         """Begin an epoch, or begin the one that was resumed again."""
-        self._samplers = _samplers_of(loader)
+        self._samplers = samplers_of(loader)
         if not self._is_resumed:
-            self._note_entry()
+            self._entry = entry_of(self._samplers)
             return
-        self._random.load_state_dict(self._entry["random"])
-        for path, seed in self._entry["seeds"].items():
-            if path in self._samplers:
-                self._samplers[path].initial_seed = seed
-        generators = _generators_of(self._samplers)
-        for path, state in self._entry["generators"].items():
-            if path in generators:
-                generators[path].set_state(state)
+        restore_entry(self._samplers, self._entry)
         # At the end of an epoch there is nothing to leave out.
         self._is_resumed = self._is_within_epoch
 
@@ -58,7 +55,7 @@ class EpochPosition:
         """End a step, before it is saved."""
         self._is_within_epoch = not is_last_of_epoch
         if is_last_of_epoch:
-            self._note_entry()
+            self._entry = entry_of(self._samplers)
 
     def state_dict(self) -> dict[str, Any]:
         return {"entry": self._entry, "is_within_epoch": self._is_within_epoch}
@@ -68,21 +65,8 @@ class EpochPosition:
         self._is_within_epoch = state["is_within_epoch"]
         self._is_resumed = True
 
-    def _note_entry(self) -> None:
-        generators = _generators_of(self._samplers)
-        self._entry = {
-            "random": self._random.state_dict(),
-            "generators": {path: g.get_state() for path, g in generators.items()},
-            # Accelerate's sampler draws each epoch from the seed that its process began with.
-            "seeds": {
-                path: sampler.initial_seed
-                for path, sampler in self._samplers.items()
-                if isinstance(getattr(sampler, "initial_seed", None), int)
-            },
-        }
 
-
-def _samplers_of(loader: Any) -> dict[str, Any]:
+def samplers_of(loader: Any) -> dict[str, Any]:
     """A data loader and its samplers, by their paths from the loader."""
     found: dict[str, Any] = {}
     looking, seen = {"loader": loader}, set[int]()
@@ -96,6 +80,42 @@ def _samplers_of(loader: Any) -> dict[str, Any]:
             if (inner := getattr(thing, name, None)) is not None:
                 looking[f"{path}.{name}"] = inner
     return found
+
+
+def entry_of(samplers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the order of the epoch that begins now is drawn from."""
+    return {
+        "random": RandomPart().state_dict(),
+        "generators": states_of(samplers),
+        # Accelerate's sampler draws each epoch from the seed that its process began with.
+        "seeds": {
+            path: sampler.initial_seed
+            for path, sampler in samplers.items()
+            if isinstance(getattr(sampler, "initial_seed", None), int)
+        },
+    }
+
+
+def restore_entry(samplers: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    """Have the order of an epoch drawn again from what :func:`entry_of` returned."""
+    RandomPart().load_state_dict(entry["random"])
+    for path, seed in entry["seeds"].items():
+        if path in samplers:
+            samplers[path].initial_seed = seed
+    restore_generators(samplers, entry["generators"])
+
+
+def states_of(samplers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states of the generators of loaders and samplers, by their paths."""
+    return {path: generator.get_state() for path, generator in _generators_of(samplers).items()}
+
+
+def restore_generators(samplers: Mapping[str, Any], states: Mapping[str, torch.Tensor]) -> None:
+    """Have generators go on from the states that :func:`states_of` returned."""
+    generators = _generators_of(samplers)
+    for path, state in states.items():
+        if path in generators:
+            generators[path].set_state(state)
 
 
 def _generators_of(samplers: Mapping[str, Any]) -> dict[str, torch.Generator]:

@@ -1,0 +1,468 @@
+"""A loop over epochs goes on where it was, with every kind of loader, or says why it cannot."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import localckpt
+from localckpt.checkpointer.resume import _ago
+from tests.checkpointer.lives import lives
+from tests.docs.blocks import blocks
+from tests.ranks import node_store, run_ranks
+from tests.upstream.environment import import_upstream, needs
+
+_DATA = torch.arange(14.0)
+
+
+class _Noisy(Dataset[torch.Tensor]):
+    """Samples with noise that is drawn where they are loaded; counts what was loaded here."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return len(_DATA)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded += 1
+        return _DATA[index] + torch.rand(()) + random.random()
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(_DATA)
+
+
+class _OfItsOwn:
+    """A loader with a state of its own, which draws the order as it begins."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.left:
+            self.left = torch.randperm(5).tolist()
+        while self.left:
+            yield _DATA[self.left.pop()]
+
+    def __len__(self) -> int:
+        return 5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = list(state["left"])
+
+
+class _Anew:
+    """A loader that can only be gone through from its beginning."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(_DATA[torch.randperm(14)].split(4))
+
+
+_LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(_Noisy(), 4, shuffle=True),
+    "in order": lambda: DataLoader(_Noisy(), 4, drop_last=True),
+    "with a generator": lambda: DataLoader(
+        _Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "with replacement": lambda: DataLoader(
+        _Noisy(), 4, sampler=WeightedRandomSampler([1.0] * 14, 14)
+    ),
+    "by a batch sampler": lambda: DataLoader(
+        _Noisy(), batch_sampler=BatchSampler(SubsetRandomSampler(range(13)), 4, drop_last=False)
+    ),
+    "without batches": lambda: DataLoader(
+        _Noisy(), batch_size=None, sampler=SubsetRandomSampler(range(4))
+    ),
+    "dealt": lambda: DataLoader(_Noisy(), 4, sampler=DistributedSampler(_Noisy(), 1, 0)),
+    "in workers": lambda: DataLoader(_Noisy(), 4, shuffle=True, num_workers=2),
+    "a stream": lambda: DataLoader(_Stream(), 4),
+    "a stream in workers": lambda: DataLoader(_Stream(), 4, num_workers=2),
+    "a list": lambda: list(_DATA.split(4)),
+    "of its own": _OfItsOwn,
+    "anew": _Anew,
+}
+
+
+def _train(
+    note: Callable[[str, Any], None],
+    make_loader: Callable[[], Any],
+    looks: bool = False,
+    accumulates: int = 1,
+    count: int = 2,
+    **options: Any,
+) -> None:
+    """Two epochs with a schedule; ``looks`` draws a batch before the loop."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = localckpt.Values(total=0.0)
+    loader = make_loader()
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "run": run}
+    with localckpt.Checkpointer(state, **options) as checkpointer:
+        step = checkpointer.resume()
+        if looks:
+            next(iter(loader))
+        for epoch in checkpointer.epochs(count):
+            for batch in checkpointer.batches(loader):
+                loss = model(batch.reshape(-1, 1) / 14).square().mean() + torch.rand(())
+                loss.backward()
+                note(f"{epoch} {checkpointer.batch} {batch.sum().item().hex()}", loss)
+                if checkpointer.batch % accumulates == accumulates - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    run.total += loss.item()
+                    if checkpointer.step():
+                        break
+                    step += 1
+            optimizer.zero_grad()
+            scheduler.step()
+            run.total /= 2
+            note(f"after {epoch} {random.random()}", run.total + torch.rand(()))
+            if epoch == 0:
+                checkpointer.save(step - 1)
+    note("weight", model.weight)
+
+
+@pytest.mark.parametrize("kind", _LOADERS)
+def test_a_loop_over_epochs_goes_on_bit_for_bit_after_each_step(kind: str, tmp_path: Path) -> None:
+    program = partial(_train, make_loader=_LOADERS[kind], looks=kind != "of its own")
+
+    expected, found, count = lives(0, program, tmp_path, "nodes")
+
+    assert found == expected
+    assert count > 6
+
+
+def _run_document(note: Callable[[str, Any], None], code: str, **options: Any) -> None:
+    """The loop of a document, for two epochs, with a best model and noise in each batch."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run = localckpt.Values(count=0, best=math.inf)
+
+    def train(batch: torch.Tensor) -> None:
+        loss = model(batch.reshape(-1, 1) * torch.rand(()) / 14).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.count += 1
+        note(f"batch {run.count}", loss)
+
+    def validate(model: torch.nn.Module) -> None:
+        run.best = min(run.best, model(torch.rand(1)).item())
+        note(f"best after {run.count}", run.best)
+
+    names = {"localckpt": localckpt, "model": model, "scheduler": scheduler, "options": options}
+    names |= {"train": train, "validate": validate, "loader": DataLoader(_DATA, 4, shuffle=True)}
+    names["state"] = {"model": model, "opt": optimizer, "scheduler": scheduler, "run": run}
+    code = code.replace('local="/local/checkpoints"', "**options").replace("(90)", "(2)")
+    exec(code, names)
+
+
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/loops.md"])
+def test_the_loop_over_epochs_of_the_documents_goes_on_after_each_step(
+    page: str, tmp_path: Path
+) -> None:
+    (code,) = [b.code for b in blocks() if b.page == page and ".epochs(90)" in b.code]
+
+    expected, found, count = lives(0, partial(_run_document, code=code), tmp_path, "nodes")
+
+    assert found == expected
+    assert count == 9
+
+
+def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
+    loaders = import_upstream("torchdata.stateful_dataloader")
+
+    def make(workers: int, sampler: Any = None) -> Any:
+        is_shuffled = sampler is None
+        return loaders.StatefulDataLoader(
+            _DATA, 4, shuffle=is_shuffled, sampler=sampler, num_workers=workers
+        )
+
+    dealt = DistributedSampler(_DATA, 1, 0)
+    kinds = [partial(make, 0), partial(make, 2), partial(make, 0, dealt)]
+    return [
+        lives(0, partial(_train, make_loader=kind, looks=True), node_store() / str(number), "nodes")
+        for number, kind in enumerate(kinds)
+    ]
+
+
+@needs("torchdata")
+def test_a_stateful_loader_goes_on_by_its_own_state_whoever_has_looked_at_it(
+    tmp_path: Path,
+) -> None:
+    (outcomes,) = run_ranks(
+        _lives_of_stateful, 1, store_per_node=[tmp_path], init_group=False, timeout_s=170
+    )
+
+    for expected, found, count in outcomes:
+        assert found == expected
+        assert count > 6
+
+
+def _look_in_a_plain_loop(rank: int, world_size: int) -> list[str]:
+    """Warnings of loops over a stateful loader that is a part of the state."""
+    loaders = import_upstream("torchdata.stateful_dataloader")
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("localckpt").addHandler(handler)
+    for workers in (0, 1):
+        for kind in ("", "goes on", "looks", "by batches"):
+            loader = loaders.StatefulDataLoader(_DATA, 2, num_workers=workers)
+            state = {"model": torch.nn.Linear(1, 1), "loader": loader}
+            local = node_store() / str(workers)
+            with localckpt.Checkpointer(state, local=local, max_attempts=None) as checkpointer:
+                first = checkpointer.resume()
+                if kind in ("looks", "by batches"):
+                    next(iter(loader))
+                if kind == "by batches":
+                    list(zip(checkpointer.epochs(1, first=0), (0,), strict=False))
+                    break
+                for _, step in zip(loader, range(first, first + 2), strict=False):
+                    checkpointer.step(step)
+    return [record.getMessage() for record in handler.buffer if record.levelname == "WARNING"]
+
+
+@needs("torchdata")
+def test_a_look_at_a_stateful_loader_before_a_plain_loop_is_warned_of(tmp_path: Path) -> None:
+    (told,) = run_ranks(_look_in_a_plain_loop, 1, store_per_node=[tmp_path], timeout_s=170)
+
+    lost = [text for text in told if "has taken its place" in text]
+    assert len(lost) == 2
+    assert all(text.startswith("'loader' is a StatefulDataLoader") for text in lost)
+
+
+def test_batches_are_left_out_without_loading_them(tmp_path: Path) -> None:
+    loaded = []
+    for _ in range(2):
+        data = _Noisy()
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            checkpointer.resume()
+            for _ in checkpointer.epochs(1):
+                for _ in checkpointer.batches(DataLoader(data, 2, shuffle=True)):
+                    checkpointer.step()
+                    if checkpointer.batch == 2:
+                        break
+                break
+        loaded.append(data.loaded)
+
+    assert loaded == [6, 8]
+
+
+def _go(checkpointer: localckpt.Checkpointer, *loaders: Any, ends: bool = False) -> None:
+    """One epoch, or two, over a loader each."""
+    for _, loader in zip(checkpointer.epochs(2), loaders, strict=False):
+        for _ in checkpointer.batches(loader):
+            checkpointer.step()
+            if ends:
+                break
+
+
+def _twice(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in range(2):
+            list(checkpointer.batches([1]))
+
+
+def _within(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in checkpointer.batches([1]):
+            next(checkpointer.batches([1]))
+
+
+def _nested(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        next(checkpointer.epochs(1))
+
+
+def _resumes(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        for _ in checkpointer.batches([1, 2]):
+            checkpointer.resume()
+
+
+def _steps_outside(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        checkpointer.step()
+
+
+def _steps_after(checkpointer: localckpt.Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        list(checkpointer.batches([1]))
+        checkpointer.step()
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (_twice, r"batches\(\) was called in an epoch, after its batches.* once in each epoch"),
+        (_within, r"batches\(\) was called in a batch"),
+        (_nested, r"epochs\(\) was called in an epoch, before its batches"),
+        (_resumes, r"resume\(\) was called in the loop over epochs"),
+        (_steps_outside, r"step\(\) was called in an epoch, before its batches"),
+        (_steps_after, r"step\(\) was called in an epoch, after its batches"),
+        (lambda c: next(c.batches([1])), r"batches\(\) was called outside of epochs"),
+        (lambda c: _go(c, iter([1, 2])), "was given a list_iterator, .* give it the loader itself"),
+        (lambda c: _go(c, [1, 2], [1, 2], ends=True), r"epoch 0 was left by break after step\(\)"),
+    ],
+)
+def test_a_loop_that_could_not_be_resumed_is_an_error(
+    use: Callable[[localckpt.Checkpointer], None], told: str, tmp_path: Path
+) -> None:
+    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+        checkpointer.resume()
+
+        with pytest.raises(localckpt.CheckpointingException, match=told):
+            use(checkpointer)
+
+
+def test_epochs_without_resume_is_an_error(tmp_path: Path) -> None:
+    with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:  # noqa: SIM117
+        with pytest.raises(localckpt.CheckpointingException, match="call resume"):
+            next(checkpointer.epochs(1))
+
+
+def test_a_longer_run_goes_on_and_an_epoch_may_be_empty_or_left_before_a_step(
+    tmp_path: Path,
+) -> None:
+    seen = []
+    for count in (1, 1, 3):
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            first = checkpointer.resume()
+            for epoch in checkpointer.epochs(count):
+                for batch in checkpointer.batches([] if epoch == 1 else range(4)):
+                    if checkpointer.batch == 3:
+                        break
+                    seen.append((first, epoch, batch))
+                    checkpointer.step()
+
+    assert seen == [(0, 0, n) for n in range(3)] + [(3, 2, n) for n in range(3)]
+
+
+def test_the_epoch_of_a_checkpoint_that_does_not_tell_it_is_asked_for(tmp_path: Path) -> None:
+    for is_new in (False, True):
+        with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=tmp_path) as checkpointer:
+            checkpointer.resume()
+            if not is_new:
+                checkpointer.step(0)
+                continue
+            with pytest.raises(localckpt.MismatchError, match=r"epochs\(5, first=...\)"):
+                next(checkpointer.epochs(5))
+            assert list(checkpointer.epochs(5, first=3)) == [3, 4]
+
+
+def _seen(rank: int, world_size: int, size: int, shuffle: bool, steps: int) -> Any:
+    """Samples that a rank is given in so many steps of an epoch, or the error."""
+    data = TensorDataset(torch.arange(24))
+    sampler = DistributedSampler(data, shuffle=shuffle) if shuffle is not None else None
+    loader = DataLoader(data, size, sampler=sampler)
+    seen: list[int] = []
+    with localckpt.Checkpointer(
+        {"v": torch.nn.Linear(1, 1)}, local=node_store(), replication_factor=1
+    ) as checkpointer:
+        checkpointer.resume()
+        try:
+            for _ in checkpointer.epochs(1):
+                for number, (batch,) in enumerate(checkpointer.batches(loader)):
+                    if number == steps:
+                        return seen
+                    seen += batch.tolist()
+                    checkpointer.step()
+        except localckpt.MismatchError as error:
+            return str(error)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "told"),
+    [
+        ((2, 4, True), (4, 2, True), ""),
+        ((2, 4, True), (1, 4, True), ""),
+        ((2, 4, True), (2, 2, True), ""),
+        ((2, 4, True), (2, 5, True), "16 samples, which are no whole number of batches of 5"),
+        ((2, 4, True), (3, 4, True), "16 samples, which are no whole number of batches of 4"),
+        ((2, 4, True), (2, 4, False), "24 samples in batches of 4, dealt by a Distributed"),
+        ((2, 4, None), (1, 4, None), "only those of a DistributedSampler are in one order"),
+    ],
+)
+def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
+    saved: tuple[int, int, bool], loaded: tuple[int, int, bool], told: str, tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "node"]
+    before = run_ranks(_seen, saved[0], *saved[1:], 2, store_per_node=nodes)
+
+    after = run_ranks(_seen, loaded[0], *loaded[1:], 100, store_per_node=nodes)
+
+    if told:
+        assert all(told in text for text in after)
+    else:
+        assert sorted(chain(*before, *after)) == list(range(24))
+
+
+_PROGRAM = """
+import logging, sys, localckpt, torch
+if sys.argv[2] == "logs":
+    logging.basicConfig(level=logging.INFO)
+quiet = sys.argv[2] == "quiet"
+with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=sys.argv[1], quiet=quiet) as one:
+    one.step(one.resume())
+"""
+
+
+def test_a_line_says_from_where_the_job_goes_on_once(tmp_path: Path) -> None:
+    def run(kind: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, str(tmp_path / "node"), kind],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        words = "no checkpoint is in", "resumed after"
+        assert done.stdout == ""
+        return [x for x in done.stderr.splitlines() if any(word in x for word in words)]
+
+    fresh, quiet, shown, logged = map(run, ("", "quiet", "", "logs"))
+
+    assert fresh == [
+        f"localckpt: no checkpoint is in {tmp_path / 'node'}: the job starts at step 0"
+    ]
+    assert quiet == []
+    assert len(shown) == len(logged) == 1
+    expected = r"resumed after step 1, saved \d+ s ago, in \d+\.\d\d s: rank 0 from own node"
+    assert re.fullmatch(f"localckpt: {expected}", shown[0])
+    assert logged[0].startswith("INFO:localckpt.")
+
+
+def test_ages_are_told_in_units_that_people_use() -> None:
+    found = [_ago(seconds) for seconds in (-5, 119, 121, 7199, 7201, 1e6)]
+
+    assert found == ["0 s ago", "119 s ago", "2 min ago", "120 min ago", "2 h ago", "12 days ago"]

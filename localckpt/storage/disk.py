@@ -28,6 +28,7 @@ from localckpt.storage.preflight import (
 from localckpt.storage.problem import Problem
 from localckpt.storage.rank_folder import SeenFolder
 from localckpt.storage.slot import Slot
+from localckpt.storage.staging import remove_orphans
 from localckpt.storage.store import Stored
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class DiskStore(PooledStore):
         num_buffers: int = 2,
     ) -> None:
         super().__init__(root, session_id, rank, timeout_s, num_buffers)
+        remove_orphans()
         self._direct = try_out(self.folder, DIRTY)
         if not self._direct:
             logger.info("%s does not take O_DIRECT: writing through the page cache", self.root)

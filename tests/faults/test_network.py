@@ -117,7 +117,7 @@ class _Job:
         """Start the job anew."""
         assert self._ranks is None
         options = self.strict, self.elastic
-        setup = Setup("disk", "thread", _WORLD_SIZE, 2, False, timeout_s, *options)
+        setup = Setup("disk", _WORLD_SIZE, 2, False, timeout_s, *options)
         env = {"MASTER_ADDR": STORE_ADDRESS, "GLOO_SOCKET_IFNAME": DATA}
         # What ranks are forked from must not be started in the hub.
         run_ranks(_do_nothing, 1, init_group=False)

@@ -19,7 +19,7 @@ from tests.faults.campaign.oracle import Oracle, Violation
 from tests.faults.campaign.remote import Answer
 from tests.faults.campaign.survey import Survey, Version
 
-_SETUP = Setup("disk", "thread", 4, 2, False, 3.0)
+_SETUP = Setup("disk", 4, 2, False, 3.0)
 _NODES = [f"node{rank}" for rank in range(4)]
 
 

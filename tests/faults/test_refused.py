@@ -390,9 +390,7 @@ def _move_in_parts(
 
 
 @pytest.mark.fault("partial-io")
-@pytest.mark.parametrize(
-    "job", [Job("disk"), Job("disk", cold=True), Job("memory")], ids=str
-)
+@pytest.mark.parametrize("job", [Job("disk"), Job("disk", cold=True), Job("memory")], ids=str)
 def test_writes_and_reads_that_move_only_some_bytes_are_carried_on(
     job: Job, nodes_of: NodesOf, long_form: bool, record_property: Record
 ) -> None:

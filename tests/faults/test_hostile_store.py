@@ -262,9 +262,7 @@ def test_a_hostile_value_in_the_jobs_store_is_an_error_of_ours_and_runs_nothing(
     protocol: str, victim: int, kind: str, tmp_path: Path, long_form: bool
 ) -> None:
     marker = tmp_path / "ran"
-    stride = (
-        1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5}[protocol]
-    )
+    stride = 1 if long_form else {"decide": 1, "shared": 3, "local": 4, "drain": 5}[protocol]
 
     ended = run_ranks(
         *(_play, 2, victim, protocol, kind, stride, marker, tmp_path / "shared"),

@@ -657,6 +657,7 @@ class GlobalCheckpointManager:
                 tag=[self.session_id, what],
                 check=check,
                 begin=begin,
+                begun=(int, str, int) if isinstance(what, int) else object,
                 prepare=prepare,
             )
         self._hint = ""

@@ -136,6 +136,7 @@ def plan_save(
     tag: Any,
     check: Callable[[], None] = lambda: None,
     begin: Callable[[], Any],
+    begun: Any = object,
     prepare: Callable[[SavePlan], SavePlan] = lambda plan: plan,
 ) -> PlannedSave:
     """Agree on who writes what; all ranks call it.
@@ -154,6 +155,7 @@ def plan_save(
         check: Called on each rank before anything is planned; what it raises is raised on all.
         begin: Called on the coordinator when all have planned; gives what all ranks return, or
             raises what is then raised on all.
+        begun: Shape of what it gives; see :func:`shaped`.
         prepare: This rank's own preparations, with its plan.
 
     Raises:
@@ -214,19 +216,22 @@ def plan_save(
         }
         return PerRank(begin(), changed)
 
+    def read(verdict: Any) -> Any:
+        return verdict if verdict is None else shaped((begun, Message | None))(verdict)
+
     with cache.kept_if_all_is_well():
         planned: Any = ranks.act(
             *(f"plan {what}", local_step, global_step),
             kind="plan the save",
             order=order,
-            read=_as_planned,
+            read=read,
         )
         if planned is None:
             cache.clear()
             planned = ranks.act(
-                f"plan {what} anew", report, global_step, kind="plan anew", read=_as_planned
+                f"plan {what} anew", report, global_step, kind="plan anew", read=read
             )
-        begun, changed = planned
+        told, changed = planned
     cache.local, cache.coordinated = local, pending
     if changed is not None:
         cache.final, cache.common = unpack(changed.data, tuple, cache.allowed)
@@ -235,11 +240,7 @@ def plan_save(
             f"{what} has no plan for rank {ranks.rank} in the job's store, though it was told of "
             f"one. Does another program write to that store? Nothing was saved"
         )
-    return PlannedSave(cache.final, None if pending is None else pending.metadata, begun)
-
-
-def _as_planned(verdict: Any) -> Any:
-    return verdict if verdict is None else shaped((object, Message | None))(verdict)
+    return PlannedSave(cache.final, None if pending is None else pending.metadata, told)
 
 
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:

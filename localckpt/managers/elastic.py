@@ -395,6 +395,7 @@ class ElasticLoad:
             "check that the states can be loaded into",
             checking,
             [bad, lacks_link] if bad or lacks_link else None,
+            read=shaped((list, bool)),
         )
         if self._take_out(reports):
             return False
@@ -465,6 +466,7 @@ class ElasticLoad:
             f"load iteration {self._checkpoint.iteration}",
             moving,
             report if any(report) else None,
+            read=shaped((list, str | None)),
             grace_s=timeout_s,
             deadline=Deadline.after((1 + _DEADLINES) * timeout_s),
         )

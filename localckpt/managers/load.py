@@ -42,6 +42,7 @@ from localckpt.managers.restoring import (
     verify_again,
 )
 from localckpt.ranks.failure import Attempt, forget_frames
+from localckpt.ranks.ranks import shaped
 from localckpt.replication.exchange import ExchangePlan, ExchangePlanEntry
 from localckpt.replication.shard_plans import plan_shards
 from localckpt.replication.watched import WatchedSource
@@ -361,7 +362,8 @@ class Load:
                 raise incurable(error) from error
         step = self._checkpoint.iteration
         what = f"compare iteration {step} with the states to load into"
-        reports = self._ranks.merge(what, comparing, [differs, parts] if differs or parts else None)
+        report = [differs, parts] if differs or parts else None
+        reports = self._ranks.merge(what, comparing, report, read=shaped((bool, [str])))
         if reports:
             saved = {part for _, those in reports.values() for part in those}
             self._options.rules.require_named(saved)
@@ -424,8 +426,9 @@ class Load:
         forget_frames(attempt.failure)
         report = None if mine == _Outcome() else mine.to_json()
         # What others cannot load is reported with it, so all are waited for.
-        merged = self._ranks.merge(phase, attempt, report, grace_s=self._ranks.timeout_s)
-        outcomes = {rank: _Outcome.from_json(fields) for rank, fields in merged.items()}
+        outcomes: dict[int, _Outcome] = self._ranks.merge(
+            *(phase, attempt, report), grace_s=self._ranks.timeout_s, read=_Outcome.from_json
+        )
         unfit = {rank: o.unfit for rank, o in outcomes.items() if o.unfit is not None}
         self._recovery.hopeless |= unfit.keys()
         for rank, unfit_why in unfit.items():

@@ -255,7 +255,7 @@ class _Work:
             # The slots of copies are reserved later.
             self.commit(self.slots)
         phase = f"keep what was computed of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), keeping.error_text)
+        failed = self.ranks.merge(phase, Attempt(), keeping.error_text, read=shaped(str))
         for owner, rank in self.computed.items():
             if rank in failed:
                 node = self.inventory.node_of(rank)
@@ -281,7 +281,7 @@ class _Work:
             )
             self.commit(slots)
         phase = f"restore the copies of iteration {self.checkpoint.iteration}"
-        failed = self.ranks.merge(phase, Attempt(), copying.error_text)
+        failed = self.ranks.merge(phase, Attempt(), copying.error_text, read=shaped(str))
         nbytes = self.inventory.shards(self.checkpoint)
         for owner, receivers in self.lacking.copies.items():
             for receiver in (rank for rank in receivers if rank not in failed):

@@ -229,15 +229,19 @@ class Ranks:
         *,
         deadline: Deadline | None = None,
         grace_s: float = GRACE_S,
+        read: Callable[[Any], Any] = lambda report: report,
     ) -> dict[int, Any]:
         """Give the reports that are not empty to every rank, by rank.
 
-        For what few ranks have to report, such as what went wrong.
+        For what few ranks have to report, such as what went wrong; ``read`` reads one of them.
         """
-        reports: list[Any] = self.agree(
-            what, attempt, report, _not_empty, deadline=deadline, grace_s=grace_s
+        merged: dict[int, Any] = self.agree(
+            *(what, attempt, report, _not_empty),
+            deadline=deadline,
+            grace_s=grace_s,
+            read=lambda reports: {rank: read(report) for rank, report in reports},
         )
-        return dict(reports)
+        return merged
 
     def gather(
         self, what: str, record: Any, *, deadline: Deadline | None = None, kind: str = ""

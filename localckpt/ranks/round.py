@@ -159,6 +159,8 @@ class Round:
             # in the next round.
             joined = look_if_there(self._store, f"{number}/team/{team}")
             last = json.loads(joined) if joined else [self.last_report(rank) for rank in ranks]
+            if not isinstance(last, list) or len(last) != len(ranks):
+                raise ValueError(f"no reports of {len(ranks)} ranks")
             reports += [entry[1] if entry and entry[0] == number else None for entry in last]
         return reports
 

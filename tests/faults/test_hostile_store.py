@@ -64,7 +64,7 @@ def _nested(depth: int) -> Any:
     return value
 
 
-_SHAPES: list[Any] = [{}, [], None, -7, "x", _nested(400), "x" * (2 << 20), {"x": 1}, [1, [2], {}]]
+_SHAPES: list[Any] = [{}, [], None, -7, "x", _nested(400), "x" * (1 << 20), {"x": 1}, [1, [2], {}]]
 
 
 def _reshaped(value: bytes, number: int) -> bytes:

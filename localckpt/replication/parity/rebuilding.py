@@ -273,7 +273,10 @@ class Rebuilding:
                 if group.repair.images[rank] == self._rank and rank in group.envelopes
             ]
         phase = f"see which blocks of iteration {self._checkpoint.iteration} are bad"
-        for found in self._ranks.merge(phase, looking, mine, deadline=self._deadline()).values():
+        reports = self._ranks.merge(
+            *(phase, looking, mine), deadline=self._deadline(), read=shaped([(int, int, [int])])
+        )
+        for found in reports.values():
             for number, rank, blocks in found:
                 group = self._groups[number]
                 bad = group.findings.left.bad_blocks
@@ -341,7 +344,11 @@ class Rebuilding:
             if source.refused is not None
         ]
         phase = f"say why it failed to {what}"
-        refusals = self._ranks.merge(phase, Attempt(), refused, deadline=self._deadline())
+        refusals = self._ranks.merge(
+            *(phase, Attempt(), refused),
+            deadline=self._deadline(),
+            read=shaped([(object, int, str)]),
+        )
         gone = [
             PieceProblem(piece_of(Kind(kind), owner), rank, why, is_gone=True)
             for rank, found in refusals.items()

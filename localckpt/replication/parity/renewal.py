@@ -68,7 +68,7 @@ class ParityRenewal:
                     envelopes = [envelope for _, envelope in members]
                     keeper.commit([self._encode(keeper, identity, of, source, envelopes)])
         phase = f"make parity of iteration {iteration}"
-        failed = ranks.merge(phase, Attempt(), encoding.error_text)
+        failed = ranks.merge(phase, Attempt(), encoding.error_text, read=shaped(str))
         for done in able:
             for owner in done.ranks:
                 if owner not in failed:

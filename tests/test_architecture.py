@@ -88,16 +88,16 @@ _BUDGETS = {
     "checkpointer": (6365, 1800),
     "cli": (2683, 2200),
     "events": (1396, 1200),
-    "global_tier": (8278, 4900),
+    "global_tier": (8280, 4900),
     "integrations": (2925, 2900),
-    "managers": (7141, 3600),
+    "managers": (7146, 3600),
     "memory": (915, 700),
-    "ranks": (3592, 1600),
+    "ranks": (3598, 1600),
     "replication": (5223, 2900),
-    "replication/parity": (2807, 1700),
+    "replication/parity": (2814, 1700),
     "report": (812, 800),
     "state_dict": (10036, 5000),
-    "storage": (4490, 3100),
+    "storage": (4488, 3100),
 }
 
 

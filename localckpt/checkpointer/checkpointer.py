@@ -130,7 +130,8 @@ class Checkpointer:
         rng: Whether to save the states of the random number generators.
         guard: Optimizers whose tensors on a GPU change in ``step`` only: training goes on while
             they are being copied.
-        stop_signals: Signals on any one rank that stop the job in order.
+        stop_signals: Signals on any one rank that stop the job in order. Of SIGINT a second one
+            interrupts it.
         stop_file: A file that stops the job once it is there.
         stop_when: A function that tells why the job is to stop, ``None`` while it is not, such as
             a look at a cloud's notice of maintenance. It is called in a thread every few seconds.

@@ -25,8 +25,8 @@ class StopRequests:
     """Requests to stop that reach this rank.
 
     A handler that was there before is called as well. The default action of a signal, which would
-    end the process, is not taken. A closed object, and a forked child's copy of one, do what was
-    done before it: so signals end the child.
+    end the process, is not taken, nor is that of a first Ctrl-C among the signals. A closed object,
+    and a forked child's copy of one, do what was done before it: so signals end the child.
 
     Args:
         signals: Signals that ask the job to stop. Handlers can be set in the main thread only;
@@ -139,9 +139,13 @@ class StopRequests:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._is_idle:
-            self._received = f"signal {signal.Signals(number).name}"
+            received, is_first = signal.Signals(number), self._received is None
+            self._received = f"signal {received.name}"
             self.asked.set()
             _leave_workers_to_loaders()
+            if is_first and self._action_before(received) is signal.default_int_handler:
+                # Ctrl-C, which is to stop the job between two steps. A second one interrupts it.
+                return
         self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -97,3 +97,19 @@ def test_of_two_the_open_one_hears_a_signal_that_the_closed_one_left_to_it(tmp_p
             signal.raise_signal(signal.SIGTERM)
 
             assert (first.why(), second.why()) == (None, "signal SIGTERM")
+
+
+def test_ctrl_c_among_the_stop_signals_stops_in_order_and_interrupts_when_it_comes_again(
+    tmp_path: Path,
+) -> None:
+    with Checkpointer(
+        {"m": torch.nn.Linear(1, 1)}, local=tmp_path, stop_signals=[signal.SIGINT], events=()
+    ) as checkpointer:
+        checkpointer.resume()
+        signal.raise_signal(signal.SIGINT)
+        while not checkpointer.step():
+            time.sleep(0.01)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    assert checkpointer.stopped

@@ -209,7 +209,7 @@ def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
         )
 
     dealt = DistributedSampler(_DATA, 1, 0)
-    kinds = [partial(make, 0), partial(make, 2), partial(make, 0, dealt)]
+    kinds = [partial(make, 2), partial(make, 0, dealt)]
     return [
         lives(0, partial(_train, make_loader=kind, looks=True), node_store() / str(number), "nodes")
         for number, kind in enumerate(kinds)
@@ -379,14 +379,16 @@ def test_the_epoch_of_a_checkpoint_that_does_not_tell_it_is_asked_for(tmp_path: 
             assert list(checkpointer.epochs(5, first=3)) == [3, 4]
 
 
-def _seen(rank: int, world_size: int, size: int, shuffle: bool, steps: int) -> Any:
+def _seen(
+    rank: int, world_size: int, size: int, shuffle: bool | None, steps: int, shared: Path | None
+) -> Any:
     """Samples that a rank is given in so many steps of an epoch, or the error."""
     data = TensorDataset(torch.arange(24))
     sampler = DistributedSampler(data, shuffle=shuffle) if shuffle is not None else None
     loader = DataLoader(data, size, sampler=sampler)
     seen: list[int] = []
     with localckpt.Checkpointer(
-        {"v": torch.nn.Linear(1, 1)}, local=node_store(), replication_factor=1
+        {"v": torch.nn.Linear(1, 1)}, local=node_store(), shared=shared, replication_factor=1
     ) as checkpointer:
         checkpointer.resume()
         try:
@@ -402,24 +404,52 @@ def _seen(rank: int, world_size: int, size: int, shuffle: bool, steps: int) -> A
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "told"),
+    ("tier", "saved", "loaded", "told"),
     [
-        ((2, 4, True), (4, 2, True), ""),
-        ((2, 4, True), (1, 4, True), ""),
-        ((2, 4, True), (2, 2, True), ""),
-        ((2, 4, True), (2, 5, True), "16 samples, which are no whole number of batches of 5"),
-        ((2, 4, True), (3, 4, True), "16 samples, which are no whole number of batches of 4"),
-        ((2, 4, True), (2, 4, False), "24 samples in batches of 4, dealt by a Distributed"),
-        ((2, 4, None), (1, 4, None), "only those of a DistributedSampler are in one order"),
+        ("nodes", (2, 4, True), (4, 2, True), ""),
+        ("shared", (2, 4, True), (1, 4, True), ""),
+        ("nodes", (2, 4, True), (2, 2, True), ""),
+        (
+            "nodes",
+            (2, 4, True),
+            (2, 5, True),
+            "16 samples, which are no whole number of batches of 5",
+        ),
+        (
+            "nodes",
+            (2, 4, True),
+            (3, 4, True),
+            "16 samples, which are no whole number of batches of 4",
+        ),
+        (
+            "nodes",
+            (2, 4, True),
+            (2, 4, False),
+            "24 samples in batches of 4, dealt by a Distributed",
+        ),
+        (
+            "shared",
+            (2, 4, None),
+            (1, 4, None),
+            "only those of a DistributedSampler are in one order",
+        ),
+        (
+            "nodes",
+            (2, 4, None),
+            (1, 4, None),
+            "only those of a DistributedSampler are in one order",
+        ),
     ],
 )
 def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
-    saved: tuple[int, int, bool], loaded: tuple[int, int, bool], told: str, tmp_path: Path
+    tier: str, saved: tuple[int, int, Any], loaded: tuple[int, int, Any], told: str, tmp_path: Path
 ) -> None:
-    nodes = [tmp_path / "node"]
-    before = run_ranks(_seen, saved[0], *saved[1:], 2, store_per_node=nodes)
+    # The nodes are lost with all that they have, or there is nothing but them.
+    nodes = [tmp_path / tier, tmp_path / "nodes"]
+    shared = tmp_path / "common" if tier == "shared" else None
+    before = run_ranks(_seen, saved[0], *saved[1:], 2, shared, store_per_node=nodes[:1])
 
-    after = run_ranks(_seen, loaded[0], *loaded[1:], 100, store_per_node=nodes)
+    after = run_ranks(_seen, loaded[0], *loaded[1:], 100, shared, store_per_node=nodes[1:])
 
     if told:
         assert all(told in text for text in after)
@@ -429,37 +459,36 @@ def test_the_place_is_one_of_the_job_on_other_ranks_and_with_other_batches(
 
 _PROGRAM = """
 import logging, sys, localckpt, torch
-if sys.argv[2] == "logs":
-    logging.basicConfig(level=logging.INFO)
-quiet = sys.argv[2] == "quiet"
-with localckpt.Checkpointer({"v": torch.nn.Linear(1, 1)}, local=sys.argv[1], quiet=quiet) as one:
-    one.step(one.resume())
+for kind in ("", "quiet", "", "logs"):
+    if kind == "logs":
+        logging.basicConfig(level=logging.INFO)
+    part = {"v": torch.nn.Linear(1, 1)}
+    with localckpt.Checkpointer(part, local=sys.argv[1], quiet=kind == "quiet") as checkpointer:
+        checkpointer.step(checkpointer.resume())
 """
 
 
 def test_a_line_says_from_where_the_job_goes_on_once(tmp_path: Path) -> None:
-    def run(kind: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, str(tmp_path / "node"), kind],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        words = "no checkpoint is in", "resumed after"
-        assert done.stdout == ""
-        return [x for x in done.stderr.splitlines() if any(word in x for word in words)]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
 
-    fresh, quiet, shown, logged = map(run, ("", "quiet", "", "logs"))
-
-    assert fresh == [
-        f"localckpt: no checkpoint is in {tmp_path / 'node'}: the job starts at step 0"
+    words = "no checkpoint is in", "resumed after"
+    told = [x for x in done.stderr.splitlines() if any(word in x for word in words)]
+    place = re.escape(str(tmp_path))
+    resumed = r"resumed after step {}, saved \d+ s ago, in \d+\.\d\d s: rank 0 from own node"
+    expected = [
+        f"localckpt: no checkpoint is in {place}: the job starts at step 0",
+        f"localckpt: {resumed.format(1)}",
+        f"INFO:localckpt[.a-z]*:{resumed.format(2)}",
     ]
-    assert quiet == []
-    assert len(shown) == len(logged) == 1
-    expected = r"resumed after step 1, saved \d+ s ago, in \d+\.\d\d s: rank 0 from own node"
-    assert re.fullmatch(f"localckpt: {expected}", shown[0])
-    assert logged[0].startswith("INFO:localckpt.")
+    assert done.stdout == ""
+    assert len(told) == 3
+    assert all(map(re.fullmatch, expected, told)), told
 
 
 def test_ages_are_told_in_units_that_people_use() -> None:

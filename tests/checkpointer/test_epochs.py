@@ -209,7 +209,7 @@ def _lives_of_stateful(rank: int, world_size: int) -> list[Any]:
         )
 
     dealt = DistributedSampler(_DATA, 1, 0)
-    kinds = [partial(make, 2), partial(make, 0, dealt)]
+    kinds = [partial(make, 0), partial(make, 0, dealt)]
     return [
         lives(0, partial(_train, make_loader=kind, looks=True), node_store() / str(number), "nodes")
         for number, kind in enumerate(kinds)

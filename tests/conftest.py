@@ -49,6 +49,7 @@ _LONGEST = (
     *("faults/test_hostile_folder.py", "async_save/test_queue_ranks.py"),
     *("state_dict/test_large.py", "integrations/test_nvrx.py", "managers/test_worlds.py"),
     *("checkpointer/test_loop.py", "managers/parity/test_parity_redundancy.py"),
+    *("checkpointer/test_kinds_of_loops.py", "checkpointer/test_epochs.py"),
     *("faults/test_lost_nodes.py", "faults/test_lost_during_recovery.py"),
     *("integrations/test_torchtitan.py", "integrations/test_awkward_states.py"),
     *("integrations/test_lightning.py", "integrations/test_deepspeed.py"),

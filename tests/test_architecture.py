@@ -85,7 +85,7 @@ _BUDGETS = {
     "top": (2366, 1300),
     "async_save": (2169, 1400),
     "availability": (3474, 2000),
-    "checkpointer": (6365, 1800),
+    "checkpointer": (6370, 1800),
     "cli": (2683, 2200),
     "events": (1396, 1200),
     "global_tier": (8280, 4900),

@@ -26,7 +26,7 @@ from tests.storage.shards import HOLD, PATIENCE_S, ROOT, another_process, kill
 Dirs = Callable[[int], list[Path]]
 
 _SHARED_MEMORY = Path("/dev/shm")
-_WRITERS = ["thread", "process", "memory"]
+_WRITERS = ["disk", "memory"]
 
 
 @pytest.fixture(params=_WRITERS)
@@ -39,7 +39,7 @@ def writer(request: pytest.FixtureRequest) -> str:
 def root(writer: str, tmp_path: Path, shm_roots: Dirs) -> Path:
     """A store in which rank 0 of a session has saved iteration 4."""
     root = shm_roots(1)[0] if writer == "memory" else tmp_path / "store"
-    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+    with make_manager(writer, root, "run") as manager:
         manager.save(state_of(0, 4), 4)
     return root
 
@@ -61,7 +61,6 @@ def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, 
     would, answer = call("clean", root, "--dry-run", "--json").json(), run("clean", root)
 
     assert dirty
-    assert any(path.parent == _SHARED_MEMORY for path in made) == (writer == "process")
     found = {Path(file["path"]): file["nbytes"] for file in would["removed"]}
     assert {path: nbytes for path, nbytes in found.items() if root in path.parents} == dirty
     assert would["nbytes"] == sum(found.values())
@@ -70,7 +69,7 @@ def test_what_a_killed_process_left_is_removed_and_the_shards_stay(writer: str, 
     for path in dirty:
         assert f"removed {path} (" in answer.out
     assert f"{root}: removed " in answer.out.splitlines()[-1]
-    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+    with make_manager(writer, root, "run") as manager:
         assert resume(manager, 0, 4) == "own node"
 
 
@@ -133,7 +132,7 @@ def test_what_was_quarantined_and_is_good_is_put_back(root: Path, writer: str) -
     assert _of_the_store(answer["removed"]) == answer["left"] == []
     assert [file["path"] for file in answer["put_back"]] == [str(shard)]
     assert not aside.exists()
-    with make_manager("memory" if writer == "memory" else "disk", root, "run") as manager:
+    with make_manager(writer, root, "run") as manager:
         assert resume(manager, 0, 4) == "own node"
 
 
@@ -208,7 +207,7 @@ def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     hidden = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
     if subprocess.run([*hidden, "true"], capture_output=True, timeout=30, check=False).returncode:
         pytest.skip("no process namespaces here")
-    arguments = ["thread", str(tmp_path), "run", "0", str(_SHARED_MEMORY)]
+    arguments = ["disk", str(tmp_path), "run", "0", str(_SHARED_MEMORY)]
     process = subprocess.Popen(
         [*hidden, sys.executable, "-c", HOLD, *arguments],
         cwd=ROOT,

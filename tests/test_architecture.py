@@ -97,7 +97,7 @@ _BUDGETS = {
     "replication/parity": (2814, 1700),
     "report": (812, 800),
     "state_dict": (10036, 5000),
-    "storage": (4488, 3100),
+    "storage": (4478, 3100),
 }
 
 

@@ -45,7 +45,7 @@ __all__ = [
 
 OURS = "localckpt"
 """Key of what is saved beside the parts."""
-EPOCHS = "epochs"
+EPOCHS = "epoch_loop"
 """Key of the place in the loop over epochs."""
 RNG = "rng"
 """Key of the states of the random number generators."""

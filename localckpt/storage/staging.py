@@ -16,7 +16,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from localckpt.storage.names import STAGING_PREFIX
@@ -58,15 +57,6 @@ class StagingFolder:
                 # A finalizer, so that the lock is released even if close() is never called.
                 self._release = weakref.finalize(self, _let_go, os.getpid(), lock, held)
         return self.path / f"{self._owner}.{next(self._numbers)}"
-
-    def nbytes(self) -> int:
-        """Return the bytes of the buffers that exist."""
-        found = 0
-        for path in self.path.glob(f"{self._owner}.*"):
-            # A buffer whose making failed may be removed meanwhile.
-            with suppress(FileNotFoundError):
-                found += path.lstat().st_blocks * 512
-        return found
 
     def close(self) -> None:
         """Release the lock; call it after all buffers are closed. May be called twice."""

@@ -341,7 +341,7 @@ def _parts(**names: str) -> dict[str, Any]:
 
 @pytest.mark.fault("changed-program")
 @pytest.mark.parametrize(
-    "names", [{"scheduler": "sched"}, {"epoch": "seen_epochs"}, {"model": "net"}, {"opt": "o"}]
+    "names", [{"scheduler": "sched"}, {"epoch": "epochs"}, {"model": "net"}, {"opt": "o"}]
 )
 def test_a_part_that_was_renamed_is_an_error_that_lists_both_sides(
     names: dict[str, str], tmp_path: Path
